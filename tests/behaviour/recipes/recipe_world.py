@@ -36,29 +36,11 @@ import atoll
 from my_model import Net
 
 model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 with atoll.join() as worker:
     for fl_round in worker:
-        data = torch.Generator().manual_seed(zlib.crc32(f"{{worker.site}} {{fl_round.number}}".encode()))
+        data = torch.Generator().manual_seed(zlib.crc32(f"{worker.site} {fl_round.number}".encode()))
         fl_round.load_into(model)
-{steps}        {more}
-        fl_round.submit(model, weight=8, metrics={{"loss": loss.item()}})
-print("done", *sys.argv[1:])
-"""
-
-BY_HAND = """\
-        for _ in range(3):
-            x = torch.randn(8, 4, generator=data)
-            loss = (model(x) - x).square().mean()
-            loss.backward()
-            with torch.no_grad():
-                for value in model.parameters():
-                    value -= 0.05 * value.grad
-                    value.grad = None
-"""
-"""SGD: torch.optim takes each process a second to import."""
-
-CORRECTED = """\
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         with fl_round.correct(model, optimizer):
             for _ in range(3):
                 x = torch.randn(8, 4, generator=data)
@@ -66,8 +48,10 @@ CORRECTED = """\
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+        pass
+        fl_round.submit(model, weight=8, metrics={"loss": loss.item()})
+print("done", *sys.argv[1:])
 """
-"""The same, where the run's algorithm corrects it."""
 
 DILOCO = """\
 import zlib
@@ -87,18 +71,15 @@ with atoll.DiLoCo(model, optimizer) as diloco:
 """
 
 
-def train(steps: str = BY_HAND, more: str = "pass") -> str:
-    """The script of a federated client, which does `more` behind its steps."""
-    return TRAIN.format(steps=steps, more=more)
+def train_and(more: str) -> None:
+    """Let the project's clients do more behind their steps."""
+    Path("train.py").write_text(TRAIN.replace("        pass\n", f"        {more}\n"))
 
 
-PLAIN = train()
-
-
-def project(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str = PLAIN) -> None:
+def project(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `folder` the current one, with the model and a script in it."""
     (folder / "my_model.py").write_text(MODEL)
-    (folder / "train.py").write_text(script)
+    (folder / "train.py").write_text(TRAIN)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(__import__("sys").modules, "my_model", raising=False)

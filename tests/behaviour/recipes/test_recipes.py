@@ -13,7 +13,7 @@ import torch
 from harness.processes import wait_until
 from kit.requests import get
 from kit.wire import WireSite
-from recipe_world import module, project, recipe
+from recipe_world import module, recipe
 from safetensors.torch import load_file, save_file
 
 import atoll
@@ -32,12 +32,7 @@ from atoll.recipes import (
     SwarmRecipe,
 )
 
-
-@pytest.fixture(autouse=True)
-def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project(tmp_path, monkeypatch)
-
-
+pytestmark = pytest.mark.covers("P11")
 KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
     "fedavg": (FedAvgRecipe, {}, {}),
     "fedprox": (FedProxRecipe, {"mu": 0.5}, {"algorithm.mu": 0.5}),
@@ -59,7 +54,6 @@ KINDS: dict[str, tuple[type[Recipe], dict[str, object], dict[str, object]]] = {
 }
 
 
-@pytest.mark.covers("P11")
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_a_written_run_file_has_the_recipe_s_settings(algorithm: str, tmp_path: Path) -> None:
     kind, given, chosen = KINDS[algorithm]
@@ -84,7 +78,6 @@ def test_a_written_run_file_has_the_recipe_s_settings(algorithm: str, tmp_path: 
     assert not (tmp_path / "initial.safetensors").exists()
 
 
-@pytest.mark.covers("P11")
 def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"FedAvgRecipe has no argument 'num_round'\. Did you mean 'num_rounds'\?"):
         recipe(num_round=3)
@@ -106,7 +99,6 @@ def test_an_unknown_argument_is_refused_with_the_nearest() -> None:
         ServerEnv("http://127.0.0.1:1", **misspelt)
 
 
-@pytest.mark.covers("P11")
 def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
     needed = "The required arguments are name, model, min_sites, num_rounds, train_script"
     incomplete: Any = FedAvgRecipe
@@ -122,7 +114,6 @@ def test_a_missing_argument_is_refused_with_those_that_are_needed() -> None:
             empty()
 
 
-@pytest.mark.covers("P11")
 def test_aggregators_are_names_of_sites() -> None:
     assert recipe(SwarmRecipe, aggregators="site-2").settings().swarm.aggregators == ("site-2",)  # not its letters
     for kind in (SimEnv, LocalEnv):
@@ -133,7 +124,6 @@ def test_aggregators_are_names_of_sites() -> None:
             recipe(SwarmRecipe, aggregators=["site-1", "site-3"]).execute(kind(sites=2))
 
 
-@pytest.mark.covers("P11")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -171,14 +161,22 @@ def test_a_wrong_value_is_refused_where_it_is_given(given: dict[str, object], sa
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.covers("P11")
+@pytest.mark.covers("V5")
 @pytest.mark.parametrize(
     ("kind", "given", "said"),
     [
         (SimEnv, {"sites": "2"}, r"SimEnv: sites is '2'\. Give a whole number, at least 1"),
         (SimEnv, {"sites": 2.0}, r"SimEnv: sites is 2\.0"),
         (SimEnv, {"sites": 2, "processes": "2"}, r"processes is '2'\. Give a number of at least 1"),
+        (SimEnv, {"sites": 2, "processes": 0}, r"processes is 0\. Give a number of at least 1"),
         (SimEnv, {"sites": 2, "engine": 3}, r"engine is 3\. Use one of local, ray"),
+        (SimEnv, {"sites": 2, "engine": "slurm"}, r"engine is 'slurm'\. Use one of local, ray"),
+        (SimEnv, {"sites": 2, "engine": "rai"}, r"engine is 'rai'\. Did you mean 'ray'\?"),
+        (
+            SimEnv,
+            {"sites": 2, "address": "head:6379"},
+            r"address is 'head:6379', but the engine is 'local'",
+        ),
         (SimEnv, {"sites": 2, "folder": 3}, r"SimEnv: folder is 3\. Give a path"),
         (LocalEnv, {"sites": "2"}, r"LocalEnv: sites is '2'"),
         (LocalEnv, {"sites": 2, "threads": "x"}, r"LocalEnv: threads is 'x'\. Give a whole number, at least 0"),
@@ -202,7 +200,6 @@ def test_a_wrong_value_of_an_environment_is_refused_where_it_is_given(
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.covers("P11")
 @pytest.mark.parametrize("kind", [SimEnv, LocalEnv])
 def test_a_folder_that_cannot_be_one_is_refused(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "here" / "run.toml").mkdir(parents=True)
@@ -214,28 +211,12 @@ def test_a_folder_that_cannot_be_one_is_refused(kind: Any, tmp_path: Path) -> No
         recipe().execute(kind(sites=2))
 
 
-@pytest.mark.covers("P11", "X3")
+@pytest.mark.covers("X3")
 def test_what_the_algorithm_does_not_take_is_refused_before_anything_is_made() -> None:
     with pytest.raises(ConfigError, match=r"FedProxRecipe: algorithm.mu is -1\. Use a number of at least 0"):
         recipe(FedProxRecipe, mu=-1)
 
 
-@pytest.mark.covers("P11", "V5")
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"engine": "rai"}, r"engine is 'rai'\. Did you mean 'ray'\?"),
-        ({"engine": "slurm"}, r"engine is 'slurm'\. Use one of local, ray"),
-        ({"processes": 0}, r"processes is 0\. Give a number of at least 1"),
-        ({"address": "head:6379"}, r"address is 'head:6379', but the engine is 'local'"),
-    ],
-)
-def test_an_engine_that_is_not_there_is_refused_where_it_is_given(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        SimEnv(sites=2, **given)
-
-
-@pytest.mark.covers("P11")
 def test_a_wrong_server_config_is_refused_and_changes_nothing() -> None:
     made = recipe(DiLoCoRecipe, sync_every=6, outer_momentum=0.8)
     before = made.settings()
@@ -308,7 +289,7 @@ def test_an_asynchronous_run_waits_for_no_site(tmp_path: Path) -> None:
         wait_until(lambda: server.status().version == 1, "a version of one site")
 
 
-@pytest.mark.covers("P11", "P7")
+@pytest.mark.covers("P7")
 def test_a_module_is_written_as_the_initial_model_with_its_buffers_and_ties(tmp_path: Path) -> None:
     net = module()
     path = recipe(model=net).write(tmp_path / "deep" / "run.toml")
@@ -321,7 +302,7 @@ def test_a_module_is_written_as_the_initial_model_with_its_buffers_and_ties(tmp_
     assert schema_of(tmp_path / "one", settings) == schema_of(tmp_path / "other", settings, net)
 
 
-@pytest.mark.covers("P11", "P17")
+@pytest.mark.covers("P17")
 @pytest.mark.parametrize("kind", ["module", "function", "class path"])
 def test_weights_of_a_checkpoint_in_a_model(kind: str, tmp_path: Path) -> None:
     net = module()
@@ -401,8 +382,9 @@ def test_what_is_no_environment_is_refused() -> None:
     for wrong in (LocalEnv, "local", None):
         with pytest.raises(UsageError, match=r"which is not an environment\. Use LocalEnv\(sites=2\)"):
             recipe().execute(wrong)
-    with pytest.raises(UsageError, match=r"sites is 1, but min_sites of small is 2, so no round could close"):
-        recipe().execute(LocalEnv(sites=1))
+    for kind in (LocalEnv, SimEnv):
+        with pytest.raises(UsageError, match=r"sites is 1, but min_sites of small is 2, so no round could close"):
+            recipe().execute(kind(sites=1))
 
 
 @pytest.mark.covers("X5")
@@ -410,7 +392,6 @@ def test_everything_public_has_a_docstring() -> None:
     assert all(inspect.getdoc(getattr(atoll.recipes, name)) for name in atoll.recipes.__all__)
 
 
-@pytest.mark.covers("P11")
 def test_recipes_and_environments_can_be_copied() -> None:
     for env in (SimEnv(sites=3, processes=2), LocalEnv(sites=2, folder="here")):
         assert copy.deepcopy(env) == env

@@ -1,21 +1,12 @@
-"""One Ray for the tests of simulations, and the file that sites train by."""
+"""The file that sites train by, and what an undisturbed run comes to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from simulated_world import MOVES
-
-
-@pytest.fixture(scope="module")
-def ray_here() -> Iterator[None]:
-    """Ray in the test's process, which simulations use and leave as it is."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+from engine_here import simulate_here
+from simulated_world import MOVES, model_of, simulation
 
 
 @pytest.fixture
@@ -23,3 +14,19 @@ def client(tmp_path: Path) -> str:
     """The name of a function that moves a model."""
     (tmp_path / "client.py").write_text(MOVES)
     return f"{tmp_path / 'client.py'}:train"
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulations train in this process."""
+    simulate_here(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """What SCAFFOLD comes to, of four sites and three rounds."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulate_here(monkeypatch)
+        simulation(folder, **{"algorithm.name": "scaffold"}).run()
+    return model_of(folder / "state")

@@ -58,30 +58,8 @@ if __name__ == "__main__":
 '''
 
 
-BY_HAND = """\
-class ByHand:
-    def __init__(self, parameters, lr):
-        self.parameters, self.lr = list(parameters), lr
-
-    def zero_grad(self):
-        for value in self.parameters:
-            value.grad = None
-
-    def step(self):
-        with torch.no_grad():
-            for value in self.parameters:
-                value -= self.lr * value.grad
-
-
-"""
-"""In place of SGD where nothing corrects it: torch.optim takes each process a second to import."""
-
-
 def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
     """A run file and its client; returns the run file."""
-    if settings.get("algorithm.name") != "scaffold":
-        client = client.replace("def build()", BY_HAND + "def build()").replace("torch.optim.SGD", "ByHand")
-        client = client.replace("        with fl_round.correct(model, optimizer):\n", "        if True:\n")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "client.py").write_text(client)
     told = {
@@ -95,11 +73,24 @@ def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
     return run_file
 
 
-def simulation(folder: Path, client: str = CLIENT, **settings: Any) -> atoll.Simulation:
-    """A simulation of four sites in a program; the run file, the client and `state` are in `folder`."""
+SUBMITS = "        fl_round.submit("
+
+
+def doing(more: str, **values: object) -> str:
+    """CLIENT that does something more, in each round before it submits; `{name}` stands for one of the values."""
+    for name, value in values.items():
+        more = more.replace(f"{{{name}}}", str(value))
+    return CLIENT.replace(SUBMITS, more + SUBMITS)
+
+
+def simulation(
+    folder: Path, client: str = CLIENT, *, sites: int = 4, processes: int = 1, engine: str = "local", **settings: Any
+) -> atoll.Simulation:
+    """A simulation in a program; the run file, the client and `state` are in `folder`."""
     given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
-    read = atoll.Settings.read(write(folder, client, **{"rounds.sites": 4}, **settings), given)
-    return atoll.Simulation(settings=read, script=f"{folder / 'client.py'}:train", sites=4)
+    read = atoll.Settings.read(write(folder, client, **{"rounds.sites": sites} | settings), given)
+    how: dict[str, Any] = {"sites": sites, "processes": processes, "engine": engine}
+    return atoll.Simulation(settings=read, script=f"{folder / 'client.py'}:train", **how)
 
 
 def simulate(nursery: Nursery, run_file: Path, *flags: str, code: int = 0, **env: str) -> str:

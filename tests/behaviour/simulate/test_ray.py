@@ -13,35 +13,42 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_here import simulate_here
 from harness.processes import Nursery, free_port, wait_until
-from simulated_world import CLIENT, model_of, simulate, told, write
+from simulated_world import CLIENT, doing, model_of, simulate, simulation, told, write
 
 import atoll
 from atoll.errors import ConfigError, RunFailed
 
 FOUR = ("--set", "rounds.sites=4", "--processes", "2", "--engine", "ray")
+RULES = {"algorithm.name": "scaffold", "aggregation.upload_codec.name": "int8"}
+"""Both kinds of what a site keeps between its rounds: it travels with a job, and back."""
 
-KILLED = CLIENT.replace(
-    "        fl_round.submit(",
-    """\
+KILLS = """\
         import os, pathlib, signal
         mark = pathlib.Path(__file__).parent / "killed"
         if worker.site == "site-0001" and fl_round.number == 2 and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        fl_round.submit(""",
-)
+"""
 
 
-RULES = {"algorithm.name": "scaffold", "aggregation.upload_codec.name": "int8"}
-"""Both kinds of what a site keeps between its rounds: it travels with a job, and back."""
+@pytest.fixture(scope="session")
+def ray() -> Any:
+    return pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
 
 
-def run(folder: Path, engine: str, rounds: int = 3, processes: int = 1, client: str = CLIENT) -> bytes:
-    """The result of four sites, of a state directory that may be there already."""
-    given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
-    settings = atoll.Settings.read(write(folder, client, **{"rounds.total": rounds}, **RULES), given)
-    done = atoll.Simulation(settings=settings, sites=4, processes=processes, engine=engine).run()
+@pytest.fixture(scope="module")
+def ray_here(ray: Any) -> Iterator[Any]:
+    """Ray in the test's process, which simulations use and leave as it is."""
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+def result(folder: Path, engine: str, rounds: int = 3, processes: int = 1, client: str = CLIENT) -> bytes:
+    """Of four sites, of a state directory that may be there already."""
+    done = simulation(folder, client, processes=processes, engine=engine, **RULES, **{"rounds.total": rounds}).run()
     assert done.failed == {}
     return model_of(folder / "state")
 
@@ -49,37 +56,37 @@ def run(folder: Path, engine: str, rounds: int = 3, processes: int = 1, client: 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """What three rounds come to on this machine."""
-    return run(tmp_path_factory.mktemp("undisturbed"), "local")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        simulate_here(monkeypatch)
+        return result(tmp_path_factory.mktemp("undisturbed"), "local")
 
 
 @pytest.mark.covers("V1", "V2")
 @pytest.mark.slow
 def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
-    ray_here: None,
+    ray_here: Any,
     tmp_path: Path,
     undisturbed: bytes,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """By the kernel, and by Ray where memory is short: it says so where the result is asked for."""
-    import ray
-
-    get, short = ray.get, ["once"]
+    get, short = ray_here.get, ["once"]
 
     def asked(ref: Any, timeout: float | None = None) -> Any:
         answer = get(ref, timeout=timeout)
         if isinstance(answer, tuple) and short:  # what a simulated site's round came to
-            raise ray.exceptions.OutOfMemoryError(short.pop())
+            raise ray_here.exceptions.OutOfMemoryError(short.pop())
         return answer
 
-    monkeypatch.setattr(ray, "get", asked)
+    monkeypatch.setattr(ray_here, "get", asked)
     before = set(Path(tempfile.gettempdir()).glob("atoll-actor-*"))
-    assert run(tmp_path, "ray", processes=2, client=KILLED) == undisturbed
+    assert result(tmp_path, "ray", client=doing(KILLS)) == undisturbed
     left = set(Path(tempfile.gettempdir()).glob("atoll-actor-*")) - before
     assert len(left) <= 2, "of the two that were lost; the next simulation removes them"
     assert (tmp_path / "killed").exists()
     assert not short
-    assert ray.is_initialized()  # it is the program's, not the simulation's
+    assert ray_here.is_initialized()  # it is the program's, not the simulation's
     assert "was lost (its machine had too little memory) while it trained site-000" in caplog.text
 
 
@@ -92,9 +99,8 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
     ],
 )
 def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
-    monkeypatch: pytest.MonkeyPatch, error: str, said: str
+    ray: Any, monkeypatch: pytest.MonkeyPatch, error: str, said: str
 ) -> None:
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
     from atoll.simulate.ray_actors import RayHost
 
     def full(*_: Any, **__: Any) -> Any:
@@ -108,15 +114,14 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_what_was_begun_on_ray_goes_on_here(ray_here: None, tmp_path: Path, undisturbed: bytes) -> None:
-    run(tmp_path, "ray", rounds=2)
-    assert run(tmp_path, "local", rounds=3) == undisturbed
+def test_what_was_begun_on_ray_goes_on_here(ray_here: Any, tmp_path: Path, undisturbed: bytes) -> None:
+    result(tmp_path, "ray", rounds=2)
+    assert result(tmp_path, "local", rounds=3) == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_command_starts_a_ray_of_its_own_and_ends_it(nursery: Nursery, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+def test_the_command_starts_a_ray_of_its_own_and_ends_it(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("atoll-ray-*"))
     done = told(simulate(nursery, write(tmp_path), *FOUR, "--json"))
     assert (done["worker_rounds"], done["failed"]) == (12, {})
@@ -124,9 +129,8 @@ def test_the_command_starts_a_ray_of_its_own_and_ends_it(nursery: Nursery, tmp_p
 
 
 @pytest.fixture
-def cluster() -> Iterator[str]:
-    """The address of a Ray that somebody else has started, and that wants its token."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+def cluster(ray: Any) -> Iterator[str]:
+    """The address of a Ray that another program has started, and that wants its token."""
     port, folder = free_port(), tempfile.mkdtemp(dir="/tmp")  # paths of Ray's sockets have to be short
     start = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}", "--num-cpus=2", "--block"]
     with open(Path(folder) / "said", "wb") as said:
@@ -165,8 +169,7 @@ def test_a_cluster_that_runs_comes_to_the_same_bits_and_is_left_running(
 
 
 @pytest.mark.covers("V5")
-def test_a_ray_that_does_not_answer_is_exit_code_5(nursery: Nursery, tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'atoll[ray]'")
+def test_a_ray_that_does_not_answer_is_exit_code_5(ray: Any, nursery: Nursery, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     said = " ".join(simulate(nursery, write(tmp_path), *FOUR, "--address", address, code=5).split())
     assert f"Ray at {address} cannot be reached: Connection refused. Check that Ray runs there" in said

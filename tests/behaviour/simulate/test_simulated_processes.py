@@ -1,4 +1,4 @@
-"""Simulations whose sites train in processes of their own, as everyone's do."""
+"""Simulations whose sites train in processes of their own, as everyone's do, and real workers: the same bits."""
 
 from __future__ import annotations
 
@@ -7,44 +7,100 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.processes import Nursery, wait_until
-from kit.client import Client
+from harness.processes import Nursery, free_port, wait_until
+from kit.processes import running_in
 from kit.servers import new_simulation
-from simulated_world import CLIENT, MOVES, model_of, moved, run, simulate, start, told, workers_of, write
+from simulated_world import (
+    MOVES,
+    SITES,
+    doing,
+    model_of,
+    moved,
+    run,
+    simulate,
+    simulation,
+    start,
+    told,
+    workers_of,
+    write,
+)
 
 import atoll
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import RunFailed
+from atoll.simulate import engine, schedule_sites
+from atoll.testing.run import together
 
+pytestmark = pytest.mark.slow
 FOUR = ("--set", "rounds.sites=4", "--processes", "1")
 TWO = ("--set", "rounds.sites=4", "--processes", "2")
+SCAFFOLD = {"algorithm.name": "scaffold"}
+
+# -- the same bits
+
+RUNS: dict[str, dict[str, Any]] = {
+    "fedavg": {"algorithm.name": "fedavg"},
+    "fedadam": {"algorithm.name": "fedadam"},
+    "scaffold": {"algorithm.name": "scaffold", "network.part_bytes": 65536},  # several parts
+    "int8": {"algorithm.name": "fedavg", "aggregation.upload_codec.name": "int8"},
+}
+SAMPLED = {"algorithm.name": "scaffold", "rounds.sample_fraction": 0.5, "rounds.sample_min": 2}
 
 
-def processes_in(folder: Path) -> list[int]:
-    """What still runs with this as its current folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and os.readlink(entry / "cwd") == str(folder):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
+    """By `atoll server` and a process for each site."""
+    port = free_port()
+    write(folder, **{"rounds.sites": len(SITES), "network.port": port, "disk.state_dir": "state"}, **settings)
+    server = nursery.start("atoll", "server", "run.toml", cwd=folder)
+    url = {"ATOLL_SERVER": f"http://127.0.0.1:{port}", "ATOLL_DIR": str(folder / "workers")}
+    workers = [nursery.start("client.py", cwd=folder, env=url | {"ATOLL_SITE": site}) for site in SITES]
+    assert [worker.wait(60) for worker in workers] == [0] * len(SITES), workers[0].output()
+    assert server.wait(60) == 0
+    return model_of(folder / "state")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What SCAFFOLD comes to, of four sites and three rounds."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    simulate(nursery, write(folder, **{"algorithm.name": "scaffold"}), *FOUR)
-    return model_of(folder / "atoll-simulation")
+def simulated(folder: Path, name: str, *, processes: int, client: str = "client.py:train") -> bytes:
+    """By a simulation, in a program."""
+    file, colon, function = client.partition(":")
+    given = {"disk.state_dir": folder / name, "model.source": f"{folder / 'client.py'}:build"}
+    done = atoll.Simulation(
+        settings=atoll.Settings.read(folder / "run.toml", given),
+        script=f"{folder / file}{colon}{function}",
+        sites=len(SITES),
+        processes=processes,
+    ).run()
+    assert (done.rounds, done.failed, done.late) == (3, {}, 0)
+    assert (folder / name / "exports" / "metrics.jsonl").read_text().count("\n") == 3
+    return model_of(folder / name)
 
 
-@pytest.mark.slow
+@pytest.mark.covers("V1")
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.long) if each in ("fedadam", "int8") else each for each in RUNS]
+)
+def test_a_simulation_ends_with_the_bits_of_real_workers(
+    nursery: Nursery, tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    result = trained(nursery, tmp_path, **RUNS[name])
+    if name == "fedavg":  # as for users: each process imports torch, and has its own seed of hashes
+        request.getfixturevalue("fresh_processes")
+    assert simulated(tmp_path, "simulated", processes=2) == result
+
+
+def test_same_bits_for_every_draw_and_form_of_the_script(nursery: Nursery, tmp_path: Path) -> None:
+    result = trained(nursery, tmp_path, **SAMPLED)
+    assert simulated(tmp_path, "main", processes=1, client="client.py:main") == result
+    assert simulated(tmp_path, "script", processes=1, client="client.py") == result
+
+
+# -- processes
+
+
 def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str
 ) -> None:
@@ -62,60 +118,48 @@ def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
 
 
 @pytest.mark.covers("V2", "V3")
-@pytest.mark.slow
 def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_nothing_running(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     """Whose processes start others of their own, and print."""
     more = "    import subprocess, sys\n    print('trains', *sys.argv[1:], flush=True)\n"
     more += "    subprocess.Popen(['sleep', '600'], cwd=HERE)\n    model, number ="
-    (tmp_path / "client.py").write_text(MOVES.replace("    model, number =", more, 1))
-    (tmp_path / "run.toml").write_text(
-        'model.source = "client.py:build"\nalgorithm.name = "fedavg"\nrounds.total = 2\n'
-    )
-    flags = [
-        "--set",
-        "run.script=client.py:train",
-        "--set",
-        "rounds.sites=4",
-        "--processes",
-        "2",
-        "--json",
-        "--",
-        "--lr",
-        "0.1",
-    ]
-    process = nursery.start("atoll", "simulate", "run.toml", *flags, cwd=tmp_path, errors=tmp_path / "errors")
+    write(tmp_path, MOVES.replace("    model, number =", more, 1), **{"rounds.total": 2})
+    words = ("simulate", "run.toml", *TWO, "--json", "--", "--lr", "0.1")
+    process = nursery.start("atoll", *words, cwd=tmp_path, errors=tmp_path / "errors")
     assert process.wait(100) == 0, (tmp_path / "errors").read_text()
     assert json.loads(process.output())["worker_rounds"] == 8
     assert (tmp_path / "errors").read_text().count("trains --lr 0.1\n") == 8
     assert len((tmp_path / "loaded").read_text().split()) == 2 + 1  # of both processes, and of who builds the model
-    assert processes_in(tmp_path) == []
+    assert running_in(tmp_path) == []
 
 
 @pytest.mark.covers("V3")
-@pytest.mark.slow
 def test_lines_of_two_processes_do_not_mix(nursery: Nursery, tmp_path: Path) -> None:
     """The first prints half a line, waits until the other has printed a whole one, and prints the rest."""
-    more = "    import sys, time\n    begun, whole = HERE / 'begun', HERE / 'whole'\n"
-    more += "    def wait_for(path):\n        end = time.monotonic() + 120\n"
-    more += "        while not path.exists() and time.monotonic() < end:\n            time.sleep(0.01)\n"
-    more += "    if worker.site.endswith('0'):\n        print('half', end=' ')\n        begun.touch()\n"
-    more += "        wait_for(whole)\n        print('a line')\n"
-    more += "    else:\n        wait_for(begun)\n        print('whole')\n        whole.touch()\n    model, number ="
-    (tmp_path / "client.py").write_text(MOVES.replace("    model, number =", more, 1))
-    (tmp_path / "run.toml").write_text(
-        'model.source = "client.py:build"\nalgorithm.name = "fedavg"\nrounds.total = 1\n'
-    )
-    flags = ["--set", "run.script=client.py:train", "--set", "rounds.sites=2", "--processes", "2", "--json"]
-    env = {"PYTHONUNBUFFERED": "1"}
-    process = nursery.start("atoll", "simulate", "run.toml", *flags, cwd=tmp_path, env=env)
-    assert process.wait(100) == 0, process.output()
-    assert "whole\nhalf a line\n" in process.output()
+    more = """\
+    import sys, time
+    begun, whole = HERE / 'begun', HERE / 'whole'
+    def wait_for(path):
+        end = time.monotonic() + 120
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    if worker.site.endswith('0'):
+        print('half', end=' ')
+        begun.touch()
+        wait_for(whole)
+        print('a line')
+    else:
+        wait_for(begun)
+        print('whole')
+        whole.touch()
+    model, number ="""
+    run_file = write(tmp_path, MOVES.replace("    model, number =", more, 1), **{"rounds.total": 1})
+    flags = ("--set", "rounds.sites=2", "--processes", "2")
+    assert "whole\nhalf a line\n" in simulate(nursery, run_file, *flags, PYTHONUNBUFFERED="1")
 
 
 @pytest.mark.covers("V4")
-@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_simulated_sites(tmp_path: Path, client: str) -> None:
     run(tmp_path, client.replace(":train", ":remember"), sites=60, **{"rounds.total": 1})
     used = [int(line) for line in (tmp_path / "memory").read_text().split()]
@@ -123,7 +167,6 @@ def test_memory_does_not_grow_with_the_number_of_simulated_sites(tmp_path: Path,
     assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 32 MB each while they train
 
 
-@pytest.mark.slow
 def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) -> None:
     reached = threading.Event()
 
@@ -132,21 +175,18 @@ def test_a_simulation_can_be_stopped_and_goes_on(tmp_path: Path, client: str) ->
             reached.set()
 
     options = {"sites": 4, "processes": 1, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
-    with new_simulation(
-        start(), script=client, **{"rounds.total": 100_000}, on_round=on_round, **options
-    ) as simulation:
+    endless = new_simulation(start(), script=client, **options, **{"rounds.total": 100_000}, on_round=on_round)
+    with endless as simulated:
         assert reached.wait(60)
-        (pid,) = simulation.pids()
+        (pid,) = simulated.pids()
     assert not Path(f"/proc/{pid}").exists()
-    journal = new_simulation(script=client, **{"rounds.total": 100_000}, **options)
-    with journal:
+    with new_simulation(script=client, **options, **{"rounds.total": 100_000}):
         pass
     done = run(tmp_path, client, **{"rounds.total": 3})  # which it has: there is nothing to do
     assert (done.rounds, done.worker_rounds) == (0, 0)
     assert done.version >= 3
 
 
-@pytest.mark.slow
 def test_hundreds_that_have_the_same_to_say_are_not_all_heard(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -165,7 +205,6 @@ def open_within(folder: Path) -> list[str]:
     return [path for path in found if path.startswith(str(folder))]
 
 
-@pytest.mark.slow
 def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, client: str) -> None:
     files: list[int] = []
     pins: list[int] = []
@@ -193,10 +232,8 @@ FORKS = """\
 """
 
 
-@pytest.mark.slow
 def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tmp_path: Path) -> None:
-    submit = next(line for line in CLIENT.splitlines(keepends=True) if "fl_round.submit(" in line)
-    said = simulate(nursery, write(tmp_path, CLIENT.replace(submit, FORKS + submit)), *FOUR, "--json")
+    said = simulate(nursery, write(tmp_path, doing(FORKS)), *FOUR, "--json")
     assert told(said)["failed"] == {}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
     assert "ignored a second answer" not in said
@@ -211,28 +248,20 @@ KILLS = """\
 """
 
 
-def killed(times: int) -> str:
-    """A client whose process is killed in round 2, so often."""
-    text = KILLS.replace("{times}", str(times))
-    return CLIENT.replace("        fl_round.submit(", text + "        fl_round.submit(")
-
-
 @pytest.mark.covers("V2")
-@pytest.mark.slow
 def test_a_process_that_is_killed_is_replaced_and_its_simulated_site_trained_again(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes
 ) -> None:
-    said = simulate(nursery, write(tmp_path, killed(2), **{"algorithm.name": "scaffold"}), *TWO, "--json")
+    said = simulate(nursery, write(tmp_path, doing(KILLS, times=2), **SCAFFOLD), *TWO, "--json")
     assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
     assert told(said)["failed"] == {}
     assert model_of(tmp_path / "atoll-simulation") == undisturbed
 
 
 @pytest.mark.covers("V2")
-@pytest.mark.slow
 @pytest.mark.long
 def test_blames_the_site_that_ends_three_processes(nursery: Nursery, tmp_path: Path) -> None:
-    said = simulate(nursery, write(tmp_path, killed(100), **{"rounds.min_sites": 1}), *FOUR, "--json")
+    said = simulate(nursery, write(tmp_path, doing(KILLS, times=100), **{"rounds.min_sites": 1}), *FOUR, "--json")
     assert told(said)["failed"] == {"site-0001": "its process ended with signal SIGKILL, 3 times in a row"}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123"), list("023"), list("023")]
 
@@ -244,11 +273,9 @@ WAITS = """\
             (marks / "here").touch()
             time.sleep(0.01)
 """
-WAITING = CLIENT.replace("        fl_round.submit(", WAITS + "        fl_round.submit(")
 
 
 @pytest.mark.covers("V3")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
     [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGKILL))],
@@ -257,20 +284,18 @@ WAITING = CLIENT.replace("        fl_round.submit(", WAITS + "        fl_round.s
 def test_a_simulation_that_was_ended_leaves_nothing_running_and_goes_on(
     nursery: Nursery, tmp_path: Path, number: signal.Signals, undisturbed: bytes
 ) -> None:
-    run_file = write(tmp_path, WAITING, **{"algorithm.name": "scaffold"})
+    run_file = write(tmp_path, doing(WAITS), **SCAFFOLD)
     process = nursery.start("atoll", "simulate", "run.toml", *FOUR, cwd=tmp_path)
     wait_until((tmp_path / "here").exists, "round 2")
     process.send(number)
     assert process.wait() == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[number]
-    wait_until(lambda: not processes_in(tmp_path), "the end of every process")
+    wait_until(lambda: not running_in(tmp_path), "the end of every process")
     (tmp_path / "go").touch()
     assert told(simulate(nursery, run_file, *FOUR, "--json"))["rounds"] == 2
     assert model_of(tmp_path / "atoll-simulation") == undisturbed
 
 
-@pytest.mark.slow
-def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery: Nursery, tmp_path: Path) -> None:
-    late = """\
+LATE = """\
         import pathlib, time
         marks = pathlib.Path(__file__).parent
         while worker.site == "site-0001" and fl_round.number == 1 and not (marks / "go").exists():
@@ -278,8 +303,10 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
         if fl_round.number == 2:
             (marks / "go").touch()
 """
-    client = CLIENT.replace("        fl_round.submit(", late + "        fl_round.submit(")
-    run_file = write(tmp_path, client, **{"rounds.quorum": 3, "rounds.deadline_s": 1.0})
+
+
+def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery: Nursery, tmp_path: Path) -> None:
+    run_file = write(tmp_path, doing(LATE), **{"rounds.quorum": 3, "rounds.deadline_s": 1.0})
     done = told(simulate(nursery, run_file, *TWO, "--json"))  # the other process takes what waits behind it
     assert (done["late"], done["failed"]) == (1, {})
     first, *others = workers_of(tmp_path / "atoll-simulation")
@@ -287,48 +314,29 @@ def test_a_deadline_closes_the_round_and_the_late_update_does_not_count(nursery:
     assert len(others) == 2
 
 
-# -- what is refused before a process is started
+def test_a_client_that_does_not_begin_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "START_S", 0.5)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    settings = {"run.script": f"{tmp_path / 'slow.py'}:train"}
+    read = atoll.Settings.read(write(tmp_path, **settings), {"disk.state_dir": tmp_path / "state"})
+    with pytest.raises(RunFailed, match=r"was not ready after 0\.5 s, and was stopped"):
+        atoll.Simulation(settings=read, sites=4, processes=1).run()
+    sys.modules.pop("client", None)
 
 
-def test_a_function_that_no_other_process_finds_is_refused(tmp_path: Path) -> None:
-    def within(worker: Any) -> None: ...
-
-    for function in (within, lambda worker: None):
-        with pytest.raises(UsageError, match="cannot be imported by another process"):
-            run(tmp_path, function)
-
-
-@pytest.mark.covers("X3")
-def test_workflows_are_refused_rather_than_left_out(tmp_path: Path, client: str) -> None:
-    entries = [{"kind": "train"}, {"kind": "cross_site_evaluation"}]
-    with pytest.raises(
-        ConfigError, match=r"workflow.steps is set, but simulated sites cannot answer tasks.*atoll server"
-    ):
-        run(tmp_path, client, **{"workflow.steps": entries})
-
-
-def test_names_of_simulated_sites_have_to_differ(tmp_path: Path, client: str) -> None:
-    with pytest.raises(ConfigError, match="with its own name"):
-        run(tmp_path, client, sites=["a", "b", "a"])
-    with pytest.raises(ConfigError, match="not a site name"):
-        run(tmp_path, client, sites=["a b"])
-
-
-def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
-    server = atoll.Server(
-        start(),
-        settings={
-            "algorithm.name": "fedavg",
-            "rounds.total": 2,
-            "network.port": 0,
-            "disk.state_dir": tmp_path / "state",
-        },
-    ).start()
-    with Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
-        worker.register()
-    server.stop()
-    with pytest.raises(ConfigError, match="has real workers, for example clinic-a"):
-        run(tmp_path, client)
+@pytest.mark.covers("V2")
+def test_simulated_sites_that_never_return_do_not_keep_the_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many of them as there are processes: without a third the round cannot close."""
+    monkeypatch.setattr(schedule_sites, "LEAST_PATIENCE_S", 1.0)
+    sleeps = "        import time\n        if worker.site < 'site-0002':\n            time.sleep(100000)\n"
+    rules = {"rounds.quorum": 3, "rounds.min_sites": 3, "rounds.deadline_s": 0.5}
+    simulated = simulation(tmp_path, doing(sleeps), sites=5, processes=2, **rules)
+    together(simulated.run, timeout_s=90)
+    assert workers_of(tmp_path / "state") == [list("234")] * 3
+    assert "site-0000 did not return within 1 s" in caplog.text
 
 
 @pytest.mark.covers("V5", "X3")
@@ -355,7 +363,6 @@ def test_what_has_no_meaning_is_refused_with_exit_code_2(
     assert why in " ".join(process.output().split())
 
 
-@pytest.mark.slow
 def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nursery, tmp_path: Path) -> None:
     run_file = write(tmp_path)
     (tmp_path / "their.py").write_text("import torch\nraise RuntimeError('no licence')\n")
@@ -368,7 +375,6 @@ def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nu
     assert "ended with exit code 3 before it was ready" in said
 
 
-@pytest.mark.slow
 def test_a_state_directory_that_is_given_is_the_one_that_is_taken(nursery: Nursery, tmp_path: Path) -> None:
     simulate(nursery, write(tmp_path, **{"rounds.total": 1}), *FOUR, "--dir", "atoll-run")
     assert (tmp_path / "atoll-run" / "exports" / "model.safetensors").exists()

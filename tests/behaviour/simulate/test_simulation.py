@@ -1,31 +1,30 @@
-"""`atoll.Simulation` in a program: which settings count, what stays in memory, which clients there are."""
+"""`atoll.Simulation` in a program: which settings count, which clients there are, what goes wrong, what is refused."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_here import simulate_here
-from simulated_world import MOVES, moved, run, start
+from kit.client import Client
+from kit.servers import plain_server
+from simulated_world import CLIENT, MOVES, SUBMITS, doing, model_of, moved, run, simulation, start, workers_of
 
-import atoll
-from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.cli.simulate import summary
+from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
 from atoll.protocol import messages
 from atoll.protocol.status_messages import RoundSummary
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.simulate import schedule_sites
+from atoll.testing.run import failpoints
 
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests start no process."""
-    simulate_here(monkeypatch)
-
+pytestmark = pytest.mark.usefixtures("here")
+SCAFFOLD = {"algorithm.name": "scaffold"}
 
 DRAWS = """
 import random
@@ -93,14 +92,8 @@ def test_a_simulation_of_very_many_can_be_stopped_while_they_join(
         return await join(self, message)
 
     monkeypatch.setattr(Coordinator, "join", counted)
-    simulation = atoll.Simulation(
-        start(),
-        script=client,
-        sites=200,
-        settings={"rounds.total": 1, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "s"},
-    )
     with pytest.raises(UsageError, match="The simulation was stopped"):
-        simulation.run()
+        run(tmp_path, client, sites=200)
     assert len(joined) == 30  # those of the three transactions that had begun
 
 
@@ -148,3 +141,176 @@ def test_a_script_in_the_functional_form_runs_for_one_after_the_other(tmp_path: 
     assert moved(done) == pytest.approx(2.0, abs=1e-5)
     with pytest.raises(RunFailed, match="in the middle of a round"):  # each of them, not "init was called twice"
         run(tmp_path / "raises", str(tmp_path / "script.py"), arguments=["raise"])
+
+
+# -- what goes wrong
+
+RAISES = CLIENT.replace(
+    "        fl_round.load_into(model)\n",
+    "        fl_round.load_into(model)\n"
+    "        if {where}:\n            raise ValueError('no data at ' + worker.site)\n",
+)
+
+
+def raising(where: str) -> str:
+    return RAISES.replace("{where}", where)
+
+
+NAN = """\
+        import pathlib
+        mark = pathlib.Path(__file__).parent / "tried"
+        if worker.site == "site-0003" and not mark.exists():
+            mark.touch()
+            model[0].weight.data[0, 0] = float("nan")
+"""
+RETURNS = "    if worker.site == 'site-0001':\n        return\n"
+
+
+@pytest.mark.covers("V2")
+@pytest.mark.parametrize(
+    ("client", "least", "ends", "workers"),
+    [
+        (
+            raising("worker.site == 'site-0002' and fl_round.number == 2"),
+            1,
+            ({"site-0002": "ValueError: no data at site-0002"}, {}),
+            ["0123", "013", "013"],
+        ),
+        (
+            CLIENT.replace("    model = build()\n", RETURNS + "    model = build()\n"),
+            1,
+            ({"site-0001": "its script returned without an update"}, {}),
+            ["023"] * 3,
+        ),
+        (doing(NAN), 1, ({}, {"site-0003": 1}), ["012", "0123", "0123"]),
+        (doing(NAN), 4, ({}, {"site-0003": 1}), ["0123"] * 3),
+    ],
+    ids=["raises", "submits nothing", "refused", "refused, and needed"],
+)
+def test_the_rounds_go_on_without_a_site_that_fails(
+    tmp_path: Path,
+    client: str,
+    least: int,
+    ends: tuple[dict[str, str], dict[str, int]],
+    workers: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = simulation(tmp_path, client, **{"rounds.min_sites": least}).run()
+    assert (done.failed, done.refused) == ends
+    assert workers_of(tmp_path / "state") == [list(names) for names in workers]
+    if done.refused:
+        assert "site-0003: update refused: 0.weight contains NaN or Inf" in caplog.text
+        assert "; 1 update refused: site-0003; " in summary(done)
+    if "site-0002" in done.failed:
+        assert 'client.py", line' in caplog.text  # the user's own
+        assert "simulated_site.py" not in caplog.text
+
+
+def test_names_every_site_that_fails_and_prints_three_tracebacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RunFailed):
+        simulation(tmp_path, raising("True")).run()
+    lines = [line for line in caplog.messages if "no longer takes part" in line]
+    assert ["Traceback" in line for line in lines] == [True, True, True, False]
+    assert sorted(line.split()[0] for line in lines) == [f"site-000{number}" for number in range(4)]
+    assert "ValueError: no data at site-000" in lines[3]
+
+
+@pytest.mark.covers("V2", "X3")
+def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(tmp_path: Path, undisturbed: bytes) -> None:
+    rules = {"rounds.min_sites": 3} | SCAFFOLD
+    client = raising("worker.site < 'site-0002' and fl_round.number == 2")
+    why = r"Round 2 cannot close \(waits for another site: 2 alive, rounds.min_sites is 3\).*no data at site-0001"
+    with pytest.raises(RunFailed, match=why) as failed:
+        simulation(tmp_path, client, **rules).run()
+    assert "it continues from here" in failed.value.remedy
+    assert failed.value.exit_code == 9
+    assert simulation(tmp_path, **rules).run().failed == {}
+    assert model_of(tmp_path / "state") == undisturbed
+
+
+DAMAGES = """\
+        import pathlib
+        if worker.site == "site-0001" and fl_round.number == 2:
+            for path in pathlib.Path(__file__).parent.glob("state/sites/site-0001/algorithm-*.bin"):
+                path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+"""
+
+
+@pytest.mark.covers("S2", "F41")
+def test_a_control_that_the_disk_has_damaged_ends_its_simulated_sites_part(tmp_path: Path) -> None:
+    """At zero it would train that site away from the rest, without a word."""
+    submit = next(line for line in CLIENT.splitlines(keepends=True) if SUBMITS in line)
+    rules = {"rounds.total": 4, "rounds.min_sites": 1}
+    done = simulation(tmp_path, CLIENT.replace(submit, submit + DAMAGES), **SCAFFOLD, **rules).run()
+    assert list(done.failed) == ["site-0001"]
+    assert "The algorithm's state of this site is lost" in done.failed["site-0001"]
+    assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
+
+
+@pytest.mark.covers("S2", "V2")
+def test_a_control_that_is_lost_between_two_starts_is_no_zero(tmp_path: Path) -> None:
+    def simulated(rounds: int) -> Any:
+        return simulation(tmp_path, **SCAFFOLD, **{"rounds.total": rounds, "rounds.min_sites": 1}).run()
+
+    kept = tmp_path / "state" / "sites" / "site-0001"
+    assert simulated(rounds=2).failed == {}
+    for path in kept.glob("algorithm-*.bin"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    failed = simulated(rounds=3).failed
+    assert list(failed) == ["site-0001"]
+    assert "The algorithm's state of this site is lost" in failed["site-0001"]
+    assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023")]
+    shutil.rmtree(kept)
+    with pytest.raises(ConfigError, match=r"The local state of site site-0001 is missing in .* Restore its folder"):
+        simulated(rounds=4)
+
+
+@pytest.mark.covers("F25")
+def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_space(
+    tmp_path: Path, undisturbed: bytes
+) -> None:
+    """No site is dropped for it: without its control a site would be lost for the rest of the run."""
+    full_disk = pytest.raises(StoreError, match=r"The disk failed while site-000\d was trained: .*no space left")
+    with failpoints("worker.write=enospc@50"), full_disk as error:
+        simulation(tmp_path, **SCAFFOLD).run()
+    assert error.value.exit_code == 7
+    assert 0 < len(workers_of(tmp_path / "state")) < 3
+    assert simulation(tmp_path, **SCAFFOLD).run().failed == {}
+    assert model_of(tmp_path / "state") == undisturbed
+
+
+# -- what is refused
+
+
+def test_a_function_that_no_other_process_finds_is_refused(tmp_path: Path) -> None:
+    def within(worker: Any) -> None: ...
+
+    for function in (within, lambda worker: None):
+        with pytest.raises(UsageError, match="cannot be imported by another process"):
+            run(tmp_path, function)
+
+
+@pytest.mark.covers("X3")
+def test_workflows_are_refused_rather_than_left_out(tmp_path: Path, client: str) -> None:
+    entries = [{"kind": "train"}, {"kind": "cross_site_evaluation"}]
+    with pytest.raises(
+        ConfigError, match=r"workflow.steps is set, but simulated sites cannot answer tasks.*atoll server"
+    ):
+        run(tmp_path, client, **{"workflow.steps": entries})
+
+
+def test_names_of_simulated_sites_have_to_differ(tmp_path: Path, client: str) -> None:
+    with pytest.raises(ConfigError, match="with its own name"):
+        run(tmp_path, client, sites=["a", "b", "a"])
+    with pytest.raises(ConfigError, match="not a site name"):
+        run(tmp_path, client, sites=["a b"])
+
+
+def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
+    with plain_server(tmp_path, start(), rounds=2) as server:
+        with Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
+            worker.register()
+    with pytest.raises(ConfigError, match="has real workers, for example clinic-a"):
+        run(tmp_path, client)

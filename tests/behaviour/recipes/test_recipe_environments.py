@@ -1,0 +1,398 @@
+"""A recipe in each environment: simulated, in processes of this machine, and as a site of a server that is there."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import Nursery, free_port, wait_until
+from kit import together
+from kit.processes import run_commands, running_in
+from kit.tls import write_certificate
+from recipe_world import DILOCO, module, recipe, train_and
+from safetensors.torch import load_file
+
+import atoll
+from atoll import Settings
+from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, UsageError
+from atoll.recipes import (
+    DiLoCoRecipe,
+    FedAvgRecipe,
+    FedOptRecipe,
+    FedProxRecipe,
+    LocalEnv,
+    Recipe,
+    RunResult,
+    ScaffoldRecipe,
+    ServerEnv,
+    SimEnv,
+    SwarmRecipe,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.covers("P11")]
+
+# -- the same bits
+
+
+KINDS = [FedAvgRecipe, FedOptRecipe, FedProxRecipe, ScaffoldRecipe, DiLoCoRecipe]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.long if kind is not FedAvgRecipe else ()) for kind in KINDS],
+    ids=lambda kind: kind.__name__,
+)
+def test_execute_and_the_written_file_and_a_simulation_have_the_same_bits(
+    nursery: Nursery, kind: type[Recipe], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    is_diloco = kind is DiLoCoRecipe
+    if is_diloco:
+        Path("train.py").write_text(DILOCO)
+    made = recipe(kind, model=module(), train_args="--epochs 3", **({"sync_every": 5} if is_diloco else {}))
+    result = made.execute(LocalEnv(sites=2, folder="here"))
+    assert result.finished
+    assert result.status is not None
+    assert result.status.finished
+    assert result.folder == Path("here")
+    assert result.model == Path("here/atoll-run/exports/model.safetensors")
+    assert result.state_dir == Path("here/atoll-run")
+    assert running_in(tmp_path) == []
+    said = capfd.readouterr().out
+    assert "round 2 of 2, 2 updates" in said
+    assert said.endswith("small is finished: here/atoll-run/exports/model.safetensors\n")
+
+    made.write("there/run.toml")
+    work = "atoll worker --server URL --site SITE --dir there/workers -- python train.py"
+    run_commands(nursery, tmp_path, ["atoll", "server", "there/run.toml"], work.split(), ["site-1", "site-2"])
+    assert result.model.read_bytes() == Path("there/atoll-run/exports/model.safetensors").read_bytes()
+    begin, end = load_file("there/initial.safetensors"), load_file(result.model)
+    assert not torch.equal(begin["one.weight"], end["one.weight"])
+    if is_diloco:  # a simulation has no DiLoCo
+        return
+    assert result.metrics.keys() == {"loss"}
+    assert Path("here/site-2.log").read_text().splitlines()[-1] == "done --epochs 3"
+    simulated = made.execute(SimEnv(sites=2, processes=2, folder="simulated"))
+    assert "round 2 of 2, 2 updates: loss" in capfd.readouterr().out
+    assert simulated.model == Path("simulated/atoll-simulation/exports/model.safetensors")
+    assert simulated.state_dir == Path("simulated/atoll-simulation")
+    assert simulated.finished
+    assert [row.workers for row in simulated.history] == [["site-1", "site-2"]] * 2
+    assert simulated.model.read_bytes() == result.model.read_bytes()
+    assert simulated.metrics == result.metrics
+
+
+@pytest.mark.long
+@pytest.mark.covers("P10")
+def test_a_swarm_has_the_bits_of_a_server(tmp_path: Path) -> None:
+    swarm = recipe(SwarmRecipe, model=module()).execute(LocalEnv(sites=2, folder="swarm"))
+    assert swarm.model == Path("swarm/workers/site-1/model.safetensors")
+    assert [summary.aggregator for summary in swarm.history] != ["", ""]
+    plain = recipe(FedAvgRecipe, model=module()).execute(LocalEnv(sites=2, folder="plain"))
+    assert swarm.model is not None
+    assert plain.model is not None
+    one, other = load_file(swarm.model), load_file(plain.model)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    simulated = recipe(SwarmRecipe, model=module()).execute(SimEnv(sites=2, folder="simulated"))
+    assert simulated.model is not None
+    other = load_file(simulated.model)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# -- SimEnv
+
+
+@pytest.mark.long
+def test_the_written_file_is_simulated_by_the_command_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(model=module())
+    simulated = made.execute(SimEnv(sites=2, processes=2, folder="simulated", quiet=True))
+    made.write("there/run.toml")
+    command = [sys.executable, "-m", "atoll.cli.main", "simulate", "there/run.toml", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    # its workers have other names, and so other data: what is equal is the run, not the numbers
+    assert Path("there/atoll-simulation/exports/model.safetensors").exists()
+    assert [row.round for row in simulated.history] == [1, 2]
+    assert made.execute(SimEnv(sites=2, folder="simulated", quiet=True)).history == simulated.history
+
+
+def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Asked:
+        def __init__(self, **options: Any) -> None:
+            given.append(options)
+
+        def run(self) -> None:
+            raise RunFailed("That is all.")
+
+    monkeypatch.setattr("atoll.simulate.simulation.Simulation", Asked)
+    env = SimEnv(sites=3, processes=2, engine="ray", address="head:6379", quiet=True)
+    with pytest.raises(RunFailed, match="That is all"):
+        recipe(train_args="--epochs 3", num_rounds=4).execute(env)
+    (asked,) = given
+    assert (asked["arguments"], asked["sites"]) == (["--epochs", "3"], ["site-1", "site-2", "site-3"])
+    assert (asked["processes"], asked["engine"], asked["address"]) == (2, "ray", "head:6379")
+    assert (asked["settings"].rounds.total, Path(asked["settings"].run.script).resolve()) == (4, tmp_path / "train.py")
+
+
+def test_what_has_no_meaning_in_a_simulation_says_so(tmp_path: Path) -> None:
+    Path("train.py").write_text(DILOCO)
+    made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"diloco.num_fragments": 2})
+    with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2, but a simulation supports only"):
+        made.execute(SimEnv(sites=2))
+    with pytest.raises(AtollError, match=r"atoll\.DiLoCo cannot run in a simulation"):  # it would train alone
+        recipe(DiLoCoRecipe, sync_every=4).execute(SimEnv(sites=2, processes=1))
+
+
+# -- LocalEnv
+
+
+def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_and("""if (worker.site, fl_round.number) == ("site-2", 2) and not open("marks", "a+").tell():
+            raise SystemExit(3)""")
+    with pytest.raises(
+        RunFailed,
+        match=r"site-2 ended with exit code 3 .* before the run was finished. A round needs 2 sites, but only 1 of 2",
+    ) as failed:
+        recipe().execute(LocalEnv(sites=2, folder="here", quiet=True))
+    assert "To continue, repeat the call with folder='here'." in str(failed.value)
+    assert failed.value.exit_code == 9
+    assert running_in(tmp_path) == []
+    Path("marks").write_text("now it works")
+    result = recipe().execute(LocalEnv(sites=2, folder="here", quiet=True))
+    assert [row.round for row in result.history] == [1, 2]
+    assert "continuing at version 1" in Path("here/server.log").read_text()
+    again = recipe().execute(LocalEnv(sites=2, folder="here"))  # it is finished already
+    assert (again.model, again.history, again.finished) == (result.model, result.history, True)
+    assert "small was already finished; nothing was trained" in capfd.readouterr().out
+    with pytest.raises(UsageError, match=r"folder 'here' contains another run"):
+        recipe(num_rounds=3).execute(LocalEnv(sites=2, folder="here"))
+    Path("full").mkdir()
+    Path("full/mine").touch()
+    with pytest.raises(UsageError, match=r"folder 'full' is not empty, and contains no run.toml"):
+        recipe(min_sites=1).execute(LocalEnv(sites=1, folder="full"))
+
+
+@pytest.mark.long
+def test_one_client_more_than_needed_may_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Three clients, of which a round takes two: the third is killed in round 2, and the run ends without it."""
+    train_and('if (worker.site, fl_round.number) == ("site-3", 2): import os; os.kill(os.getpid(), 9)')
+    made = recipe(num_rounds=3).add_server_config(
+        {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 2}
+    )
+    result = made.execute(LocalEnv(sites=3))
+    assert [row.workers for row in result.history][::2] == [["site-1", "site-2", "site-3"], ["site-1", "site-2"]]
+    assert "site-3 was killed (SIGKILL)" in capfd.readouterr().out
+    assert result.folder is not None
+    assert result.folder.parent == Path("atoll-recipes")
+    assert running_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "config", "error", "said"),
+    [
+        ({"model": "my_modle:build"}, {}, ConfigError, "exit code 2: .*my_modle"),
+        ({}, {"aggregation.aggregator.path": "mine.py:mean"}, RunFailed, "exit code 9: .*no quorum of ours"),
+    ],
+    ids=["at its start", "in the middle"],
+)
+def test_a_server_that_fails_says_why(
+    tmp_path: Path, given: dict[str, Any], config: dict[str, Any], error: type[AtollError], said: str
+) -> None:
+    Path("mine.py").write_text("def mean(updates):\n    raise ValueError('no quorum of ours')\n")
+    made = recipe(min_sites=1, **given).add_server_config(config)
+    with pytest.raises(error, match=rf"The server ended with {said}.* here/server\.log") as failed:
+        made.execute(LocalEnv(sites=1, folder="here", quiet=True))
+    assert failed.value.exit_code == error.exit_code
+    assert running_in(tmp_path) == []
+
+
+def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run(tmp_path: Path) -> None:
+    """SIGTERM stops a server with the exit code 0. The same call goes on where it was.
+
+    The site finds it: the only other process in the current folder, beside the test's own.
+    """
+    stop = """if fl_round.number == 2 and not open("marks", "a+").tell():
+            import contextlib, os, pathlib, signal
+            for process in filter(lambda each: each.name.isdigit(), pathlib.Path("/proc").iterdir()):
+                with contextlib.suppress(OSError):
+                    number, here = int(process.name), (process / "cwd").readlink() == pathlib.Path.cwd()
+                    if here and number not in (os.getpid(), os.getppid()):
+                        os.kill(number, signal.SIGTERM)"""
+    train_and(stop)
+    with pytest.raises(RunFailed, match=r"The server ended with exit code 0: .* stopping; to continue the run"):
+        recipe(min_sites=1).execute(LocalEnv(sites=1, folder="here", quiet=True))
+    Path("marks").write_text("now it works")
+    result = recipe(min_sites=1).execute(LocalEnv(sites=1, folder="here", quiet=True))
+    assert [row.round for row in result.history] == [1, 2]
+
+
+def test_a_token_and_a_certificate_of_the_settings_are_the_clients_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that wants both; the certificate is of no authority that this machine knows."""
+    chain = write_certificate(tmp_path, "127.0.0.1")["network.tls_cert"]
+    chain.write_bytes(chain.read_bytes() + (tmp_path / "ca.pem").read_bytes())
+    Path("token").write_text("secret-of-the-run")
+    Path("token").chmod(0o600)
+    made = recipe(min_sites=1).add_server_config(
+        {"network.tls_cert": "cert.pem", "network.tls_key": "key.pem", "network.token_file": "token"}
+    )
+    result = made.execute(LocalEnv(sites=1, folder="here", quiet=True))
+    assert len(result.history) == 2
+    assert "listening on https://" in Path("here/server.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [*(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
+    ids=lambda number: number.name,
+)
+@pytest.mark.usefixtures("interruptible")
+def test_whatever_ends_the_program_ends_what_it_started(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_and('import time; print("here", flush=True); time.sleep(600)')
+    (tmp_path / "job.py").write_text(
+        "from atoll.recipes import FedAvgRecipe, LocalEnv\n"
+        'FedAvgRecipe("small", "my_model:build", 2, 2, "train.py").execute(LocalEnv(2, folder="here"))\n'
+    )
+    job = subprocess.Popen([sys.executable, "job.py"], stderr=subprocess.PIPE, text=True)
+    logs = [tmp_path / "here" / f"site-{site}.log" for site in (1, 2)]
+    wait_until(lambda: all(log.exists() and "here" in log.read_text() for log in logs), "training at both sites", 90)
+    assert len(running_in(tmp_path)) >= 3
+    begin_s = time.monotonic()
+    job.send_signal(number)
+    job.communicate(timeout=60)
+    assert job.returncode == -number
+    assert time.monotonic() - begin_s < 30
+    wait_until(lambda: running_in(tmp_path) == [], "the end of everything", 15)
+
+
+# -- ServerEnv
+
+
+def serving(made: Any) -> atoll.Server:
+    """A server on the run file that a recipe writes, in this process."""
+    settings = Settings.read(made.write("served/run.toml"), environ={})
+    return atoll.Server(settings=settings.changed({"network.port": 0}))
+
+
+def test_two_sites_take_part_by_recipe(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.recipes.environments.SCRIPT_POLL_S", 60.0)  # asked once the script has ended
+    made = recipe(model=module(), num_rounds=3)
+    results: dict[str, RunResult] = {}
+    with serving(made) as server:
+
+        def take_part(site: str) -> None:
+            results[site] = made.execute(ServerEnv(server.url, site=site))
+
+        together(*(partial(take_part, site) for site in ("a", "b")), timeout_s=90)
+        assert server.wait(30)
+    for result in results.values():
+        assert (result.model, result.state_dir, result.folder) == (None, None, None)
+        assert result.metrics.keys() == {"loss"}
+        assert result.finished
+        assert len(result.history) == 3
+    assert [row.workers for row in server.status().history] == [["a", "b"]] * 3
+    said = capfd.readouterr().out
+    assert f"small at {server.url} matches the recipe; starting train.py" in said
+    assert said.count("done") == 2
+
+
+def test_another_run_is_refused_with_every_difference() -> None:
+    waits = {"rounds.quorum": 2, "rounds.deadline_s": 60}
+    with serving(recipe(FedAvgRecipe, model=module()).add_server_config(waits)) as server:
+        model = {"class_path": "my_model.Net", "args": {"hidden": 9}}
+        other = recipe(DiLoCoRecipe, model=model, num_rounds=7, sync_every=30)
+        with pytest.raises(ConfigError) as refused:
+            other.execute(ServerEnv(server.url, site="a"))
+        assert server.status().workers == []
+    said = str(refused.value)
+    for expected in (
+        "algorithm.name is 'fedavg' there, 'diloco' here",
+        "rounds.total is 2 there, 7 here",
+        "policy is 'quorum 2",
+        "sync_every is 0 there, 30 here",
+        "aggregation.upload_codec is 'none' there, 'bf16' here",
+        "model.source is with digest ",
+        "outer optimizer is 'sgd(lr=1.0, momentum=0.0)' there, 'sgd(lr=0.7, momentum=0.9, nesterov=True)' here",
+        "Change the recipe, or start another server with the file that recipe.write() writes",
+    ):
+        assert expected in said
+    assert "heartbeat" not in said
+    assert refused.value.exit_code == 2
+
+
+def test_a_script_that_fails_and_a_run_that_is_over(capfd: pytest.CaptureFixture[str]) -> None:
+    made = recipe(min_sites=1, num_rounds=1)
+    with serving(made) as server:
+        made.execute(ServerEnv(server.url, site="a"))
+        assert server.wait(30)
+    again = recipe(min_sites=1, num_rounds=2)
+    with serving(again) as server:
+        Path("train.py").write_text("raise SystemExit(4)")
+        with pytest.raises(RunFailed, match=r"train\.py ended with exit code 4\. See its output above"):
+            again.execute(ServerEnv(server.url, site="a"))
+        assert not server.finished
+
+
+def test_a_script_has_what_a_worker_finds_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token in a file, which the server asks for, and what else is a setting of a server, too."""
+    Path("token").write_text("secret-of-the-run")
+    Path("token").chmod(0o600)
+    monkeypatch.setenv("ATOLL_TOKEN_FILE", "token")
+    monkeypatch.setenv("ATOLL_NETWORK__IDLE_TIMEOUT_S", "7.5")
+    train_and('import json, os; json.dump(dict(os.environ), open("found.json", "w"))')
+    made = recipe(min_sites=1).add_server_config({"network.token_file": "token"})
+    with serving(made) as server:
+        made.execute(ServerEnv(server.url, site="a", threads=2, quiet=True))
+        assert server.wait(30)
+    found = json.loads(Path("found.json").read_text())
+    expected = {
+        "ATOLL_TOKEN_FILE": str(Path("token").resolve()),
+        "ATOLL_NETWORK__IDLE_TIMEOUT_S": "7.5",
+        "ATOLL_SITE": "a",
+    }
+    assert expected | {"OMP_NUM_THREADS": "2"} == {key: found[key] for key in (*expected, "OMP_NUM_THREADS")}
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_sigterm_ends_the_script_too() -> None:
+    slow = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), os._exit(0)))"
+    told = 'open("pid.tmp", "w").write(str(os.getpid())); os.rename("pid.tmp", "pid")'
+    train_and(f"import os, signal, time; {slow}; {told}; time.sleep(600)")
+    made = recipe(min_sites=1)
+    with serving(made) as server:
+        Path("job.py").write_text(
+            "from atoll.recipes import FedAvgRecipe, ServerEnv\n"
+            f'FedAvgRecipe("small", "my_model:build", 1, 2, "train.py").execute(ServerEnv({server.url!r}, site="a"))\n'
+        )
+        job = subprocess.Popen([sys.executable, "job.py"])
+        wait_until(lambda: Path("pid").exists(), "training", 90)
+        job.terminate()
+        assert job.wait(30) == -signal.SIGTERM
+    assert not Path("/proc", Path("pid").read_text()).exists()  # it is waited for, not only told
+
+
+def test_no_server_answers() -> None:
+    with pytest.raises(ServerUnreachable, match="does not answer") as failed:
+        recipe().execute(ServerEnv(f"http://127.0.0.1:{free_port()}"))
+    assert failed.value.exit_code == 5
+    with pytest.raises(UsageError, match="is not a valid server address"):
+        recipe().execute(ServerEnv("host:8512"))
