@@ -142,6 +142,7 @@ class TrainerDriver:
             module, optimizer, server=self.server, site=self.site, weight=weight, sync_every=sync_every, **self._where
         )
         self.diloco.load_state_dict(self._checkpoint)
+        weakref.finalize(self, self.diloco.stop).atexit = False  # also leaves if the trainer is dropped
         return self.diloco.start()
 
     def state_dict(self) -> dict[str, Any]:
