@@ -1,20 +1,23 @@
 """A tiny module, its data and a Trainer, of either package; and a server to take part in.
 
-Where a test names no package it is the `usual` one, which `pytestmark = pytest.mark.usefixtures("each_package")`
-makes each of `PACKAGES` in turn.
+The package is the `usual` one; `pytestmark = pytest.mark.usefixtures("each_package")` makes it each of `PACKAGES` in
+turn.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from functools import cache
+from collections.abc import Mapping
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from kit.servers import new_server
+from kit import together
+from kit.servers import plain_server
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,8 +42,8 @@ warnings.filterwarnings("ignore", module="lightning")
 warnings.filterwarnings("ignore", module="pytorch_lightning")
 
 
-def package(name: str | None = None) -> Any:
-    return import_module(name or usual)
+def package() -> Any:
+    return import_module(usual)
 
 
 class One(nn.Module):
@@ -63,9 +66,9 @@ class Tiny:
     def __new__(cls, *args: Any, **options: Any) -> Any:
         return object.__new__(cls if issubclass(cls, nn.Module) else _of_package(cls, usual))
 
-    def __init__(self, target: float = 1.0, lr: float = 0.1, norm: bool = False) -> None:
+    def __init__(self, target: float = 1.0, lr: float = 0.1, norm: bool = False, w: float = 0.0) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
+        self.w = nn.Parameter(torch.full((1,), w))
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
         if norm:
             self.norm = nn.BatchNorm1d(1)
@@ -93,19 +96,14 @@ class Tiny:
 
 @cache
 def _of_package(kind: type[Tiny], name: str) -> Any:
-    return type(kind.__name__, (kind, package(name).LightningModule), {"__module__": kind.__module__})
-
-
-def module_class(name: str | None = None) -> Any:
-    """`Tiny` of one package, whichever is usual."""
-    return _of_package(Tiny, name or usual)
+    return type(kind.__name__, (kind, import_module(name).LightningModule), {"__module__": kind.__module__})
 
 
 def data(samples: int = SAMPLES, *, offset: float = 0.0) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(samples, dtype=torch.float32)[:, None] + offset), batch_size=BATCH)
 
 
-def trainer_of(name: str | None = None, **options: Any) -> Any:
+def trainer_of(**options: Any) -> Any:
     quiet: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -116,23 +114,19 @@ def trainer_of(name: str | None = None, **options: Any) -> Any:
         "num_sanity_val_steps": 0,
         "max_epochs": 1,
     }
-    return package(name).Trainer(**(quiet | options))
+    return package().Trainer(**(quiet | options))
 
 
 def serve(folder: Path, algorithm: str = "fedavg", *, norm: bool = False, **options: Any) -> atoll.Server:
-    """Not started yet; use it with `with`."""
+    """Of two rounds, DiLoCo as `DILOCO` says; not started yet: use it with `with`."""
     settings: dict[str, Any] = {
-        "rounds.total": 2,
-        "disk.min_free_bytes": 0,
+        "algorithm": algorithm,
+        "rounds": 2,
+        "run.name": f"tiny-{algorithm}",
         "network.heartbeat_interval_s": 0,
         "network.heartbeat_timeout_s": 0,
     }
-    settings["network.port"] = 0
-    return new_server(
-        One(norm),
-        **{"algorithm.name": algorithm, "disk.state_dir": folder / "state", "run.name": f"tiny-{algorithm}"},
-        **settings | options,
-    )
+    return plain_server(folder, One(norm), **settings | (DILOCO if algorithm == "diloco" else {}) | options)
 
 
 def lines(server: atoll.Server) -> list[dict[str, Any]]:
@@ -141,14 +135,70 @@ def lines(server: atoll.Server) -> list[dict[str, Any]]:
     return [summary.model_dump() for summary in server.status().history]
 
 
-def patched(server: atoll.Server, folder: Path, name: str | None = None, site: str = "a", **options: Any) -> Any:
-    """A Trainer, as `trainer_of` gives it, that takes part in the server's run."""
-    trainer = trainer_of(name, **options)
-    atoll.integrations.lightning.patch(trainer, server.url, site, folder=folder)
+def result(server: atoll.Server) -> dict[str, Tensor]:
+    """What the run has exported at its end."""
+    assert server.wait(60)
+    return load_file(server.exports / "model.safetensors")
+
+
+def patched(server: atoll.Server | None, folder: Path, site: str = "a", **options: Any) -> Any:
+    """A Trainer, as `trainer_of` gives it, that takes part in the server's run; weight, steps and filters are ours."""
+    ours = {key: options.pop(key) for key in ("weight", "steps", "filters") if key in options}
+    trainer = trainer_of(**options)
+    atoll.integrations.lightning.patch(trainer, server and server.url, site, folder=folder, **ours)
     return trainer
+
+
+def driver_of(trainer: Any) -> Any:
+    """What the Trainer's callback takes part with."""
+    (found,) = (each for each in trainer.callbacks if hasattr(each, "driver"))
+    return found.driver
+
+
+def exchange_of(trainer: Any) -> Any:
+    """The base and the local state of the site."""
+    return driver_of(trainer).worker._backend.place.exchange
+
+
+def global_control(trainer: Any, name: str = "w", count: int = 1) -> list[float]:
+    """The run's control variate, as the site has pulled it last."""
+    values: list[float] = exchange_of(trainer).base.values_of(f"atoll.control.{name}", 0, count).tolist()
+    return values
 
 
 def fit_rounds(trainer: Any, module: Any, *loaders: Any) -> None:
     """Fit once in each round of the run; by default with `data()` to train from."""
     for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, *(loaders or (data(),)))
+
+
+def fit_at_once(
+    server: atoll.Server, folder: Path, modules: Mapping[str, Any], offsets: Mapping[str, float] = {}, **options: Any
+) -> None:
+    """Every site of `modules` fits its own in each round, with `data` at its offset."""
+
+    def work(site: str) -> None:
+        trainer = patched(server, folder / site, site, **options)
+        fit_rounds(trainer, modules[site], data(offset=offsets.get(site, 0.0)))
+
+    together(*(partial(work, site) for site in modules), timeout_s=100)
+
+
+def scaffold_by_hand(
+    sites: Mapping[str, tuple[float, int]], rounds: int, eta: float = 0.1
+) -> tuple[list[dict[str, float]], float]:
+    """SCAFFOLD, algorithm 1, option II, of sites with (target, steps) of `Tiny`: where each one's steps end, and x."""
+    own, x, c = dict.fromkeys(sites, 0.0), 0.0, 0.0
+    ends: list[dict[str, float]] = []
+    for _ in range(rounds):
+        ends.append({})
+        deltas = []
+        for name, (target, steps) in sites.items():
+            y = x
+            for _ in range(steps):
+                y -= eta * ((y - target) - own[name] + c)
+            deltas.append(-c + (x - y) / (steps * eta))
+            own[name] += deltas[-1]
+            ends[-1][name] = y
+        x, c = sum(ends[-1].values()) / len(sites), c + sum(deltas) / len(sites)
+    return ends, x

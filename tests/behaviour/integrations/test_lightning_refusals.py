@@ -1,4 +1,4 @@
-"""What a Lightning training cannot be corrected in is refused, with the remedy, and the run goes on with a next fit."""
+"""Fits that are refused, with the remedy, or fail: their round is not lost, and a better fit takes their place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port
-from lightning_world import PACKAGES, Tiny, data, fit_rounds, lines, module_class, package, patched, serve, trainer_of
+from lightning_world import (
+    Tiny,
+    data,
+    driver_of,
+    exchange_of,
+    fit_rounds,
+    global_control,
+    lines,
+    package,
+    patched,
+    serve,
+    trainer_of,
+)
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 import atoll
@@ -59,26 +71,12 @@ class Unequal(Tiny):
 class Rate(Tiny):
     """Sets its learning rate before each step, where schedulers and hooks of users do."""
 
-    rates = (0.1, 0.1, 0.1)
+    def __init__(self, *rates: float) -> None:
+        super().__init__()
+        self.rates = rates
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.optimizers().param_groups[0]["lr"] = self.rates[batch_idx]
-
-
-class Negative(Rate):
-    rates = (0.1, -0.5, 0.1)
-
-
-class Infinite(Rate):
-    rates = (0.1, float("inf"), 0.1)
-
-
-class NotANumber(Rate):
-    rates = (0.1, float("nan"), 0.1)
-
-
-class Zero(Rate):
-    rates = (0.0, 0.0, 0.0)
 
 
 class Late(Tiny):
@@ -95,216 +93,66 @@ class NoStep(Tiny):
         return None
 
 
-REFUSED = [
-    (Manual, "Manual uses manual optimization", "automatic_optimization = True"),
-    (TwoOptimizers, "TwoOptimizers uses manual optimization", "automatic_optimization = True"),
-    (Unequal, "learning rates 0.1, 0.2", "the same learning rate for all parameter groups"),
-    (Negative, "learning rate is -0.5", "finite learning rate, at least 0"),
-    (Infinite, "learning rate is inf", "finite learning rate, at least 0"),
-    (NotANumber, "learning rate is nan", "finite learning rate, at least 0"),
-    (Late, "learning rate is -0.5", "finite learning rate, at least 0"),
-    (Zero, "3 steps is 0", "Use a learning rate above zero in at least one step"),
-    (NoStep, "no optimizer step", "fl_round.correct"),
-]
+class Fails(Tiny):
+    """In the third step, once."""
+
+    fails = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 2 and self.fails:
+            self.fails = False
+            raise RuntimeError("the data are broken")
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.covers("S8")
-@pytest.mark.parametrize(("kind", "words", "remedy"), REFUSED, ids=[kind.__name__ for kind, _, _ in REFUSED])
-def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(
-    tmp_path: Path, kind: Any, words: str, remedy: str
-) -> None:
-    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
-        trainer = patched(server, tmp_path)
-        with pytest.raises(UsageError, match=words) as caught:
-            trainer.fit(kind(), data())
-        assert remedy in str(caught.value)
-        assert server.status().fragments[0].version == 0
-        retry(server, tmp_path)
-
-
-def retry(server: atoll.Server, folder: Path) -> None:
-    """The site's next fit counts; an update that was refused has not reached anybody."""
-    trainer, module = trainer_of(), Tiny()
-    atoll.integrations.lightning.patch(trainer, server.url, "a", folder=folder)
+def require_a_next_fit_to_count(server: atoll.Server, folder: Path) -> None:
+    """An update that was refused has not arrived anywhere."""
+    trainer, module = patched(server, folder), Tiny()
     fit_rounds(trainer, module)
     assert module.w.item() == pytest.approx(1 - 0.9**3)
     assert len(lines(server)) == 1
 
 
+RATE = r"finite learning rate, at least 0"
+REFUSED = {
+    "manual": (Manual, "Manual uses manual optimization.*automatic_optimization = True"),
+    "two optimizers": (TwoOptimizers, "TwoOptimizers uses manual optimization.*automatic_optimization = True"),
+    "one of two": (OneOfTwo, r"OneOfTwo has 2 optimizers, but scaffold supports only one\. Put all"),
+    "unequal": (Unequal, "learning rates 0.1, 0.2.*the same learning rate for all parameter groups"),
+    "negative": (lambda: Rate(0.1, -0.5, 0.1), f"learning rate is -0.5.*{RATE}"),
+    "infinite": (lambda: Rate(0.1, float("inf"), 0.1), f"learning rate is inf.*{RATE}"),
+    "not a number": (lambda: Rate(0.1, float("nan"), 0.1), f"learning rate is nan.*{RATE}"),
+    "late": (Late, f"learning rate is -0.5.*{RATE}"),
+    "zero": (lambda: Rate(0.0, 0.0, 0.0), "3 steps is 0.*Use a learning rate above zero in at least one step"),
+    "no step": (NoStep, "no optimizer step.*fl_round.correct"),
+}
+
+
 @pytest.mark.covers("S8")
-@pytest.mark.parametrize("name", PACKAGES)
-@pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
-def test_a_gradient_scaler_is_refused(tmp_path: Path, name: str, algorithm: str) -> None:
-    plugin = package(name).plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    with serve(tmp_path, algorithm, **{"rounds.total": 1}) as server:
-        trainer = patched(server, tmp_path, name, plugins=[plugin])
-        with pytest.raises(UsageError, match=rf"precision 16-mixed.*{algorithm}.*Use precision='bf16-mixed'"):
-            trainer.fit(module_class(name)(), data())
+@pytest.mark.parametrize(("module", "words"), REFUSED.values(), ids=REFUSED)
+def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(tmp_path: Path, module: Any, words: str) -> None:
+    with serve(tmp_path, "scaffold", rounds=1) as server:
+        with pytest.raises(UsageError, match=f"(?s){words}"):
+            patched(server, tmp_path).fit(module(), data())
         assert server.status().fragments[0].version == 0
+        require_a_next_fit_to_count(server, tmp_path)
 
 
 @pytest.mark.covers("S8")
-def test_several_optimizers_are_refused(tmp_path: Path) -> None:
-    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
-        trainer, module = patched(server, tmp_path), OneOfTwo()
-        with pytest.raises(UsageError, match=r"OneOfTwo has 2 optimizers, but scaffold supports only one\. Put all"):
-            trainer.fit(module, data())
-        assert module.steps == 0
-        retry(server, tmp_path)
-
-
-@pytest.mark.parametrize("kind", [Manual, TwoOptimizers], ids=lambda kind: kind.__name__)
-@pytest.mark.covers("S1")
-def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> None:
-    with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer, module = patched(server, tmp_path), kind()
-        fit_rounds(trainer, module)
-        assert module.w.item() == pytest.approx(1 - 0.9**3)
-        assert len(lines(server)) == 1
-
-
-@pytest.mark.covers("S5")
-def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
-    """Rates 0, 0.1, 0.2 from w = 0: e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and the one site's c is the same."""
-
-    class WarmUp(Rate):
-        rates = (0.0, 0.1, 0.2)
-
-    with serve(tmp_path, "scaffold", **{"rounds.total": 2}) as server:
-        trainer, module = trainer_of(), WarmUp()
-        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        trainer.fit(module, data())
-        assert module.w.item() == pytest.approx(0.28)
-        trainer.fit(module, data())
-        assert callback.driver.worker is not None
-        c = callback.driver.worker._backend.place.exchange.base.values_of("atoll.control.w", 0, 1)
-        assert c.item() == pytest.approx(-0.28 / 0.3)
-
-
-@pytest.mark.covers("S8", "S2")
-@pytest.mark.parametrize("spoil", ["not-finite", "missing"])
-def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path, spoil: str) -> None:
-    with serve(tmp_path, "scaffold", **{"rounds.total": 3}) as server:
-        trainer, module = trainer_of(), Tiny()
-        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        trainer.fit(module, data())
-        assert atoll.integrations.lightning.is_running(trainer)
-        assert callback.driver.worker is not None
-        exchange = callback.driver.worker._backend.place.exchange
-        if spoil == "missing":
-            exchange.local.kept = None
-        else:
-            controls = exchange.local.kept
-            assert controls is not None
-            controls._files[controls.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
-        expected = (
-            "this site has none" if spoil == "missing" else r"control variate of 'w' is not finite.*Remove this site"
-        )
-        with pytest.raises(UsageError, match=expected):
-            trainer.fit(module, data())
-        assert server.status().fragments[0].version == 1
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedprox"])
+def test_a_gradient_scaler_is_refused(tmp_path: Path, algorithm: str) -> None:
+    plugin = package().plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with serve(tmp_path, algorithm, rounds=1) as server:
+        with pytest.raises(UsageError, match=rf"precision 16-mixed.*{algorithm}.*Use precision='bf16-mixed'"):
+            patched(server, tmp_path, plugins=[plugin]).fit(Tiny(), data())
+        assert server.status().fragments[0].version == 0
 
 
 @pytest.mark.covers("S8")
 def test_a_fit_without_a_step_is_refused_for_every_algorithm(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        trainer = patched(server, tmp_path, limit_train_batches=0)
         with pytest.raises(UsageError, match=r"no optimizer step.*limit_train_batches"):
-            trainer.fit(Tiny(), data())
-
-
-@pytest.mark.covers("S14")
-@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
-def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorithm: str) -> None:
-    """Lightning takes a StopIteration for the end of the epoch, wherever it comes from."""
-
-    class Stops(Tiny):
-        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-            super().optimizer_step(*args, **kwargs)
-            if self.steps == 2:
-                raise StopIteration
-
-    with serve(tmp_path, algorithm, **{"rounds.total": 1}) as server:
-        trainer = patched(server, tmp_path)
-        with pytest.raises(
-            UsageError, match=r"did not call on_train_batch_end after optimizer step 2.*should_stop = True"
-        ):
-            trainer.fit(Stops(), data())
-        retry(server, tmp_path)
-
-
-@pytest.mark.covers("S14")
-def test_a_fit_that_failed_is_begun_anew(tmp_path: Path) -> None:
-    """The site's script caught the error: same round, same global model, hooks only once."""
-
-    class Fails(Tiny):
-        fails = True
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            if self.fails:
-                raise RuntimeError("the data are broken")
-
-    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
-        trainer, module = trainer_of(), Fails()
-        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        with pytest.raises(RuntimeError, match="the data are broken"):
-            trainer.fit(module, data())
-        assert trainer.max_epochs == 1
-        assert callback.driver.worker is None  # it left; the server knows why
-        module.fails = False
-        trainer.fit(module, data())
-        assert module.w.item() == pytest.approx(1 - 0.9**3)
-        assert len(lines(server)) == 1
-
-
-@pytest.mark.covers("S6", "S8")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", PACKAGES)
-def test_these_precisions_work(tmp_path: Path, name: str, precision: str) -> None:
-    with serve(tmp_path, "scaffold") as server:
-        trainer, module = patched(server, tmp_path, name, precision=precision), module_class(name)()
-        fit_rounds(trainer, module)
-        assert module.w.dtype == torch.float32
-        assert module.w.item() == pytest.approx(1 - 0.9**6, rel=1e-2 if precision == "bf16-mixed" else 1e-6)
-        assert len(lines(server)) == 2
-
-
-@pytest.mark.covers("S6")
-def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: Path) -> None:
-    """Round 1: frozen, without a control. Round 2: gradient 1 each, so it moves by −0.3, and c = 0.3/0.3."""
-
-    class Thaws(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step(batch, batch_idx) + self.frozen.sum()
-
-    with serve(tmp_path, "scaffold", **{"rounds.total": 3}) as server:
-        trainer, module = trainer_of(), Thaws()
-        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        kept = {name: value.data_ptr() for name, value in module.named_parameters()}
-        trainer.fit(module, data())
-        assert module.frozen.tolist() == [1.0, 1.0]
-        module.frozen.requires_grad_(True)
-        trainer.fit(module, data())
-        assert module.frozen.tolist() == pytest.approx([0.7, 0.7])
-        assert atoll.integrations.lightning.is_running(trainer)
-        trainer.fit(module, data())
-        assert callback.driver.worker is not None
-        base = callback.driver.worker._backend.place.exchange.base
-        assert base.values_of("atoll.control.frozen", 0, 2).tolist() == pytest.approx([1.0, 1.0])
-        assert module.frozen.tolist() == pytest.approx([0.4, 0.4])  # one site: c = c_1 corrects nothing
-        assert {name: value.data_ptr() for name, value in module.named_parameters()} == kept  # in place
-        assert server.wait(60)
-
-
-def test_a_trainer_takes_part_once(tmp_path: Path) -> None:
-    trainer = trainer_of()
-    with pytest.raises(UsageError, match=r"has no AtollCallback\. Call atoll\.integrations\.lightning\.patch"):
-        atoll.integrations.lightning.is_running(trainer)
-    atoll.integrations.lightning.patch(trainer)
-    with pytest.raises(UsageError, match="already"):
-        atoll.integrations.lightning.patch(trainer)
-    with pytest.raises(UsageError, match="dict is not a Lightning Trainer"):
-        atoll.integrations.lightning.patch({})
+            patched(server, tmp_path, limit_train_batches=0).fit(Tiny(), data())
 
 
 @pytest.mark.covers("S8")
@@ -321,10 +169,10 @@ def test_strategies_that_split_the_model_are_refused(tmp_path: Path) -> None:
             return obj
 
     with serve(tmp_path) as server:
-        trainer, module = patched(server, tmp_path, strategy=ShardedStrategy()), Tiny()
+        trainer = patched(server, tmp_path, strategy=ShardedStrategy())
         for attempt in (trainer.validate, trainer.fit):
             with pytest.raises(UsageError, match=r"strategy ShardedStrategy.*strategy='ddp'"):
-                attempt(module, data())
+                attempt(Tiny(), data())
         assert server.status().workers == []
 
 
@@ -333,39 +181,163 @@ def test_processes_that_the_trainer_forks_are_refused(tmp_path: Path, monkeypatc
     """In the forked process, whose error Lightning tells as text."""
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # Lightning sets it, for good
     with serve(tmp_path) as server:
-        trainer = patched(server, tmp_path, strategy="ddp_fork")
         with pytest.raises(ProcessRaisedException, match=r"UsageError: .*spawns or forks.*strategy='ddp'"):
-            trainer.fit(Tiny(), data())
+            patched(server, tmp_path, strategy="ddp_fork").fit(Tiny(), data())
         assert server.status().workers == []
 
 
-def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
-    words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
-    with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer = patched(server, tmp_path)
-        with pytest.raises(UsageError, match=r"batch of type list.*patch\(trainer, weight="):
-            trainer.fit(Tiny(), words)
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path, weight=3)
-        trainer.fit(Tiny(), words)
-        assert lines(server)[0]["weights"] == [3.0]
+@pytest.mark.covers("T8", "X3")
+def test_what_is_no_filter_is_refused_before_it_trains(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'drop' is not a filter"):
+        patched(None, tmp_path, filters=["drop"])
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(tmp_path: Path, name: str) -> None:
-    """Guards against a fit whose restored epochs left it without a step, and a checkpoint measured as the global model.
-
-    One epoch alone: w = 1 − 0.9³ = 0.271, which is the checkpoint; the run's first version has w = 0.
-    """
-    kind, file = module_class(name), tmp_path / "alone.ckpt"
-    alone = trainer_of(name)
-    alone.fit(kind(), data())
-    alone.save_checkpoint(file)
-    with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer, module = patched(server, tmp_path, name), kind()
-        assert trainer.validate(module, data(), ckpt_path=file)[0]["val_w"] == pytest.approx(0.271)
-        with pytest.raises(UsageError, match=r"resumes from the checkpoint '.*alone.ckpt'.*Leave ckpt_path out"):
-            trainer.fit(module, data(), ckpt_path=file)
-        assert trainer.validate(module, data())[0]["val_w"] == 0.0
+@pytest.mark.covers("S8", "S2")
+@pytest.mark.parametrize("spoil", ["not-finite", "missing"])
+def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path, spoil: str) -> None:
+    with serve(tmp_path, "scaffold", rounds=3) as server:
+        trainer, module = patched(server, tmp_path), Tiny()
         trainer.fit(module, data())
-        assert lines(server)[0]["metrics"]["global_val_w"] == 0.0
+        assert atoll.integrations.lightning.is_running(trainer)
+        local = exchange_of(trainer).local
+        if spoil == "missing":
+            local.kept, expected = None, "this site has none"
+        else:
+            local.kept._files[local.kept.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
+            expected = r"control variate of 'w' is not finite.*Remove this site"
+        with pytest.raises(UsageError, match=expected):
+            trainer.fit(module, data())
+        assert server.status().fragments[0].version == 1
+
+
+@pytest.mark.covers("S14")
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorithm: str) -> None:
+    """Lightning takes a StopIteration for the end of the epoch, wherever it comes from."""
+
+    class Stops(Tiny):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            if self.steps == 2:
+                raise StopIteration
+
+    words = r"did not call on_train_batch_end after optimizer step 2.*should_stop = True"
+    with serve(tmp_path, algorithm, rounds=1) as server:
+        with pytest.raises(UsageError, match=words):
+            patched(server, tmp_path).fit(Stops(), data())
+        require_a_next_fit_to_count(server, tmp_path)
+
+
+# -- fits that fail by a mistake of the script
+
+
+@pytest.mark.covers("S14")
+@pytest.mark.parametrize(
+    ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
+)
+def test_a_fit_that_failed_lets_go_of_its_optimizer_and_is_begun_anew(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
+    """The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD."""
+    with serve(tmp_path, algorithm, rounds=1, **settings) as server:
+        trainer, module = patched(server, tmp_path), Fails()
+        with pytest.raises(RuntimeError, match="the data are broken"):
+            trainer.fit(module, data())
+        (optimizer,) = trainer.optimizers
+        assert not optimizer._optimizer_step_pre_hooks  # a script that goes on by hand trains plainly
+        assert not optimizer._optimizer_step_post_hooks
+        assert trainer.max_epochs == 1
+        assert driver_of(trainer).worker is None  # it left; the server knows why
+        trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(1 - 0.9**3)
+        assert len(lines(server)) == 1
+
+
+@pytest.mark.covers("S1")
+def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_path: Path) -> None:
+    """H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice."""
+    with serve(tmp_path, "diloco", H=2) as server:
+        trainer, module = patched(server, tmp_path), Fails()
+        with pytest.raises(RuntimeError, match="the data are broken"):
+            trainer.fit(module, data())
+        assert [worker.error for worker in server.status().workers] == ["RuntimeError: the data are broken"]
+        while atoll.integrations.lightning.is_running(trainer):
+            trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(1 - 0.9**4)
+        assert len(lines(server)) == 2
+
+
+@pytest.mark.covers("S1")
+def test_a_fit_behind_an_error_asks_what_the_server_runs_now(tmp_path: Path) -> None:
+    """Guards against the earlier run's algorithm in another run at the same address: its rounds went uncorrected."""
+    trainer, module, port = trainer_of(), Tiny(), free_port()
+    atoll.integrations.lightning.patch(trainer, f"http://127.0.0.1:{port}", "a", folder=tmp_path)
+    with serve(tmp_path / "first", **{"network.port": port}):
+        trainer.fit(module, data())
+        module.target = "one"  # a mistake of the script
+        with pytest.raises(TypeError):
+            trainer.fit(module, data())
+        module.target = 1.0
+    with serve(tmp_path / "second", "scaffold", rounds=1, **{"network.port": port}) as server:
+        trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(1 - 0.9**3)
+        assert len(lines(server)) == 1
+
+
+# -- what is not refused
+
+
+@pytest.mark.parametrize("kind", [Manual, TwoOptimizers], ids=lambda kind: kind.__name__)
+@pytest.mark.covers("S1")
+def test_fedavg_takes_what_it_need_not_correct(tmp_path: Path, kind: Any) -> None:
+    with serve(tmp_path, rounds=1) as server:
+        module = kind()
+        fit_rounds(patched(server, tmp_path), module)
+        assert module.w.item() == pytest.approx(1 - 0.9**3)
+        assert len(lines(server)) == 1
+
+
+@pytest.mark.covers("S5")
+def test_warm_up_steps_without_a_rate_do_no_harm(tmp_path: Path) -> None:
+    """Rates 0, 0.1, 0.2 from w = 0: e = 1 → 0.9 → 0.72. c_1 = (0 − 0.28)/0.3, and the one site's c is the same."""
+    with serve(tmp_path, "scaffold") as server:
+        trainer, module = patched(server, tmp_path), Rate(0.0, 0.1, 0.2)
+        trainer.fit(module, data())
+        assert module.w.item() == pytest.approx(0.28)
+        trainer.fit(module, data())
+        assert global_control(trainer) == pytest.approx([-0.28 / 0.3])
+
+
+@pytest.mark.covers("S6", "S8")
+@pytest.mark.parametrize(("precision", "rel"), [("32-true", 1e-6), ("bf16-mixed", 1e-2)])
+def test_these_precisions_work(tmp_path: Path, precision: str, rel: float) -> None:
+    with serve(tmp_path, "scaffold") as server:
+        module = Tiny()
+        fit_rounds(patched(server, tmp_path, precision=precision), module)
+        assert module.w.dtype == torch.float32
+        assert module.w.item() == pytest.approx(1 - 0.9**6, rel=rel)
+        assert len(lines(server)) == 2
+
+
+@pytest.mark.covers("S6")
+def test_a_parameter_that_is_unfrozen_later_is_corrected_from_then_on(tmp_path: Path) -> None:
+    """Round 1: frozen, without a control. Round 2: gradient 1 each, so it moves by −0.3, and c = 0.3/0.3."""
+
+    class Thaws(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + self.frozen.sum()
+
+    with serve(tmp_path, "scaffold", rounds=3) as server:
+        trainer, module = patched(server, tmp_path), Thaws()
+        kept = {name: value.data_ptr() for name, value in module.named_parameters()}
+        trainer.fit(module, data())
+        assert module.frozen.tolist() == [1.0, 1.0]
+        module.frozen.requires_grad_(True)
+        trainer.fit(module, data())
+        assert module.frozen.tolist() == pytest.approx([0.7, 0.7])
+        assert atoll.integrations.lightning.is_running(trainer)
+        trainer.fit(module, data())
+        assert global_control(trainer, "frozen", 2) == pytest.approx([1.0, 1.0])
+        assert module.frozen.tolist() == pytest.approx([0.4, 0.4])  # one site: c = c_1 corrects nothing
+        assert {name: value.data_ptr() for name, value in module.named_parameters()} == kept  # in place
+        assert server.wait(60)

@@ -2,61 +2,57 @@
 
 from __future__ import annotations
 
-import sqlite3
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.processes import wait_until
+from kit import ask_journal
 from lightning_world import (
-    DILOCO,
     PACKAGES,
     SAMPLES,
     Tiny,
     data,
+    driver_of,
+    fit_at_once,
     fit_rounds,
     lines,
-    module_class,
+    package,
     patched,
+    result,
+    scaffold_by_hand,
     serve,
     trainer_of,
 )
-from safetensors.torch import load_file
+from torch import Tensor
 
 import atoll
 import atoll.integrations.lightning
 from atoll.errors import UsageError
+from atoll.filters import NormClip
 
 pytestmark = pytest.mark.usefixtures("each_package")
+both_packages = pytest.mark.parametrize("each_package", PACKAGES, indirect=True)
 
 
-def accepted(server: atoll.Server, what: str) -> list[float]:
-    """A column of the journal's tickets."""
-    with closing(sqlite3.connect(server.settings.disk.state_dir / "journal.sqlite")) as journal:
-        return [value for (value,) in journal.execute(f"SELECT {what} FROM tickets ORDER BY ticket")]
-
-
-def result(server: atoll.Server) -> dict[str, torch.Tensor]:
-    assert server.wait(60)
-    return load_file(server.exports / "model.safetensors")
+def steps_of_updates(folder: Path) -> list[int]:
+    return [steps for (steps,) in ask_journal(folder, "SELECT steps FROM tickets ORDER BY ticket")]
 
 
 @pytest.mark.covers("S1")
-@pytest.mark.parametrize("name", PACKAGES)
+@both_packages
 @pytest.mark.parametrize("style", ["patch", "callback"])
-def test_two_rounds_of_fedavg(tmp_path: Path, name: str, style: str) -> None:
+def test_two_rounds_of_fedavg(tmp_path: Path, style: str) -> None:
     """w ← w − 0.1·(w − 1), three steps a round: 1 − 0.9³, then 1 − 0.9⁶."""
     with serve(tmp_path) as server:
         options: dict[str, Any] = {"server": server.url, "site": "a", "folder": tmp_path}
         if style == "patch":
-            trainer = trainer_of(name)
+            trainer = trainer_of()
             atoll.integrations.lightning.patch(trainer, **options)
         else:
-            trainer = trainer_of(name, callbacks=[atoll.integrations.lightning.AtollCallback(**options)])
-        module, epochs = module_class(name)(), []
+            trainer = trainer_of(callbacks=[atoll.integrations.lightning.AtollCallback(**options)])
+        module, epochs = Tiny(), []
         while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data())
             epochs.append(trainer.current_epoch)
@@ -65,22 +61,23 @@ def test_two_rounds_of_fedavg(tmp_path: Path, name: str, style: str) -> None:
         assert module.w.item() == pytest.approx(1 - 0.9**6)
         assert result(server)["w"].item() == pytest.approx(1 - 0.9**6)
         assert [line["weights"] for line in lines(server)] == [[SAMPLES], [SAMPLES]]
-        assert accepted(server, "steps") == [3, 3]
+        assert steps_of_updates(tmp_path) == [3, 3]
         assert lines(server)[0]["metrics"]["train_loss"] == pytest.approx((0.81 - 1 + 0.19 + 0.81**2) / 2, abs=1e-6)
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "fedadam", "scaffold"])
 @pytest.mark.covers("S1", "S5")
-def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [("fedavg", {}), ("fedprox", {"algorithm.mu": 0.1}), ("fedadam", {}), ("scaffold", {})],
+    ids=["fedavg", "fedprox", "fedadam", "scaffold"],
+)
+def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
     """FedProx, μ = 0.1: e ← e − 0.1·e·… from w = 0: w ← w − 0.1·((w − 1) + 0.1·w) = 0.89·w + 0.1.
 
     SCAFFOLD of one site: c = c_1, so it is plain SGD. FedAdam's first step is η·g/(|g| + τ), with the sign of −w.
     """
-    with serve(
-        tmp_path, algorithm, **{"rounds.total": 1}, **({"algorithm.mu": 0.1} if algorithm == "fedprox" else {})
-    ) as server:
-        trainer = patched(server, tmp_path)
-        module = Tiny()
+    with serve(tmp_path, algorithm, rounds=1, **settings) as server:
+        trainer, module = patched(server, tmp_path), Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
             assert number == 1
             trainer.fit(module, data())
@@ -92,42 +89,18 @@ def test_the_same_script_runs_what_the_server_chose(tmp_path: Path, algorithm: s
         assert (w > 0) if algorithm == "fedadam" else (w == pytest.approx(expected))
 
 
-def site(server: atoll.Server, name: str, folder: Path, target: float, module: Any, **options: Any) -> Any:
-    """One site of several, to its end; in a thread of its own."""
-    trainer = trainer_of(**options)
-    atoll.integrations.lightning.patch(trainer, server.url, name, folder=folder)
-    module.target = target
-    fit_rounds(trainer, module)
-    return module
-
-
 @pytest.mark.covers("S2", "S5", "S7")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_scaffold_of_two_sites_is_that_of_the_paper(tmp_path: Path, accumulate: int) -> None:
-    """Algorithm 1, option II, written down plainly; with accumulation three batches are one step."""
-    steps, rounds, eta = 3 // accumulate, 3, 0.1
-    targets, own = {"a": 1.0, "b": -3.0}, {"a": 0.0, "b": 0.0}
-    x = c = 0.0
-    for _ in range(rounds):
-        ends, deltas = [], []
-        for name, target in targets.items():
-            y = x
-            for _ in range(steps):
-                y -= eta * ((y - target) - own[name] + c)
-            deltas.append(-c + (x - y) / (steps * eta))
-            own[name] += deltas[-1]
-            ends.append(y)
-        x, c = sum(ends) / 2, c + sum(deltas) / 2
-    with serve(tmp_path, "scaffold", **{"rounds.total": rounds, "rounds.sites": 2, "rounds.min_sites": 2}) as server:
-        with ThreadPoolExecutor(2) as pool:
-            sites = [
-                pool.submit(site, server, name, tmp_path / name, target, Tiny(), accumulate_grad_batches=accumulate)
-                for name, target in targets.items()
-            ]
-            modules = [site.result(100) for site in sites]
-        assert [module.w.item() for module in modules] == pytest.approx([x, x], rel=1e-5)
+    """With accumulation three batches are one step."""
+    targets, steps, rounds = {"a": 1.0, "b": -3.0}, 3 // accumulate, 3
+    modules = {site: Tiny(target) for site, target in targets.items()}
+    with serve(tmp_path, "scaffold", rounds=rounds, sites=2) as server:
+        fit_at_once(server, tmp_path, modules, accumulate_grad_batches=accumulate)
+        _, x = scaffold_by_hand({site: (target, steps) for site, target in targets.items()}, rounds)
+        assert [module.w.item() for module in modules.values()] == pytest.approx([x, x], rel=1e-5)
         assert result(server)["w"].item() == pytest.approx(x, rel=1e-5)
-        assert accepted(server, "steps") == [steps] * 2 * rounds
+        assert steps_of_updates(tmp_path) == [steps] * 2 * rounds
 
 
 @pytest.mark.covers("S15", "S6")
@@ -142,159 +115,79 @@ def test_two_workers_two_rounds_with_batchnorm(tmp_path: Path) -> None:
     mean = 0.0
     for _ in range(2):
         mean = (local(mean, 0.0) + local(mean, 10.0)) / 2
-
-    def take_part(name: str, offset: float) -> Any:
-        trainer, module = trainer_of(), Tiny(norm=True)
-        atoll.integrations.lightning.patch(trainer, server.url, name, folder=tmp_path / name)
-        fit_rounds(trainer, module, data(offset=offset))
-        return module
-
-    with serve(tmp_path, "scaffold", norm=True, **{"rounds.sites": 2, "rounds.min_sites": 2}) as server:
-        with ThreadPoolExecutor(2) as pool:
-            modules = [
-                site.result(100) for site in [pool.submit(take_part, "a", 0.0), pool.submit(take_part, "b", 10.0)]
-            ]
+    modules = {site: Tiny(norm=True) for site in "ab"}
+    with serve(tmp_path, "scaffold", norm=True, sites=2) as server:
+        fit_at_once(server, tmp_path, modules, {"b": 10.0})
         final = result(server)
         assert final["norm.running_mean"].item() == pytest.approx(mean, rel=1e-5)
         assert final["norm.num_batches_tracked"].item() == 6
         assert final["w"].item() == pytest.approx(1 - 0.9**6)  # both sites want 1
-        for module in modules:
+        for module in modules.values():
             assert all(torch.equal(value, final[name]) for name, value in module.state_dict().items())
 
 
-@pytest.mark.covers("S4")
-@pytest.mark.parametrize("name", PACKAGES)
-def test_validation_inside_fit_receives_nothing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sanity validation sees the global model, the validation after each epoch what training made of it."""
-    from atoll.worker.training.federated_loop import Round
+class Curved(Tiny):
+    """Its loss is curvature/2·(w − target)²."""
 
-    received = spy(monkeypatch, Round, "load_into")
-    with serve(tmp_path, **{"rounds.total": 2}) as server:
-        trainer = patched(server, tmp_path, name, max_epochs=2, num_sanity_val_steps=1)
-        module = module_class(name)()
-        with torch.no_grad():
-            module.w.fill_(7.0)  # what it was before is of no account
-        trainer.fit(module, data(), data())
-        assert module.seen == [0.0, round(1 - 0.9**3, 6), round(1 - 0.9**6, 6)]
-        assert len(received) == 1
+    def __init__(self, curvature: float, target: float) -> None:
+        super().__init__(target)
+        self.curvature = curvature
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return (self.curvature * (self.w - self.target) ** 2 / 2).sum()
 
 
-@pytest.mark.covers("S4", "S13")
-@pytest.mark.parametrize("name", PACKAGES)
-@pytest.mark.parametrize("other", [False, True])
-def test_a_validation_before_fit_receives_for_it(
-    tmp_path: Path, name: str, other: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from atoll.worker.exchange.exchange import Exchange
+@pytest.mark.covers("S11")
+def test_scaffold_ends_above_fedavg_at_equal_rounds(tmp_path: Path) -> None:
+    """Sites whose data differ pull FedAvg away from the optimum of all data, (1·1 + 4·0)/(1 + 4), and not SCAFFOLD.
 
-    pulled = spy(monkeypatch, Exchange, "ask_and_resend")
-    with serve(tmp_path, **{"rounds.total": 2}) as server:
-        trainer = trainer_of(name)
-        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
-        module = module_class(name)()
-        with torch.no_grad():
-            module.w.fill_(7.0)
-        for number, w in enumerate([0.0, 1 - 0.9**3]):
-            trainer.validate(module, data(), verbose=False)
-            assert module.seen[-1] == pytest.approx(w, abs=1e-6)
-            assert len(pulled) == number + 1
-            if other:
-                module = module_class(name)()
-                with torch.no_grad():
-                    module.w.fill_(-5.0)
-            trainer.fit(module, data(), data())
-            assert len(pulled) == number + 1  # one receive a round
-            assert module.w.item() == pytest.approx(1 - 0.9 ** (3 * number + 3))
-        model_bytes = 3 * 4  # w and frozen in fp32
-        assert callback.driver.worker is not None
-        assert callback.driver.worker.bytes_down < 2 * (model_bytes + 4096)
-        assert not atoll.integrations.lightning.is_running(trainer)
-        metrics = [line["metrics"] for line in lines(server)]
-        assert [line["global_val_w"] for line in metrics] == pytest.approx([0.0, 1 - 0.9**3])
-        assert [line["val_w"] for line in metrics] == pytest.approx([1 - 0.9**3, 1 - 0.9**6])
-
-
-class Measured(Tiny):
-    """Says what it is told to say, validation by validation."""
-
-    def __init__(self, losses: list[float]) -> None:
-        super().__init__()
-        self.losses = iter(losses)
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("val_loss", next(self.losses))
-
-
-@pytest.mark.covers("S13", "X41")
-@pytest.mark.parametrize(
-    ("metric", "version", "least"), [("val_loss", 2, 0.2), ("global_val_loss", 1, 0.1)], ids=["in-fit", "before-fit"]
-)
-def test_what_validation_measures_decides_which_version_is_best(
-    tmp_path: Path, metric: str, version: int, least: float
-) -> None:
-    """A round is credited to the version that it began with, the first to version 0. w of version v is 1 − 0.9³ᵛ."""
-    before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
-    with serve(tmp_path, **{"rounds.total": 4, "rounds.best_metric": metric, "rounds.best_mode": "min"}) as server:
-        trainer = patched(server, tmp_path)
-        module = Measured([loss for both in zip(before, inside, strict=True) for loss in both])
-        for _ in atoll.integrations.lightning.rounds(trainer):
-            trainer.validate(module, data(), verbose=False)
-            trainer.fit(module, data(), data())
-        metrics = [line["metrics"] for line in lines(server)]
-        assert [line["global_val_loss"] for line in metrics] == pytest.approx(before)
-        assert [line["val_loss"] for line in metrics] == pytest.approx(inside)
-        wait_until(lambda: (now := server.status().best) and now.file, "the best version is written")
-        best = server.status().best
-        assert best is not None
-        assert (best.metric, best.version, best.round) == (metric, version, version + 1)
-        assert best.value == pytest.approx(least)
-        assert load_file(best.file)["w"].item() == pytest.approx(1 - 0.9 ** (3 * version))
-
-
-def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
-    """Calls of a method, which happen as before."""
-    calls: list[str] = []
-    real = getattr(kind, name)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return real(self, *args, **kwargs)
-
-    monkeypatch.setattr(kind, name, call)
-    return calls
+    A round of FedAvg, of three steps: w ← ½·(1 + 0.9³·(w − 1)) + ½·0.6³·w, with its end at 0.271/(2 − 0.945).
+    """
+    for algorithm, end in (("fedavg", 0.271 / 1.055), ("scaffold", 0.2)):  # 0.271/1.055 = 0.2569
+        folder = tmp_path / algorithm
+        with serve(folder, algorithm, rounds=15, sites=2) as server:
+            fit_at_once(server, folder, {"a": Curved(1.0, 1.0), "b": Curved(4.0, 0.0)})
+            assert result(server)["w"].item() == pytest.approx(end, abs=1e-3)
 
 
 @pytest.mark.covers("S7")
 def test_weight_and_steps_of_the_user_win(tmp_path: Path) -> None:
-    with serve(tmp_path, "scaffold", **{"rounds.total": 1}) as server:
-        trainer = trainer_of()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", weight=lambda: 5.0, steps=7, folder=tmp_path)
-        trainer.fit(Tiny(), data())
-        assert server.wait(60)
+    with serve(tmp_path, "scaffold", rounds=1) as server:
+        patched(server, tmp_path, weight=lambda: 5.0, steps=7).fit(Tiny(), data())
         assert lines(server)[0]["weights"] == [5.0]
-        assert accepted(server, "steps") == [7]
+        assert steps_of_updates(tmp_path) == [7]
 
 
-@pytest.mark.covers("S7")
-def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
-    class Logs(Tiny):
-        def on_train_epoch_end(self) -> None:
-            self.log("global_val_w", 1.0)
+def test_a_batch_without_tensors_needs_a_weight(tmp_path: Path) -> None:
+    words = torch.utils.data.DataLoader(["a", "b", "c"], batch_size=2)
+    with serve(tmp_path, rounds=1) as server:
+        with pytest.raises(UsageError, match=r"batch of type list.*patch\(trainer, weight="):
+            patched(server, tmp_path).fit(Tiny(), words)
+        patched(server, tmp_path, weight=3).fit(Tiny(), words)
+        assert lines(server)[0]["weights"] == [3.0]
 
-    with serve(tmp_path) as server:
-        trainer = patched(server, tmp_path)
-        trainer.validate(Logs(), data(), verbose=False)
-        with pytest.raises(UsageError, match=r"logs 'global_val_w'.*Log it under another name"):
-            trainer.fit(Logs(), data())
+
+@pytest.mark.covers("T8", "S1", "S5")
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "diloco"])
+def test_what_a_fit_sends_passes_the_sites_filters(tmp_path: Path, algorithm: str) -> None:
+    """Three steps move w by 1 − 0.9³ = 0.271, and from 0.1 by 0.9 · 0.271: each time by 0.1 behind the filter.
+
+    SCAFFOLD of one site: c is c_1, so that both rounds train as FedAvg does. DiLoCo: three steps are a round.
+    """
+    with serve(tmp_path, algorithm) as server:
+        module = Tiny()
+        fit_rounds(patched(server, tmp_path, filters=[NormClip(0.1)]), module)
+        assert result(server)["w"].item() == pytest.approx(0.2)
+    assert module.w.item() == pytest.approx(0.2)
+    assert module.steps == 6
 
 
 @pytest.mark.covers("S1")
 @pytest.mark.parametrize("sync_every", [2, 4])
 def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: Path, sync_every: int) -> None:
     """Two rounds of H steps, three steps an epoch: training ends in the fit that has the last of them, at that step."""
-    with serve(tmp_path, "diloco", **DILOCO | {"diloco.sync_every": sync_every}) as server:
-        trainer = patched(server, tmp_path)
-        module, fits = Tiny(), 0
+    with serve(tmp_path, "diloco", H=sync_every) as server:
+        trainer, module, fits = patched(server, tmp_path), Tiny(), 0
         while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data())
             fits += 1
@@ -305,25 +198,35 @@ def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: P
         assert [line["weights"] for line in lines(server)] == {2: [[4], [8]], 4: [[12], [16]]}[sync_every]
 
 
-@pytest.mark.parametrize("name", PACKAGES)
 @pytest.mark.covers("S1")
-def test_without_a_server_the_script_trains_alone(tmp_path: Path, name: str) -> None:
-    plain, patched = module_class(name)(), module_class(name)()
-    trainer_of(name).fit(plain, data())
-    trainer = trainer_of(name)
-    atoll.integrations.lightning.patch(trainer)
-    fits = 0
+def test_a_fit_of_diloco_with_another_module_begins_at_the_head(tmp_path: Path) -> None:
+    """H = 3, a fit each: what the first module came to is where the second begins, whatever it holds."""
+    with serve(tmp_path, "diloco") as server:
+        trainer = patched(server, tmp_path)
+        for steps in (3, 6):
+            module = Tiny(w=7.0)
+            trainer.fit(module, data())
+            assert module.w.item() == pytest.approx(1 - 0.9**steps)
+        assert len(lines(server)) == 2
+
+
+@both_packages
+@pytest.mark.covers("S1")
+def test_without_a_server_the_script_trains_alone(tmp_path: Path) -> None:
+    plain, module = Tiny(), Tiny()
+    trainer_of().fit(plain, data())
+    trainer, fits = patched(None, tmp_path), 0
     while atoll.integrations.lightning.is_running(trainer):
-        trainer.fit(patched, data(), data())
+        trainer.fit(module, data(), data())
         fits += 1
     assert fits == 1
-    assert torch.equal(plain.w, patched.w)
+    assert torch.equal(plain.w, module.w)
+    assert (module.atoll_round, module.atoll_rounds) == (1, 1)
 
 
 def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer = patched(server, tmp_path)
-        module = Tiny()
+    with serve(tmp_path, rounds=1) as server:
+        trainer, module = patched(server, tmp_path), Tiny()
         for _ in range(3):
             trainer.fit(module, data())
         assert module.steps == 3
@@ -331,11 +234,129 @@ def test_a_fit_after_the_last_round_trains_nothing(tmp_path: Path, caplog: pytes
         assert torch.equal(module.w.detach(), result(server)["w"])
 
 
-def test_each_fit_trains_max_steps_further_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "steps"), [({"max_epochs": -1, "max_steps": 2}, 2), ({"min_epochs": 2, "max_epochs": 5}, 6)]
+)
+def test_each_fit_trains_max_steps_or_min_epochs_further_ones(
+    tmp_path: Path, limits: dict[str, int], steps: int
+) -> None:
+    """A callback asks for the end in every epoch; each fit has its two epochs of three steps all the same."""
+
+    class Stops(package().Callback):  # type: ignore[misc]
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            trainer.should_stop = True
+
     with serve(tmp_path) as server:
-        trainer = patched(server, tmp_path, max_epochs=-1, max_steps=2)
-        module = Tiny()
+        trainer, module = patched(server, tmp_path, callbacks=[Stops()], **limits), Tiny()
         for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
-            assert (module.steps, trainer.global_step, trainer.max_steps) == (2 * number, 2 * number, 2)
-        assert number == 2
+            assert (module.steps, trainer.global_step) == (steps * number, steps * number)
+            assert {name: getattr(trainer, name) for name in limits} == limits  # as the user wrote them
+        assert len(lines(server)) == 2
+
+
+# -- schedules of the learning rate
+
+
+class Restarting(Tiny):
+    """Halves the rate after each epoch: with one epoch in a fit, never."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class ByRound(Restarting):
+    """Halves the rate in each round, and has a schedule within the round, too."""
+
+    def configure_optimizers(self) -> Any:
+        self.lr = 0.1 * 0.5 ** (self.atoll_round - 1)
+        return super().configure_optimizers()
+
+
+@pytest.mark.covers("L14")
+@pytest.mark.parametrize(
+    ("kind", "rates", "warned"), [(Restarting, [0.05] * 3, 1), (ByRound, [0.05, 0.025, 0.0125], 0)]
+)
+def test_a_module_builds_its_schedule_from_the_round_and_one_that_restarts_in_each_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: type[Tiny], rates: list[float], warned: int
+) -> None:
+    """Each fit has one epoch: 0.1 · 0.5 at the end of the first."""
+    found, module = [], kind()
+    with serve(tmp_path, rounds=3) as server, caplog.at_level(logging.WARNING, "atoll"):
+        trainer = patched(server, tmp_path)
+        while atoll.integrations.lightning.is_running(trainer):
+            trainer.fit(module, data())
+            found.append(trainer.optimizers[0].param_groups[0]["lr"])
+            assert (module.atoll_round, module.atoll_rounds) == (len(found), 3)
+    assert found == rates
+    warnings = [record.getMessage() for record in caplog.records if "schedule" in record.getMessage()]
+    assert len(warnings) == warned
+    assert all("atoll_round" in warning for warning in warnings)
+
+
+# -- the snapshot of the global model that a fit begins with
+
+
+@pytest.mark.covers("S14", "S3")
+def test_the_snapshot_of_the_global_model_cannot_be_changed_from_outside(tmp_path: Path) -> None:
+    """What writes into the module, its state dict or what state_dict() gave has changed local training, no more."""
+
+    class Meddles(package().Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            for value in driver_of(trainer).round.state_dict().values():
+                value.fill_(99.0)
+            for value in pl_module.state_dict().values():
+                value.fill_(3.0)
+
+    with serve(tmp_path, rounds=1) as server:
+        trainer, module = patched(server, tmp_path, callbacks=[Meddles()]), Tiny()
+        trainer.fit(module, data())
+        local = module.w.item()
+        assert local == pytest.approx(1 + 2 * 0.9**3)
+        assert not atoll.integrations.lightning.is_running(trainer)
+        assert module.w.item() == pytest.approx(local)  # 0 − (0 − local): the base was 0, whatever was written
+
+
+@pytest.mark.covers("S3")
+@pytest.mark.parametrize(
+    ("algorithm", "settings"), [("fedavg", {}), ("fedprox", {"algorithm.mu": 0.0}), ("scaffold", {})]
+)
+def test_nothing_of_a_module_is_deep_copied_in_its_rounds(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither it, nor one of its parameters and buffers: what a round began with are tensors of their own.
+
+    FedProx with μ = 0 and SCAFFOLD of one site train as FedAvg does.
+    """
+    taken: list[dict[str, Tensor]] = []
+    copy_of = Tensor.__deepcopy__
+
+    def refuse(self: Any, memo: Any) -> Any:
+        raise AssertionError(f"a deep copy of a {type(self).__name__}")
+
+    def refuse_own(self: Tensor, memo: Any) -> Tensor:
+        """Others are none of ours: each metric that is logged copies one."""
+        return refuse(self, memo) if self.data_ptr() in own else copy_of(self, memo)
+
+    class Uncopied(Tiny):
+        __deepcopy__ = refuse
+
+        def on_train_start(self) -> None:
+            taken.append(driver_of(trainer).round.state_dict())
+
+    with serve(tmp_path, algorithm, norm=True, **settings) as server:
+        trainer, module = patched(server, tmp_path), Uncopied(norm=True)
+        own = {value.data_ptr() for value in module.state_dict().values()}
+        monkeypatch.setattr(Tensor, "__deepcopy__", refuse_own)
+        for kind in (torch.nn.Parameter, torch.nn.BatchNorm1d):
+            monkeypatch.setattr(kind, "__deepcopy__", refuse, raising=False)
+        for _ in atoll.integrations.lightning.rounds(trainer):
+            trainer.validate(module, data(), verbose=False)
+            trainer.fit(module, data(), data())
+        assert len(lines(server)) == 2
+    assert module.w.item() == pytest.approx(1 - 0.9**6)
+    assert [state["w"].item() for state in taken] == pytest.approx([0.0, 1 - 0.9**3])
+    for value in (value for state in taken for value in state.values()):
+        assert type(value) is Tensor
+        assert (value.device.type, value.requires_grad, value.grad_fn) == ("cpu", False, None)

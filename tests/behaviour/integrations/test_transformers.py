@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from kit import together
-from kit.servers import new_server
+from kit import Threads, together
+from kit.servers import plain_server
 from lightning_world import DILOCO
 from safetensors.torch import load_file
-from transformers_world import MOMENTUM, MU, ROUNDS, STEPS, TARGETS, One, rate, serving, trainer_for
+from torch import nn
+from transformers_world import (
+    MOMENTUM,
+    ROUNDS,
+    STEPS,
+    TARGETS,
+    Failing,
+    One,
+    arguments,
+    callback_of,
+    descend,
+    rate,
+    trainer_of,
+)
 
 import atoll
-from atoll.errors import UsageError
+from atoll.errors import SchemaMismatch, UsageError
 from atoll.filters import NormClip
-from atoll.integrations.transformers import AtollCallback, metrics_in
 
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., atoll.Server]]:
-    with serving(tmp_path) as start:
-        yield start
+MU = 0.3
 
 
 def reference(algorithm: str) -> float:
@@ -58,37 +68,110 @@ def reference(algorithm: str) -> float:
 def test_one_train_spans_the_run_and_keeps_momentum_and_schedule(
     serve: Any, tmp_path: Path, algorithm: str, options: dict[str, Any]
 ) -> None:
-    server = serve(algorithm, **{"rounds.sites": 2}, **options)
-    models, trainers = {site: One() for site in TARGETS}, {}
-    for site, target in TARGETS.items():
-        callback = AtollCallback(server.url, site, sync_every=STEPS, folder=tmp_path / site)
-        trainers[site] = trainer_for(models[site], target, callback, tmp_path / "out" / site)
-    together(*(trainer.train for trainer in trainers.values()), timeout_s=100)
+    server = serve(algorithm, sites=2, **options)
+    trainers = [
+        trainer_of(server, tmp_path, site=site, target=target, sync_every=STEPS) for site, target in TARGETS.items()
+    ]
+    together(*(trainer.train for trainer in trainers), timeout_s=100)
     assert server.wait(30)
-    for site, model in models.items():
-        assert model.w.item() == pytest.approx(reference(algorithm), rel=1e-5)  # the result, at both
-        assert trainers[site].state.global_step == STEPS * ROUNDS  # the run's end is the Trainer's
+    for trainer in trainers:
+        assert trainer.model.w.item() == pytest.approx(reference(algorithm), rel=1e-5)  # the result, at both
+        assert trainer.state.global_step == STEPS * ROUNDS  # the run's end is the Trainer's
     assert [row.weights for row in server.status().history] == [[12.0, 12.0]] * ROUNDS  # 3 steps of 4 records
 
 
 @pytest.mark.covers("S16")
 def test_a_diloco_run_is_joined_as_one(serve: Any, tmp_path: Path) -> None:
     """Outer SGD, lr 0.7, Nesterov 0.9: m ← 0.9·m + Δ, θ ← θ − 0.7·(Δ + 0.9·m); inner momentum and schedule go on."""
-    server = serve("diloco", **{"diloco.sync_every": STEPS, "aggregation.upload_codec.name": "none", "rounds.total": 2})
-    model = One()
-    callback = AtollCallback(server.url, "a", folder=tmp_path / "a")
-    trainer = trainer_for(model, TARGETS["a"], callback, tmp_path / "out")
+    trainer = trainer_of(serve("diloco", H=STEPS, codec="none", rounds=2), tmp_path)
     trainer.train()
     theta, outer, velocity = 0.0, 0.0, 0.0
     for number in range(2):
-        w = theta
-        for step in range(number * STEPS, (number + 1) * STEPS):
-            velocity = MOMENTUM * velocity + (w - TARGETS["a"])
-            w -= rate(step) * velocity
+        w, velocity = descend(range(number * STEPS, (number + 1) * STEPS), theta, velocity)
         outer = 0.9 * outer + (theta - w)
         theta -= 0.7 * ((theta - w) + 0.9 * outer)
-    assert model.w.item() == pytest.approx(theta, rel=1e-5)
+    assert trainer.model.w.item() == pytest.approx(theta, rel=1e-5)
+    callback = callback_of(trainer)
     assert (trainer.state.global_step, callback.rounds, callback.finished) == (2 * STEPS, 2, True)
+
+
+@pytest.mark.covers("S10", "S16")
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
+def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
+    """Its head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
+    import transformers
+
+    from atoll.integrations.transformers import AtollCallback
+
+    build = transformers.GPT2LMHeadModel
+    config = transformers.GPT2Config(
+        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    start, model = build(config), build(config)
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
+    with plain_server(tmp_path, start, algorithm=algorithm, rounds=2, H=2) as server:
+        trainer = transformers.Trainer(
+            model=model,
+            args=arguments(tmp_path, max_steps=20),
+            train_dataset=rows,
+            callbacks=[AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")],
+        )
+        trainer.train()
+        assert server.wait(30)
+    assert trainer.state.global_step == 4
+    assert trainer.lr_scheduler.get_last_lr() == pytest.approx([5e-5 * 16 / 20] * 2)  # linear to 0 over max_steps
+    assert model.lm_head.weight is model.transformer.wte.weight
+    again = build(config)
+    again.load_state_dict(load_file(server.exports / "model.safetensors"))
+    for (name, value), other in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(value, other), name
+    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
+
+
+@pytest.mark.covers("T8", "S10")
+@pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("diloco", DILOCO)], ids=["fedavg", "diloco"])
+def test_what_the_trainer_sends_passes_the_sites_filters(
+    serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
+    """Towards 1 the three rounds move w by more than 0.05 each (the last one by 0.067): by 0.05 behind the filter."""
+    server = serve(algorithm, **settings)
+    trainer = trainer_of(server, tmp_path, sync_every=STEPS, filters=[NormClip(0.05)])
+    trainer.train()
+    assert server.wait(30)
+    assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(0.15)
+    assert trainer.model.w.item() == pytest.approx(0.15)
+
+
+# -- what an update counts, and which metrics travel
+
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, [10.0, 10.0]),
+        ({"sync_every": 2}, [8.0, 2.0 + 4.0]),
+        (ACCUMULATED, [10.0, 10.0]),
+        (ACCUMULATED | {"sync_every": 2}, [8.0, 2.0 + 4.0]),
+        ({"dataloader_drop_last": True}, [8.0, 8.0]),
+        ({"sync_every": 1, "weight": 2.5}, [2.5, 2.5]),
+        ({"sync_every": 1, "weight": lambda: 7}, [7.0, 7.0]),
+    ],
+    ids=["an epoch", "across", "accumulated", "accumulated across", "drop last", "a number", "a function"],
+)
+def test_an_update_counts_with_the_records_it_saw_or_a_given_weight(
+    serve: Any, tmp_path: Path, options: dict[str, Any], weights: list[float]
+) -> None:
+    """10 records in batches of 4, or 5 of 2 in steps of two: the last step of an epoch has two of them.
+
+    A round of 2 steps has the first two of an epoch, then its last one and the first of the next.
+    """
+    server = serve(rounds=2)
+    trainer = trainer_of(server, tmp_path, **options)
+    trainer.train_dataset = trainer.train_dataset[:10]
+    trainer.train()
+    assert [row.weights for row in server.status().history] == [[weight] for weight in weights]
 
 
 @pytest.mark.covers("S16")
@@ -96,33 +179,53 @@ def test_a_round_is_an_epoch_by_default_and_metrics_travel(
     serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An epoch is 3 steps. Evaluations at epochs measure the global model, as it was loaded just before."""
-    server = serve("fedavg", **{"rounds.total": 2})
+    server = serve(rounds=2)
     monkeypatch.setenv("ATOLL_SERVER", server.url)  # as `atoll worker` starts a script
     monkeypatch.setenv("ATOLL_SITE", "clinic-a")
     monkeypatch.setenv("ATOLL_DIR", str(tmp_path / "files"))
-    trainer = trainer_for(One(), 1.0, AtollCallback(), tmp_path / "out", eval_strategy="epoch", eval_on_start=True)
+    trainer = trainer_of(None, tmp_path, site=None, eval_strategy="epoch", eval_on_start=True)
     trainer.train()
     assert trainer.state.global_step == 6
     assert [row.workers for row in server.status().history] == [["clinic-a"]] * 2
     first, second = (row.metrics for row in server.status().history)
-    # before training w = 0, and the loss (0 − 1)²/2; after the first round w = x₁, by the reference's own steps
-    x, velocity = 0.0, 0.0
-    for step in range(3):
-        velocity = MOMENTUM * velocity + (x - 1.0)
-        x -= rate(step) * velocity
-    assert first["eval_loss"] == pytest.approx(0.5)
+    x, _ = descend(range(3))
+    assert first["eval_loss"] == pytest.approx(0.5)  # before training w = 0, and the loss (0 − 1)²/2
     assert second["eval_loss"] == pytest.approx((x - 1.0) ** 2 / 2, rel=1e-4)
     assert set(first) == set(second) == {"loss", "eval_loss"}
 
 
+def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
+    """An evaluation before the first round is no measure of the second."""
+    server = serve(rounds=2)
+    trainer_of(server, tmp_path, sync_every=2, eval_on_start=True).train()
+    assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]
+
+
+def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
+    from atoll.integrations.transformers import metrics_in
+
+    logs = {
+        "loss": 0.5,
+        "eval_loss": 0.25,
+        "eval_f1": float("nan"),
+        "eval_runtime": 3.0,
+        "eval_samples_per_second": 9.0,
+        "eval_model_preparation_time": 0.1,
+        "eval_name": "x",
+        "epoch": 1.0,
+        "grad_norm": 2.0,
+        "learning_rate": 0.1,
+    }
+    assert metrics_in(logs) == {"loss": 0.5, "eval_loss": 0.25}
+
+
 def evaluated_every(
-    steps: int, serve: Any, folder: Path, *, rounds: int = ROUNDS, **arguments: Any
+    steps: int, serve: Any, folder: Path, *, rounds: int = ROUNDS, **options: Any
 ) -> tuple[list[dict[str, float]], Any]:
     """Metrics of each round of a DiLoCo run whose Trainer evaluates so often, and the status at its end."""
     best = {"rounds.best_metric": "eval_loss", "rounds.best_mode": "min"}
-    server = serve("diloco", **DILOCO, **{"rounds.total": rounds}, **best)
-    arguments |= {"eval_strategy": "steps", "eval_steps": steps}
-    trainer_for(One(), 1.0, AtollCallback(server.url, "a", folder=folder / "a"), folder / "out", **arguments).train()
+    server = serve("diloco", **DILOCO, **best, rounds=rounds)
+    trainer_of(server, folder, eval_strategy="steps", eval_steps=steps, **options).train()
     assert server.wait(30)
     status = server.status()
     return [row.metrics for row in status.history], status
@@ -132,12 +235,7 @@ def evaluated_every(
 def test_diloco_sends_the_evaluation_of_a_global_version_for_that_version(serve: Any, tmp_path: Path) -> None:
     """It evaluates after every step and before the first; three steps are a round. The outer step takes w over."""
     metrics, status = evaluated_every(1, serve, tmp_path, eval_on_start=True)
-    versions, w, velocity = [0.0], 0.0, 0.0
-    for step in range(STEPS * (ROUNDS - 1)):
-        velocity = MOMENTUM * velocity + (w - 1.0)
-        w -= rate(step) * velocity
-        if (step + 1) % STEPS == 0:
-            versions.append(w)
+    versions = [descend(range(STEPS * number))[0] for number in range(ROUNDS)]
     assert [each["eval_loss"] for each in metrics] == pytest.approx([(w - 1) ** 2 / 2 for w in versions], rel=1e-4)
     assert all("loss" in each for each in metrics[1:])
     assert (status.best.version, status.best.value) == (2, pytest.approx((versions[2] - 1) ** 2 / 2, rel=1e-4))
@@ -156,131 +254,257 @@ def test_diloco_does_not_send_the_evaluation_of_a_local_model(
 def test_an_evaluation_behind_the_training_is_the_scripts_own(
     serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = serve("diloco", **{"diloco.sync_every": STEPS})
-    trainer = trainer_for(
-        One(), 1.0, AtollCallback(server.url, "a", folder=tmp_path / "a"), tmp_path / "out", max_steps=1
-    )
+    trainer = trainer_of(serve("diloco", H=STEPS), tmp_path, max_steps=1)
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0
     assert not any("eval_steps" in record.getMessage() for record in caplog.records)
 
 
-def test_what_the_trainer_logs_beside_metrics_stays_here() -> None:
-    logs = {
-        "loss": 0.5,
-        "eval_loss": 0.25,
-        "eval_f1": float("nan"),
-        "eval_runtime": 3.0,
-        "eval_samples_per_second": 9.0,
-        "eval_model_preparation_time": 0.1,
-        "eval_name": "x",
-        "epoch": 1.0,
-        "grad_norm": 2.0,
-        "learning_rate": 0.1,
-    }
-    assert metrics_in(logs) == {"loss": 0.5, "eval_loss": 0.25}
-
-
-def test_accumulated_gradients_are_one_step(serve: Any, tmp_path: Path) -> None:
-    """Batches of 2, 2 to a step: 3 steps an epoch, 12 records."""
-    server = serve("scaffold", **{"rounds.total": 1})
-    callback = AtollCallback(server.url, "a", sync_every=3, folder=tmp_path / "a")
-    arguments = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # 12 records in 3 steps
-    trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", **arguments)
+def test_the_best_model_of_a_trainer_is_a_global_one_and_takes_the_results_place(serve: Any, tmp_path: Path) -> None:
+    """An evaluation at the end of a round measures, and a checkpoint holds, the new global model."""
+    server = serve()
+    keeps = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "eval_loss"}
+    trainer = trainer_of(server, tmp_path, load_best_model_at_end=True, greater_is_better=True, **keeps)
     trainer.train()
-    assert trainer.state.global_step == 3
-    assert server.status().history[0].weights == [12.0]
-
-
-@pytest.mark.covers("S10", "S16")
-@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
-def test_a_language_model_with_tied_weights_takes_part(tmp_path: Path, algorithm: str) -> None:
-    """Its head is its embedding, its optimizer the Trainer's own with two groups, its schedule linear."""
-    build = transformers.GPT2LMHeadModel
-    config = transformers.GPT2Config(
-        vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    start, model = build(config), build(config)
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 16
-    options: dict[str, Any] = {
-        "algorithm.name": algorithm,
-        "rounds.total": 2,
-        "diloco.sync_every": 2,
-        "disk.min_free_bytes": 0,
-    }
-    with new_server(start, **{"network.port": 0, "disk.state_dir": tmp_path / "state"}, **options) as server:
-        args = transformers.TrainingArguments(
-            output_dir=str(tmp_path / "out"),
-            per_device_train_batch_size=4,
-            max_steps=20,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        callback = AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")
-        trainer = transformers.Trainer(model=model, args=args, train_dataset=rows, callbacks=[callback])
-        trainer.train()
-        assert server.wait(30)
-    assert trainer.state.global_step == 4
-    assert trainer.lr_scheduler.get_last_lr() == pytest.approx([5e-5 * 16 / 20] * 2)  # linear to 0 over max_steps
-    assert model.lm_head.weight is model.transformer.wte.weight
-    again = build(config)
-    again.load_state_dict(load_file(server.exports / "model.safetensors"))
-    for (name, value), other in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
-        assert torch.equal(value, other), name
-    assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
-
-
-@pytest.mark.parametrize(("weight", "shown"), [(2.5, 2.5), (lambda: 7, 7.0)], ids=["number", "function"])
-def test_a_weight_may_be_given(serve: Any, tmp_path: Path, weight: Any, shown: float) -> None:
-    server = serve("fedavg", **{"rounds.total": 1})
-    callback = AtollCallback(server.url, "a", sync_every=1, weight=weight, folder=tmp_path / "a")
-    trainer_for(One(), 1.0, callback, tmp_path / "out").train()
-    assert server.status().history[0].weights == [shown]
-
-
-@pytest.mark.covers("T8", "S10")
-@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
-def test_what_the_trainer_sends_passes_the_sites_filters(serve: Any, tmp_path: Path, algorithm: str) -> None:
-    """Towards 1 the three rounds move w by more than 0.05 each (the last one by 0.067): by 0.05 behind the filter."""
-    server = serve(algorithm, **DILOCO if algorithm == "diloco" else {})
-    model = One()
-    filters = [NormClip(0.05)]
-    callback = AtollCallback(server.url, "a", sync_every=STEPS, folder=tmp_path / "a", filters=filters)
-    trainer_for(model, 1.0, callback, tmp_path / "out").train()
     assert server.wait(30)
-    assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(0.15)
-    assert model.w.item() == pytest.approx(0.15)
-    with pytest.raises(UsageError, match="is not a filter"):
-        AtollCallback(filters=["drop"])  # type: ignore[list-item]
+    x, _ = descend(range(STEPS))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-3")
+    assert trainer.model.w.item() == pytest.approx(x, rel=1e-5)  # version 1, whose loss is the greatest
+    assert load_file(server.exports / "model.safetensors")["w"].item() > x
+
+
+# -- smaller batches behind an error, and a checkpoint
+
+
+class OutOfMemory(One):
+    """At the second call, as a device that is full; and what else happens then."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self._before, self.calls = before, 0
+
+    def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        if self.calls == 2:
+            self._before()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().forward(target)
+
+
+@pytest.mark.covers("S10")
+def test_a_site_that_tries_smaller_batches_keeps_its_place_in_the_round(serve: Any, tmp_path: Path) -> None:
+    """Another site has submitted: had this one left to join anew, the round would have closed without it."""
+    server = serve(sites=2)
+    submitted = threading.Event()
+
+    def other() -> None:
+        with atoll.join(server.url, site="b", folder=tmp_path / "b") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.load_into(One()), weight=12.0)
+                submitted.set()
+
+    model = OutOfMemory(lambda: submitted.wait(30))
+    trainer = trainer_of(server, tmp_path, model, sync_every=STEPS, auto_find_batch_size=True)
+    sites = Threads(other)
+    trainer.train()
+    sites.join()
+    assert server.wait(30)
+    history = server.status().history
+    assert [row.workers for row in history] == [["a", "b"]] * 3
+    assert [row.weights for row in history] == [[9.0, 12.0]] * 3  # batches of int(0.9·4) = 3, three to a round
+
+
+@pytest.mark.covers("S10")
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("fedavg", {}),
+        pytest.param("fedprox", {"algorithm.mu": 0.0}, marks=pytest.mark.long),
+        ("scaffold", {}),
+        ("diloco", DILOCO),
+    ],
+    ids=["fedavg", "fedprox", "scaffold", "diloco"],
+)
+def test_smaller_batches_begin_the_round_anew(
+    serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
+    """The second step of round 1 fails. A round is begun again from w = 0; DiLoCo keeps the step that it has.
+
+    Momentum and schedule are the Trainer's: given by hand they go on from where the first step left them.
+    """
+    server = serve(algorithm, rounds=1, **settings)
+    trainer = trainer_of(server, tmp_path, OutOfMemory(), sync_every=STEPS, auto_find_batch_size=True)
+    trainer.train()
+    assert server.wait(30)
+    assert callback_of(trainer).finished
+    # the first step: g = −1, v = −1, w = 0.1
+    w, _ = descend((1, 2), 0.1, -1.0) if algorithm == "diloco" else descend((1, 2, 3), 0.0, -1.0)
+    assert trainer.model.w.item() == pytest.approx(w, rel=1e-5)
+    assert [row.workers for row in server.status().history] == [["a"]]
+
+
+def test_from_a_checkpoint_come_momentum_and_schedule_and_from_the_run_the_weights(serve: Any, tmp_path: Path) -> None:
+    """Four steps, the last one in round 2, and a checkpoint; another process begins round 2 anew with step 5's rate."""
+    server = serve(rounds=2)
+    for most, checkpoint in ((4, None), (1000, str(tmp_path / "out" / "checkpoint-4"))):
+        keeps = {"save_strategy": "steps", "save_steps": 4, "max_steps": most}
+        trainer = trainer_of(server, tmp_path, sync_every=STEPS, **keeps)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    x, velocity = descend(range(STEPS))
+    _, velocity = descend([STEPS], x, velocity)  # the fourth, whose weights stay local
+    x, _ = descend((4, 5, 6), x, velocity)
+    assert trainer.state.global_step == 7
+    assert trainer.model.w.item() == pytest.approx(x, rel=1e-5)
+    assert [row.weights for row in server.status().history] == [[12.0]] * 2
+
+
+# -- how training ends
+
+
+def test_without_a_server_the_trainer_trains_as_it_would(tmp_path: Path) -> None:
+    with_it = trainer_of(None, tmp_path, sync_every=2, max_steps=5)
+    without = trainer_of(None, tmp_path, max_steps=5)
+    without.remove_callback(type(callback_of(without)))
+    for trainer in (with_it, without):
+        trainer.train()
+    assert torch.equal(with_it.model.w, without.model.w)
+
+
+def test_after_the_training_steps_are_plain_again(serve: Any, tmp_path: Path) -> None:
+    """Training ends in the middle of a round: the correction lets go of the optimizer, and the worker has left."""
+    server = serve("fedprox", **{"algorithm.mu": 100.0})
+    trainer = trainer_of(server, tmp_path, sync_every=3, max_steps=2)
+    optimizer = trainer.optimizer
+    trainer.train()
+    assert [worker.state for worker in server.status().workers] == ["left"]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert server.status().fragments[0].version == 0
+
+
+def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_path: Path) -> None:
+    server = serve(rounds=1)
+    with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:  # stays: the server waits for it
+        round_ = next(iter(worker))
+        round_.load_into(One())
+        round_.submit({"w": torch.full((1,), 5.0)})
+        assert server.wait(30)
+        trainer = trainer_of(server, tmp_path, site="b")
+        trainer.train()
+        assert callback_of(trainer).finished
+        assert trainer.model.w.item() == 5.0
+
+
+def test_steps_that_no_round_holds_are_told(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """5 steps in rounds of 3: the last 2 reach no server. A Trainer that ends with a round says nothing."""
+    server = serve()
+    said = "the Trainer ended after 2 steps of round 3; these steps are not sent, because an update needs 3 steps."
+    for most, warnings in ((3, []), (5, [said])):
+        trainer = trainer_of(server, tmp_path, sync_every=3, max_steps=most)
+        with caplog.at_level(logging.WARNING, "atoll"):
+            trainer.train()
+        assert callback_of(trainer).rounds == 1
+        assert [message for message in caplog.messages if "are not sent" in message] == warnings
+
+
+# -- what fails or is refused
+
+
+class Larger(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(2))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sync_every", "weights"),
+    ("model", "options", "error", "words", "told"),
     [
-        ({}, None, [10.0, 10.0]),
-        ({}, 2, [8.0, 2.0 + 4.0]),
-        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, None, [10.0, 10.0]),
-        ({"dataloader_drop_last": True}, None, [8.0, 8.0]),
+        (Failing, {}, ValueError, "no more records", "ValueError: no more records"),
+        (Larger, {"sync_every": 1}, SchemaMismatch, "extra", "is not the model of the server"),
+        (One, {"sync_every": 1, "weight": 0.0}, UsageError, "weight is 0", "The weight is 0.0"),
     ],
-    ids=["an epoch", "across an epoch", "accumulated", "drop last"],
+    ids=["in a step", "at the begin", "in a round"],
 )
-def test_an_update_counts_with_the_records_it_saw(
-    serve: Any, tmp_path: Path, arguments: dict[str, Any], sync_every: int | None, weights: list[float]
+def test_a_training_that_fails_does_not_stay_in_the_run_and_the_server_hears_why(
+    serve: Any, tmp_path: Path, model: type[One], options: dict[str, Any], error: type[Exception], words: str, told: str
 ) -> None:
-    """10 records in batches of 4, or 5 of 2 in steps of two: the last step of an epoch has two of them."""
-    server = serve("fedavg", **{"rounds.total": 2})
-    callback = AtollCallback(server.url, "a", sync_every=sync_every, folder=tmp_path / "a")
-    trainer = trainer_for(One(), 1.0, callback, tmp_path / "out", **arguments)
-    trainer.train_dataset = trainer.train_dataset[:10]
-    trainer.train()
-    assert [row.weights for row in server.status().history] == [[weight] for weight in weights]
+    """Guards against heartbeats that go on, for which the others wait; another model is refused before it trains."""
+    server = serve()
+    trainer = trainer_of(server, tmp_path, model(), **options)
+    with pytest.raises(error, match=words) as caught:
+        trainer.train()
+    if model is Failing:  # no hook of a callback is called for that: the script says it
+        callback_of(trainer).leave(caught.value)
+    (worker,) = server.status().workers
+    assert worker.state == "failed"
+    assert told in worker.error
+    assert trainer.state.global_step == (1 if "weight" in options else 0)
 
 
-def test_a_metric_travels_once(serve: Any, tmp_path: Path) -> None:
-    """An evaluation before the first round is no measure of the second."""
-    server = serve("fedavg", **{"rounds.total": 2})
-    callback = AtollCallback(server.url, "a", sync_every=2, folder=tmp_path / "a")
-    trainer_for(One(), 1.0, callback, tmp_path / "out", eval_on_start=True).train()
-    assert [set(row.metrics) for row in server.status().history] == [{"loss", "eval_loss"}, {"loss"}]
+@pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("diloco", {"H": STEPS})])
+def test_a_trainer_takes_the_place_of_one_that_failed(
+    serve: Any, tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
+    """As a notebook's cell is run again: another Trainer as the same site; of the first one nothing is left."""
+    server = serve(algorithm, rounds=1, **settings)
+    with pytest.raises(ValueError, match="no more records"):
+        trainer_of(server, tmp_path, Failing(), max_steps=3).train()
+    trainer_of(server, tmp_path).train()
+    assert server.wait(30)
+    assert server.status().history[0].workers == ["a"]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("added", [False, True], ids=["given", "added"])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_sites_on_one_trainer_are_refused_before_either_joins(
+    serve: Any, tmp_path: Path, added: bool, workers: int
+) -> None:
+    """With two workers the first waited for the second for ever, with one the second put it out of the run."""
+    server = serve(sites=workers)
+    trainer, second = trainer_of(server, tmp_path, sync_every=1), callback_of(trainer_of(server, tmp_path, site="b"))
+    first = callback_of(trainer)
+    if added:
+        trainer.add_callback(second)
+    else:  # in one list from the begin
+        trainer.callback_handler.callbacks.insert(0, second)
+    words = r"has 2 Atoll callbacks, for the sites ('a', 'b'|'b', 'a'), but a Trainer is one site"
+    with pytest.raises(UsageError, match=words):
+        trainer.train()
+    assert server.status().workers == []
+    if workers == 1:
+        trainer.remove_callback(second)
+        trainer.train()
+        assert first.finished
+
+
+@pytest.mark.covers("S9")
+@pytest.mark.parametrize(
+    ("given", "words"), [({"world_size": 4}, "runs in 4 processes"), ({"deepspeed": "ds.json"}, "DeepSpeed")]
+)
+def test_what_the_callback_would_see_a_part_of_is_refused(given: dict[str, Any], words: str) -> None:
+    from atoll.integrations.transformers import AtollCallback
+
+    args: Any = SimpleNamespace(**{"world_size": 1, "deepspeed": None, "fp16": False} | given)
+    with pytest.raises(UsageError, match=words):
+        AtollCallback().on_train_begin(args, Any, Any)  # type: ignore[arg-type]
+
+
+@pytest.mark.covers("S8")
+def test_scaled_gradients_are_refused_where_they_would_be_corrected(serve: Any, tmp_path: Path) -> None:
+    trainer = trainer_of(serve("fedprox"), tmp_path)
+    args: Any = SimpleNamespace(
+        world_size=1, deepspeed=None, fp16=True, train_batch_size=4, gradient_accumulation_steps=1
+    )
+    control, state = SimpleNamespace(should_training_stop=False), SimpleNamespace(global_step=0)
+    with pytest.raises(UsageError, match="fp16"):
+        callback_of(trainer).on_train_begin(args, state, control, model=trainer.model, optimizer=trainer.optimizer)
+    callback_of(trainer).leave()
+
+
+def test_arguments_that_have_no_meaning_are_refused() -> None:
+    from atoll.integrations.transformers import AtollCallback
+
+    with pytest.raises(UsageError, match="sync_every is 0"):
+        AtollCallback(sync_every=0)
+    with pytest.raises(UsageError, match="is not a filter"):
+        AtollCallback(filters=["drop"])  # type: ignore[list-item]

@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 import torch
 from lightning_world import (
-    DILOCO,
-    PACKAGES,
     Tiny,
     data,
     fit_rounds,
+    global_control,
     lines,
-    module_class,
     package,
     patched,
+    result,
     serve,
     trainer_of,
 )
-from safetensors.torch import load_file
 
 import atoll.integrations.lightning
 from atoll.errors import UsageError
@@ -28,24 +26,21 @@ from atoll.errors import UsageError
 pytestmark = pytest.mark.usefixtures("each_package")
 
 
-def callbacks(name: str | None = None) -> Any:
-    return package(name).callbacks
+def callbacks() -> Any:
+    return package().callbacks
 
 
 @pytest.mark.covers("S1", "X3")
-@pytest.mark.parametrize("name", PACKAGES)
 @pytest.mark.parametrize("workers", [1, 2])
-def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path, name: str, workers: int) -> None:
+def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path, workers: int) -> None:
     """Guards against the first waiting in its hook for the update of the second, for ever."""
-    with serve(tmp_path, **{"rounds.sites": workers}) as server:
-        both = [
-            atoll.integrations.lightning.AtollCallback(server.url, site, folder=tmp_path / site) for site in ("a", "b")
-        ]
-        trainer = trainer_of(name, callbacks=list(both))
+    ours = atoll.integrations.lightning.AtollCallback
+    with serve(tmp_path, sites=workers) as server:
+        trainer = trainer_of(callbacks=[ours(server.url, site, folder=tmp_path / site) for site in ("a", "b")])
         words = r"The Trainer has 2 Atoll callbacks, for the sites 'a', 'b', but a Trainer is one site"
         for attempt in (trainer.validate, trainer.fit):
             with pytest.raises(UsageError, match=words):
-                attempt(module_class(name)(), data())
+                attempt(Tiny(), data())
         with pytest.raises(UsageError, match=words):
             atoll.integrations.lightning.is_running(trainer)
         with pytest.raises(UsageError, match="already takes part in a run"):
@@ -53,12 +48,40 @@ def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path
         assert server.status().workers == []
 
 
-def test_two_callbacks_are_refused_without_a_server_too() -> None:
-    trainer = trainer_of()
-    atoll.integrations.lightning.patch(trainer, site="a")
+def test_two_callbacks_are_refused_without_a_server_too(tmp_path: Path) -> None:
+    trainer = patched(None, tmp_path)
     trainer.callbacks.append(atoll.integrations.lightning.AtollCallback(site="b"))
     with pytest.raises(UsageError, match="for the sites 'a', 'b'"):
         trainer.fit(Tiny(), data())
+
+
+def test_a_trainer_takes_part_once() -> None:
+    trainer = trainer_of()
+    with pytest.raises(UsageError, match=r"has no AtollCallback\. Call atoll\.integrations\.lightning\.patch"):
+        atoll.integrations.lightning.is_running(trainer)
+    with pytest.raises(UsageError, match="patch"):
+        atoll.integrations.lightning.evaluates(trainer, Tiny())
+    atoll.integrations.lightning.patch(trainer)
+    with pytest.raises(UsageError, match="already"):
+        atoll.integrations.lightning.patch(trainer)
+    with pytest.raises(UsageError, match="dict is not a Lightning Trainer"):
+        atoll.integrations.lightning.patch({})
+
+
+@pytest.mark.covers("S5", "S7")
+def test_steps_that_another_callback_tries_before_training_are_none_of_the_round(tmp_path: Path) -> None:
+    """A LearningRateFinder takes steps with the same optimizer, and undoes them: three are left, c = −0.271/0.3."""
+    finder = callbacks().LearningRateFinder(
+        num_training_steps=5, min_lr=0.05, max_lr=0.1, early_stop_threshold=None, update_attr=False
+    )
+    with serve(tmp_path, "scaffold") as server:
+        trainer, module = patched(server, tmp_path, callbacks=[finder], default_root_dir=tmp_path), Tiny()
+        trainer.fit(module, data())
+        assert module.steps > 3
+        assert atoll.integrations.lightning.is_running(trainer)
+        trainer.validate(module, data(), verbose=False)  # pulls the second version
+        assert module.w.item() == pytest.approx(0.271)
+        assert global_control(trainer) == pytest.approx([-0.271 / 0.3])
 
 
 class LBFGS(Tiny):
@@ -78,32 +101,29 @@ def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> N
 
 
 @pytest.mark.covers("S1")
-@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox"])
-def test_an_average_of_weights_is_what_a_round_submits(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize(("algorithm", "settings"), [("fedavg", {}), ("fedprox", {"algorithm.mu": 0.0})])
+def test_an_average_of_weights_is_what_a_round_submits(
+    tmp_path: Path, algorithm: str, settings: dict[str, Any]
+) -> None:
     """Of each fit its own: steps from e = 1 − w to 0.9·e, 0.81·e, 0.729·e; with decay ½ the mean is w = 1 − 0.792·e.
 
     0.25·0.9 + 0.25·0.81 + 0.5·0.729 = 0.792. FedProx with μ = 0 is the same. Validation measures the mean, too.
     """
-    local = {"algorithm.mu": 0.0} if algorithm == "fedprox" else {}
-    with serve(tmp_path, algorithm, **local) as server:
+    with serve(tmp_path, algorithm, **settings) as server:
         trainer, module = patched(server, tmp_path, callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
         fit_rounds(trainer, module, data(), data())
-        rows = lines(server)
-        assert [row["metrics"]["val_w"] for row in rows] == pytest.approx([1 - 0.792, 1 - 0.792**2])
-        assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(1 - 0.792**2)
+        assert [row["metrics"]["val_w"] for row in lines(server)] == pytest.approx([1 - 0.792, 1 - 0.792**2])
+        assert result(server)["w"].item() == pytest.approx(1 - 0.792**2)
         assert module.w.item() == pytest.approx(1 - 0.792**2)
 
 
 @pytest.mark.covers("S8")
 def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
     """Guards against the weights from before the round, 7 here, which that callback puts back at the end of a fit."""
-    with serve(tmp_path, **{"rounds.total": 1}) as server:
-        trainer = trainer_of(callbacks=[callbacks().EMAWeightAveraging(decay=0.5, update_starting_at_step=100)])
-        module = Tiny()
-        module.w.data.fill_(7.0)
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+    average = callbacks().EMAWeightAveraging(decay=0.5, update_starting_at_step=100)
+    with serve(tmp_path, rounds=1) as server:
         with pytest.raises(UsageError, match=r"EMAWeightAveraging averaged nothing in this fit.*update_starting_at"):
-            trainer.fit(module, data())
+            patched(server, tmp_path, callbacks=[average]).fit(Tiny(w=7.0), data())
         assert server.status().fragments[0].version == 0
 
 
@@ -118,20 +138,18 @@ REFUSED = [
 
 
 @pytest.mark.covers("S8")
-@pytest.mark.parametrize("name", PACKAGES)
 @pytest.mark.parametrize(
     ("algorithm", "kind", "given", "words"), REFUSED, ids=[f"{kind}-{algorithm}" for algorithm, kind, _, _ in REFUSED]
 )
 def test_what_would_submit_another_models_weights_is_refused(
-    tmp_path: Path, name: str, algorithm: str, kind: str, given: dict[str, Any], words: str
+    tmp_path: Path, algorithm: str, kind: str, given: dict[str, Any], words: str
 ) -> None:
-    with serve(tmp_path, algorithm, **{"rounds.total": 1}, **DILOCO if algorithm == "diloco" else {}) as server:
-        trainer, module = trainer_of(name, callbacks=[getattr(callbacks(name), kind)(**given)]), module_class(name)()
-        callback = atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+    with serve(tmp_path, algorithm, rounds=1) as server:
+        trainer, module = patched(server, tmp_path, callbacks=[average := getattr(callbacks(), kind)(**given)]), Tiny()
         with pytest.raises(UsageError, match=words):
             trainer.fit(module, data())
         assert module.steps == 0
-        trainer.callbacks[:] = [callback]  # the remedy; the same round
+        trainer.callbacks.remove(average)  # the remedy; the same round
         trainer.fit(module, data())
         assert lines(server)[0]["workers"] == ["a"]
         assert module.w.item() == pytest.approx(1 - 0.9**3)
@@ -140,8 +158,8 @@ def test_what_would_submit_another_models_weights_is_refused(
 @pytest.mark.covers("S1")
 def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_path: Path) -> None:
     """w grows, and the monitor wants it small: two epochs of three steps in the first fit, one in each further one."""
-    with serve(tmp_path, **{"rounds.total": 3}) as server:
-        stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
+    stopping = callbacks().EarlyStopping("val_w", patience=1, mode="min")
+    with serve(tmp_path, rounds=3) as server:
         trainer, module = patched(server, tmp_path, max_epochs=4, callbacks=[stopping]), Tiny()
         fit_rounds(trainer, module, data(), data())
         assert [row["weights"] for row in lines(server)] == [[24.0], [12.0], [12.0]]
@@ -153,9 +171,7 @@ def test_checkpoints_are_of_this_sites_training_over_all_rounds(tmp_path: Path) 
     """w grows epoch by epoch, over the rounds: the best is the last one, 1 − 0.9¹², and the second 1 − 0.9⁹."""
     keeps = callbacks().ModelCheckpoint(dirpath=tmp_path / "kept", monitor="val_w", mode="max", save_top_k=2)
     with serve(tmp_path) as server:
-        trainer = trainer_of(max_epochs=2, callbacks=[keeps], enable_checkpointing=True)
-        module = Tiny()
-        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path)
+        trainer, module = patched(server, tmp_path, max_epochs=2, callbacks=[keeps], enable_checkpointing=True), Tiny()
         fit_rounds(trainer, module, data(), data())
         assert len(lines(server)) == 2
     kept = sorted(value.item() for value in keeps.best_k_models.values())

@@ -1,0 +1,253 @@
+"""What Lightning's and Hugging Face's Trainer have in common: simulations, checkpoints, a server that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning_world
+import pytest
+import torch
+import transformers_world
+from engine_here import simulate_here
+from harness.processes import Nursery, wait_until
+from kit import FederatedSites, ForkedServer, ask_journal, exported, ticket_states
+from lightning_world import DILOCO, Tiny, data, driver_of, fit_rounds, patched
+from safetensors.torch import load_file
+from transformers_world import STEPS, TARGETS, callback_of, descend, trainer_of
+
+import atoll
+import atoll.integrations.lightning
+from atoll.errors import UsageError
+
+# -- simulated sites
+
+
+def fit_as_simulated_site() -> None:
+    """A loop over the rounds that there are; a simulated site has one."""
+    trainer = lightning_world.trainer_of()
+    assert atoll.integrations.lightning.patch(trainer).site == os.environ["ATOLL_SITE"]
+    fit_rounds(trainer, Tiny(TARGETS[os.environ["ATOLL_SITE"]]))
+
+
+def train_as_simulated_site() -> None:
+    """One `train()` of a thousand steps, which ends with the round."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer_of(None, Path(folder), site=None, target=TARGETS[os.environ["ATOLL_SITE"]]).train()
+
+
+def sgd(x: float, target: float) -> float:
+    """Three steps of rate 0.1 on (w − target)²/2."""
+    return target + 0.9**STEPS * (x - target)
+
+
+def momentum(x: float, target: float) -> float:
+    """Three steps whose schedule and momentum begin anew, as a script does that is run for each round."""
+    return descend(range(STEPS), x, target=target)[0]
+
+
+@pytest.mark.covers("V1")
+@pytest.mark.parametrize(
+    ("client", "model", "trained"),
+    [
+        (fit_as_simulated_site, lightning_world.One, sgd),
+        (train_as_simulated_site, transformers_world.One, momentum),
+    ],
+    ids=["lightning", "transformers"],
+)
+def test_each_round_is_a_fit_of_the_simulated_site(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    client: Callable[[], None],
+    model: Callable[[], torch.nn.Module],
+    trained: Callable[[float, float], float],
+) -> None:
+    simulate_here(monkeypatch)
+    settings = {"rounds.total": 2, "algorithm.name": "fedavg", "disk.state_dir": tmp_path / "state"}
+    done = atoll.Simulation(model(), script=client, sites=[*TARGETS], settings=settings).run()
+    expected = 0.0
+    for _ in range(2):
+        expected = sum(trained(expected, target) for target in TARGETS.values()) / len(TARGETS)
+    assert (done.rounds, done.worker_rounds, done.failed) == (2, 2 * len(TARGETS), {})
+    assert load_file(done.model)["w"].item() == pytest.approx(expected, abs=1e-6)
+
+
+# -- checkpoints in a run of DiLoCo: one that agrees with the site's folder resumes, another one is refused
+
+OTHER_RUN = "f" * 32
+REFUSED = r"starts from version 1 of fragment 0, .* has no version"
+
+
+@pytest.mark.covers("X3")
+def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: Path) -> None:
+    """Three steps an epoch, H = 3: an epoch is a round. The second fit trains epoch 2 of 2."""
+    file, changed = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
+    with lightning_world.serve(tmp_path, "diloco") as server:
+        first = patched(server, tmp_path / "w")
+        first.fit(Tiny(), data())
+        first.save_checkpoint(file)
+        driver_of(first).leave()
+        content = torch.load(file, weights_only=True)
+        (state,) = [each for each in content["callbacks"].values() if "versions" in each]
+        assert (state["site"], state["versions"]) == ("a", [1])
+        state["run"] = OTHER_RUN
+        torch.save(content, changed)
+        with pytest.raises(UsageError, match="The checkpoint belongs to site 'a' in run ffffffff"):
+            patched(server, tmp_path / "w", max_epochs=2).fit(Tiny(), data(), ckpt_path=changed)
+        with pytest.raises(UsageError, match=REFUSED):
+            patched(server, tmp_path / "new", max_epochs=2).fit(Tiny(), data(), ckpt_path=file)
+        module = Tiny()
+        patched(server, tmp_path / "w", max_epochs=2).fit(module, data(), ckpt_path=file)
+        assert module.steps == 3
+        assert len(lightning_world.lines(server)) == 2
+
+
+@pytest.mark.covers("X3")
+def test_a_transformers_trainer_resumes_diloco_from_a_checkpoint_that_agrees(serve: Any, tmp_path: Path) -> None:
+    server = serve("diloco", H=STEPS, rounds=2)
+
+    def trainer(folder: Path, most: int) -> Any:
+        options = {"output_dir": str(tmp_path / "out"), "save_strategy": "steps", "save_steps": STEPS}
+        return trainer_of(server, folder, max_steps=most, **options)
+
+    trainer(tmp_path / "w", STEPS).train()
+    written = tmp_path / "out" / f"checkpoint-{STEPS}" / "atoll.json"
+    state = json.loads(written.read_text())
+    assert (state["site"], state["versions"]) == ("a", [1])
+    with pytest.raises(UsageError, match=REFUSED):
+        trainer(tmp_path / "new", 2 * STEPS).train(resume_from_checkpoint=True)
+    written.write_text(json.dumps(state | {"run": OTHER_RUN}))
+    with pytest.raises(UsageError, match="The checkpoint belongs to site 'a' in run ffffffff"):
+        trainer(tmp_path / "w", 2 * STEPS).train(resume_from_checkpoint=True)
+    written.write_text(json.dumps(state))
+    trainer(tmp_path / "w", 2 * STEPS).train(resume_from_checkpoint=True)
+    assert server.wait(60)
+    assert server.status().fragments[0].version == 2
+
+
+# -- a server that is killed in the middle of a round and started again on its port and state: a Trainer goes on
+# The Trainer's site has a gradient of w − 1 and three steps a round. The other one, where there is one, submits what
+# it pulled, with the same weight.
+
+ROUNDS = 3
+IN_TRAINING = ""
+LIVES = {
+    "while it trains": IN_TRAINING,  # in round 2; the other site's update is in
+    "when its update is accepted": "accept.after=kill@{second}",  # of round 2; the answer is lost
+    "before the head moves": "head.before=kill@2",
+}
+LONG = pytest.mark.long
+
+
+class World:
+    """A server as a process, started again whenever it was killed, and the other site."""
+
+    def __init__(self, nursery: Nursery, folder: Path, trainers: ModuleType, algorithm: str, life: str) -> None:
+        self.folder, self.names = folder, ["a", "b"] if algorithm == "fedavg" else ["a"]
+        self.in_training = life == IN_TRAINING
+        settings = {
+            "model.source": f"{trainers.__file__}:One",
+            "algorithm.name": algorithm,
+            "rounds.sites": len(self.names),
+            "rounds.min_sites": len(self.names),
+            "algorithm.outer_optimizer.name": None,
+            "algorithm.outer_optimizer.lr": None,
+            "algorithm.outer_optimizer.momentum": None,
+        } | (DILOCO if algorithm == "diloco" else {})
+        lives = (life.format(second=2 * len(self.names)),) if life else ()
+        self.server = ForkedServer(nursery, folder, lives, **settings)
+        self.kept, self.url = self.server.kept, self.server.url
+        returns: dict[str, Any] = {"build": trainers.One, "train": lambda *_: None, "weights": {"b": 12.0}}
+        self.other = FederatedSites(self.url, folder, self.names[1:], **returns)
+
+    def in_step(self, number: int) -> None:
+        """Called in each of the Trainer's steps, from 1 on: the fifth is in the middle of round 2."""
+        if self.in_training and number == STEPS + 2:
+            theirs = "accepted" if len(self.names) == 2 else "counted"  # round 1 is counted by now
+            wait_until(lambda: theirs in ticket_states(self.folder).values(), "the other site's update")
+            self.kept.now.kill()
+            wait_until(lambda: self.kept.deaths == 1, "a new start")
+
+    def require_each_update_once(self) -> float:
+        """Every site's update of every round counted once, and the server had died; returns w of the result."""
+        self.other.join()
+        assert self.kept.wait() == 0
+        assert self.kept.deaths == 1
+        tickets = "SELECT site, base_version + 1 FROM tickets WHERE state = 'counted' ORDER BY 1, 2"
+        assert ask_journal(self.folder, tickets) == [
+            (site, number) for site in self.names for number in range(1, ROUNDS + 1)
+        ]
+        return exported(self.folder)["w"].item()
+
+
+@pytest.fixture
+def world_of(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., World]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(*given: Any) -> World:
+            world = World(nursery, tmp_path, *given)
+            stack.callback(world.kept.close)
+            return world
+
+        yield make
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S1", "F6")
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("algorithm", ["fedavg", *(pytest.param(each, marks=LONG) for each in ("scaffold", "diloco"))])
+def test_a_lightning_trainer_goes_on(world_of: Any, algorithm: str, life: str) -> None:
+    """Three steps of rate 0.1: e = 1 − w → 0.729·e; with the other site's e the mean is 0.8645·e. Nothing twice."""
+    world: World = world_of(lightning_world, algorithm, LIVES[life])
+
+    class Told(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            world.in_step(self.steps)
+            return loss
+
+    trainer, module = lightning_world.trainer_of(), Told()
+    atoll.integrations.lightning.patch(trainer, world.url, "a", folder=world.folder / "a")
+    fit_rounds(trainer, module)
+    w = world.require_each_update_once()
+    assert w == pytest.approx(1 - (0.8645 if algorithm == "fedavg" else 0.729) ** ROUNDS)
+    assert module.w.item() == pytest.approx(w)
+    assert module.steps == ROUNDS * STEPS  # no round was trained twice
+
+
+class Counted(transformers_world.One):
+    """Says each step to the world."""
+
+    def __init__(self, in_step: Callable[[int], None]) -> None:
+        super().__init__()
+        self._in_step, self.steps = in_step, 0
+
+    def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.steps += 1
+        self._in_step(self.steps)
+        return super().forward(target)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S10", "F6")
+@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("diloco", marks=LONG)])
+def test_a_transformers_trainer_goes_on(world_of: Any, tmp_path: Path, algorithm: str, life: str) -> None:
+    """Momentum and schedule go on over all nine steps, as if nothing had happened."""
+    world: World = world_of(transformers_world, algorithm, LIVES[life])
+    trainer = trainer_of(world.url, tmp_path, Counted(world.in_step), sync_every=STEPS)
+    trainer.train()
+    x = velocity = 0.0
+    for number in range(ROUNDS):
+        y, velocity = descend(range(number * STEPS, (number + 1) * STEPS), x, velocity)
+        x = (x + y) / 2 if algorithm == "fedavg" else y
+    assert world.require_each_update_once() == pytest.approx(x, rel=1e-5)
+    assert trainer.model.w.item() == pytest.approx(x, rel=1e-5)
+    assert trainer.state.global_step == ROUNDS * STEPS
+    assert callback_of(trainer).rounds == ROUNDS

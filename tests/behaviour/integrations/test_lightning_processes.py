@@ -1,0 +1,167 @@
+"""Lightning in processes of its own: two ranks on Gloo that are one site, what is imported when, and the example.
+
+This file is also the script of the ranks: what each one saw goes into a file of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning_world
+import pytest
+from kit import together
+from lightning_world import (
+    PACKAGES,
+    SAMPLES,
+    Tiny,
+    data,
+    driver_of,
+    fit_rounds,
+    lines,
+    patched,
+    scaffold_by_hand,
+    serve,
+    trainer_of,
+)
+
+import atoll
+import atoll.integrations.lightning
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_sites.py"
+
+
+def run_python(*argv: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, argv)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def train_as_rank(package: str, out: Path, lr: float) -> None:
+    """What Lightning runs as two ranks."""
+    import torch.distributed as dist
+
+    lightning_world.usual = package
+    trainer = trainer_of(devices=2, strategy="ddp", use_distributed_sampler=True)
+    atoll.integrations.lightning.patch(trainer, folder=out / f"files-{trainer.global_rank}")
+    module, locals_ = Tiny(lr=lr), []
+    for _ in atoll.integrations.lightning.rounds(trainer):
+        trainer.fit(module, data())
+        locals_.append(module.w.item())
+    told = {
+        "locals": locals_,
+        "result": module.w.item(),
+        "files": (out / f"files-{trainer.global_rank}").exists(),
+        "device": str(module.w.device),
+        "joined": driver_of(trainer).info is not None,
+    }
+    (out / f"rank-{trainer.global_rank}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()  # else Gloo's threads may end the process with SIGABRT (pytorch issue 190489)
+
+
+def run_ranks(package: str, url: str, out: Path, lr: float = 0.1) -> subprocess.CompletedProcess[str]:
+    return run_python(__file__, package, out, lr, ATOLL_SERVER=url, ATOLL_SITE="a")
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S9")
+@pytest.mark.parametrize("package", ["pytorch_lightning", pytest.param("lightning.pytorch", marks=pytest.mark.long)])
+def test_two_ranks_are_one_site(tmp_path: Path, package: str) -> None:
+    """Rank 0 talks, and rank 1 has the same model and the same correction. 6 samples a rank are 2 steps."""
+    rounds, done = 3, []
+    with serve(tmp_path, "scaffold", rounds=rounds, sites=2) as server:
+        together(
+            lambda: done.append(run_ranks(package, server.url, tmp_path)),
+            lambda: fit_rounds(patched(server, tmp_path / "b", "b"), Tiny(target=-3.0)),
+            timeout_s=115,
+        )
+        assert done[0].returncode == 0, done[0].stderr[-3000:]
+        ends, x = scaffold_by_hand({"a": (1.0, 2), "b": (-3.0, 3)}, rounds)
+        told = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+        for rank in told:
+            assert rank["locals"] == pytest.approx([end["a"] for end in ends], rel=1e-5)
+            assert rank["result"] == pytest.approx(x, rel=1e-5)
+            assert rank["device"] == "cpu"
+        assert [rank["joined"] for rank in told] == [True, False]
+        assert [rank["files"] for rank in told] == [True, False]
+        assert [line["workers"] for line in lines(server)] == [["a", "b"]] * rounds
+        assert [line["weights"] for line in lines(server)] == [[SAMPLES, SAMPLES]] * rounds  # of both ranks together
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S9")
+@pytest.mark.long
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, package: str) -> None:
+    """The update is refused at rank 0 alone: its learning rates sum up to 0. Rank 1 must not wait for it for ever."""
+    with serve(tmp_path, "scaffold", rounds=1) as server:
+        done = run_ranks(package, server.url, tmp_path, lr=0.0)
+        assert done.returncode != 0
+        assert "sum of the learning rates of this round's 2 steps is 0" in done.stdout + done.stderr
+        assert server.status().fragments[0].version == 0
+
+
+IMPORTS = """
+import sys
+from pathlib import Path
+import atoll
+ours = atoll.integrations.lightning
+import atoll.integrations.lightning
+assert ours is atoll.integrations.lightning and callable(ours.patch)
+loaded = {name.split(".")[0] for name in sys.modules}
+assert not loaded & {"lightning", "pytorch_lightning", "aiohttp"}, loaded
+
+sys.path.insert(0, sys.argv[1])
+import lightning_world
+lightning_world.usual = sys.argv[2]
+for algorithm in ("fedavg", "scaffold"):
+    folder = Path(sys.argv[3]) / algorithm
+    with lightning_world.serve(folder, algorithm, rounds=1) as server:
+        lightning_world.patched(server, folder).fit(lightning_world.Tiny(), lightning_world.data())
+        assert server.wait(60)
+        assert ("atoll.algorithms.scaffold" in sys.modules) == (algorithm == "scaffold")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S1")
+@pytest.mark.parametrize("package", [PACKAGES[0], pytest.param(PACKAGES[1], marks=pytest.mark.long)])
+@pytest.mark.usefixtures("fresh_processes")
+def test_imports_no_lightning_before_it_is_used_and_no_controls_before_a_run_has_them(
+    tmp_path: Path, package: str
+) -> None:
+    done = run_python("-c", IMPORTS, Path(__file__).parent, package, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S15", "S13")
+@pytest.mark.long
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
+def test_the_example_names_its_run_after_the_algorithm(
+    tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sites, two rounds, batch normalisation."""
+    monkeypatch.chdir(tmp_path)
+    done = run_python(EXAMPLE, "--set", f"algorithm.name={algorithm}", "--rounds", "2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = done.stdout.splitlines()
+    assert said[0].startswith(f"run lightning-{algorithm} at http://127.0.0.1:")
+    rounds = [line for line in said if line.startswith(f"lightning-{algorithm} round ")]
+    assert len(rounds) == 2
+    if algorithm == "scaffold":
+        assert all("accuracy" in line and "global_accuracy" in line for line in rounds)
+
+
+if __name__ == "__main__":
+    train_as_rank(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,196 @@
+"""Validations of a Trainer: which model they measure, whether their metrics travel, and which version is credited."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.processes import wait_until
+from lightning_world import Tiny, data, driver_of, lines, patched, serve, trainer_of
+from safetensors.torch import load_file
+
+import atoll
+import atoll.integrations.lightning
+from atoll.errors import UsageError
+
+pytestmark = pytest.mark.usefixtures("each_package")
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
+    """Calls of a method, which happen as before."""
+    calls: list[str] = []
+    real = getattr(kind, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, name, call)
+    return calls
+
+
+@pytest.mark.covers("S4")
+def test_validation_inside_fit_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sanity validation sees the global model, the validation after each epoch what training made of it."""
+    from atoll.worker.training.federated_loop import Round
+
+    received = spy(monkeypatch, Round, "load_into")
+    with serve(tmp_path) as server:
+        trainer, module = patched(server, tmp_path, max_epochs=2, num_sanity_val_steps=1), Tiny(w=7.0)
+        trainer.fit(module, data(), data())
+        assert module.seen == [0.0, round(1 - 0.9**3, 6), round(1 - 0.9**6, 6)]
+        assert len(received) == 1
+
+
+@pytest.mark.covers("S4", "S13")
+@pytest.mark.parametrize("other", [False, True])
+def test_a_validation_before_fit_receives_for_it(tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.worker.exchange.exchange import Exchange
+
+    pulled = spy(monkeypatch, Exchange, "ask_and_resend")
+    with serve(tmp_path) as server:
+        trainer, module = patched(server, tmp_path), Tiny(w=7.0)
+        for number, w in enumerate([0.0, 1 - 0.9**3]):
+            trainer.validate(module, data(), verbose=False)
+            assert module.seen[-1] == pytest.approx(w, abs=1e-6)
+            assert len(pulled) == number + 1
+            if other:
+                module = Tiny(w=-5.0)
+            trainer.fit(module, data(), data())
+            assert len(pulled) == number + 1  # one receive a round
+            assert module.w.item() == pytest.approx(1 - 0.9 ** (3 * number + 3))
+        model_bytes = 3 * 4  # w and frozen in fp32
+        assert driver_of(trainer).worker.bytes_down < 2 * (model_bytes + 4096)
+        assert not atoll.integrations.lightning.is_running(trainer)
+        metrics = [line["metrics"] for line in lines(server)]
+        assert [line["global_val_w"] for line in metrics] == pytest.approx([0.0, 1 - 0.9**3])
+        assert [line["val_w"] for line in metrics] == pytest.approx([1 - 0.9**3, 1 - 0.9**6])
+
+
+class Measured(Tiny):
+    """Says what it is told to say, validation by validation."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.losses = iter(losses)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", next(self.losses))
+
+
+@pytest.mark.covers("S13", "X41")
+@pytest.mark.parametrize(
+    ("metric", "version", "least"), [("val_loss", 2, 0.2), ("global_val_loss", 1, 0.1)], ids=["in-fit", "before-fit"]
+)
+def test_what_validation_measures_decides_which_version_is_best(
+    tmp_path: Path, metric: str, version: int, least: float
+) -> None:
+    """A round is credited to the version that it began with, the first to version 0. w of version v is 1 − 0.9³ᵛ."""
+    before, inside = [0.5, 0.1, 0.4, 0.3], [0.6, 0.7, 0.2, 0.5]
+    with serve(tmp_path, rounds=4, **{"rounds.best_metric": metric, "rounds.best_mode": "min"}) as server:
+        trainer = patched(server, tmp_path)
+        module = Measured([loss for both in zip(before, inside, strict=True) for loss in both])
+        for _ in atoll.integrations.lightning.rounds(trainer):
+            trainer.validate(module, data(), verbose=False)
+            trainer.fit(module, data(), data())
+        metrics = [line["metrics"] for line in lines(server)]
+        assert [line["global_val_loss"] for line in metrics] == pytest.approx(before)
+        assert [line["val_loss"] for line in metrics] == pytest.approx(inside)
+        wait_until(lambda: (now := server.status().best) and now.file, "the best version is written")
+        best = server.status().best
+        assert best is not None
+        assert (best.metric, best.version, best.round) == (metric, version, version + 1)
+        assert best.value == pytest.approx(least)
+        assert load_file(best.file)["w"].item() == pytest.approx(1 - 0.9 ** (3 * version))
+
+
+H, ROUNDS = 3, 3
+GLOBAL = [1 - 0.9 ** (H * version) for version in range(ROUNDS)]
+"""w of each version: one site whose steps are w ← w + 0.1·(1 − w), and an outer step that takes its model over."""
+
+
+def rounds_of_diloco(folder: Path, **trainer_options: Any) -> tuple[list[dict[str, float]], Any]:
+    """Metrics of each round of a run whose Trainer validates as the options say, and the status at its end."""
+    best = {"rounds.best_metric": "val_w", "rounds.best_mode": "max"}
+    with serve(folder, "diloco", rounds=ROUNDS, **best) as server:
+        trainer, module = patched(server, folder, **trainer_options), Tiny()
+        while atoll.integrations.lightning.is_running(trainer):
+            trainer.fit(module, data(), data())
+        assert server.wait(60)
+        status = server.status()
+    rows = (folder / "state" / "exports" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["metrics"] for row in rows], status
+
+
+@pytest.mark.covers("X41")
+@pytest.mark.parametrize("sanity", [0, 1], ids=["", "with a sanity check"])
+def test_the_validation_behind_a_synchronisation_is_credited_to_its_version(tmp_path: Path, sanity: int) -> None:
+    """It validates after every step; three steps are a round. The sanity check before training is not sent."""
+    metrics, status = rounds_of_diloco(tmp_path, val_check_interval=1, num_sanity_val_steps=sanity)
+    assert ["val_w" in each for each in metrics] == [False, True, True]  # of version 0 nothing was measured
+    assert [each["val_w"] for each in metrics[1:]] == pytest.approx(GLOBAL[1:])
+    assert all("train_loss" in each for each in metrics[1:])
+    assert (status.best.version, status.best.value) == (2, pytest.approx(GLOBAL[2]))
+
+
+def test_the_validation_of_a_local_model_is_not_sent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It validates after the second step of three, always."""
+    metrics, status = rounds_of_diloco(tmp_path, val_check_interval=2)
+    assert ["val_w" in each for each in metrics] == [False] * ROUNDS
+    assert status.best.version is None
+    assert sum("val_check_interval" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(tmp_path: Path) -> None:
+    """Guards against a fit whose restored epochs left it without a step, and a checkpoint measured as the global model.
+
+    One epoch alone: w = 1 − 0.9³ = 0.271, which is the checkpoint; the run's first version has w = 0.
+    """
+    alone, file = trainer_of(), tmp_path / "alone.ckpt"
+    alone.fit(Tiny(), data())
+    alone.save_checkpoint(file)
+    with serve(tmp_path, rounds=1) as server:
+        trainer, module = patched(server, tmp_path), Tiny()
+        assert trainer.validate(module, data(), ckpt_path=file)[0]["val_w"] == pytest.approx(0.271)
+        with pytest.raises(UsageError, match=r"resumes from the checkpoint '.*alone.ckpt'.*Leave ckpt_path out"):
+            trainer.fit(module, data(), ckpt_path=file)
+        assert trainer.validate(module, data())[0]["val_w"] == 0.0
+        trainer.fit(module, data())
+        assert lines(server)[0]["metrics"]["global_val_w"] == 0.0
+
+
+@pytest.mark.covers("S7")
+def test_a_metric_that_takes_our_name_is_an_error(tmp_path: Path) -> None:
+    class Logs(Tiny):
+        def on_train_epoch_end(self) -> None:
+            self.log("global_val_w", 1.0)
+
+    with serve(tmp_path) as server:
+        trainer = patched(server, tmp_path)
+        trainer.validate(Logs(), data(), verbose=False)
+        with pytest.raises(UsageError, match=r"logs 'global_val_w'.*Log it under another name"):
+            trainer.fit(Logs(), data())
+
+
+WORKFLOWS = ({"kind": "train"}, {"kind": "cross_site_evaluation", "versions": ["latest", 0]})
+
+
+@pytest.mark.covers("P9", "S1")
+def test_cross_site_evaluation_validates_models_when_training_is_over(tmp_path: Path) -> None:
+    """w ← w − 0.1·(w − 1), three steps: 1 − 0.9³; version 0 is w = 0. `val_w` is w itself."""
+    with serve(tmp_path, rounds=1, **{"workflow.steps": WORKFLOWS}) as server:
+        trainer, module = patched(server, tmp_path), Tiny()
+        atoll.integrations.lightning.evaluates(trainer, module, data())
+        with pytest.raises(UsageError, match="already started or evaluates"):
+            atoll.integrations.lightning.evaluates(trainer, module)
+        while atoll.integrations.lightning.is_running(trainer):
+            trainer.fit(module, data(), data())
+        assert module.w.item() == pytest.approx(1 - 0.9**3)  # the result, not what was evaluated last
+        server.run()
+    assert server.evaluation is not None
+    found = {cell.model: cell.metrics.get("val_w", cell.error) for cell in server.evaluation.cells}
+    w = pytest.approx(1 - 0.9**3, abs=1e-6)
+    assert found == {"version 1": w, "version 0": 0.0, "a": w}
+    assert server.status().history[0].metrics["val_w"] == w  # of the fit; an evaluation adds nothing to a round
