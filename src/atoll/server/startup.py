@@ -21,10 +21,9 @@ from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.server.coordinator.background_writes import require_files
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.coordinator.roster import now_text
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.store.journal import NEW_RUN
-from atoll.store.journal_tables import RunRow
+from atoll.store.journal_tables import RunRow, utc_text
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests
 from atoll.tensors.fragments import split, split_of
@@ -149,7 +148,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
             schema_digest=schema.digest,
             torch_build=torch_build(),
             cpu_capability=cpu_capability(),
-            created_at=now_text(),
+            created_at=utc_text(),
         )
     )
     return plan

@@ -31,7 +31,7 @@ from atoll.errors import StateCorrupt, StoreError
 from atoll.json_files import NoteDamaged, seal, unseal
 from atoll.posix import OwnedFile, write_at
 from atoll.store.journal import Journal
-from atoll.store.journal_tables import AUDIT, AuditRow, now
+from atoll.store.journal_tables import AUDIT, AuditRow, utc_text
 
 START = "0" * 64
 
@@ -49,7 +49,7 @@ class AuditLog:
     def append(self, what: str, **detail: Any) -> None:
         """Add an entry to the log. Call it inside a transaction."""
         entries, previous = self._known_end()
-        seq, at, text = entries + 1, now(), json.dumps(detail, sort_keys=True)
+        seq, at, text = entries + 1, utc_text(), json.dumps(detail, sort_keys=True)
         digest = hash_of(seq, at, what, text, previous)
         self._journal.insert(AUDIT, AuditRow(seq, at, what, text, previous, digest))
         self._end = seq, digest

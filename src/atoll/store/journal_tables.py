@@ -287,7 +287,7 @@ class Totals:
     bytes: int
 
 
-def now() -> str:
+def utc_text() -> str:
     """Return the current time in UTC, as ISO 8601 with whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 

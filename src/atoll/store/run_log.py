@@ -19,7 +19,7 @@ from atoll.store.journal_tables import (
     RoundRow,
     RunRow,
     Totals,
-    now,
+    utc_text,
 )
 
 
@@ -92,7 +92,7 @@ class RunLog:
         with self._journal.transaction():
             self._journal.insert(
                 MEMBERS,
-                MemberRow(site, lease, "alive", now(), host, labels_json, "", 0, process),
+                MemberRow(site, lease, "alive", utc_text(), host, labels_json, "", 0, process),
                 "ON CONFLICT (site) DO UPDATE SET lease = excluded.lease, state = 'alive', "
                 "joined_at = excluded.joined_at, host = excluded.host, labels_json = excluded.labels_json, "
                 "detail = '', process = excluded.process",
@@ -161,7 +161,7 @@ class RunLog:
         with self._journal.transaction():
             changed = self._journal.insert(
                 ROUNDS,
-                RoundRow(fragment, base_version, "open", tuple(expected), (), now()),
+                RoundRow(fragment, base_version, "open", tuple(expected), (), utc_text()),
                 "ON CONFLICT (fragment, base_version) DO UPDATE SET expected = excluded.expected WHERE state = 'open'",
             )
             if not changed:
@@ -299,7 +299,7 @@ class RunLog:
         """
         with self._journal.transaction():
             self._journal.execute(
-                "INSERT OR REPLACE INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, now()
+                "INSERT OR REPLACE INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, utc_text()
             )
             self._audit.append("workflow", place=place, name=name)
 

@@ -25,7 +25,7 @@ from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, JOURNAL, PULL, SPOOL, STATE, VERSION, WRITER, Slot, Slots
 from atoll.store.journal import Journal
-from atoll.store.journal_tables import DELTAS, HISTORY, VERSIONS, DeltaRow, HistoryRow, VersionRow, now
+from atoll.store.journal_tables import DELTAS, HISTORY, VERSIONS, DeltaRow, HistoryRow, VersionRow, utc_text
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
 
@@ -216,7 +216,7 @@ class Versions:
             written.part_digests,
             written.state_digests,
             summary_json,
-            now(),
+            utc_text(),
         )
         with self._journal.transaction():
             previous = self._require_next(fragment, version)

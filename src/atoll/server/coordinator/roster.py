@@ -13,7 +13,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
@@ -23,7 +22,7 @@ from atoll.protocol import messages, status_messages
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import State
-from atoll.store.journal_tables import MemberRow
+from atoll.store.journal_tables import MemberRow, utc_text
 from atoll.tensors.reference import new_id, seal
 
 LOG = logging.getLogger("atoll.server")
@@ -97,7 +96,7 @@ class Presence:
             host=message.host,
             process=message.process,
             sealed=seal(secret),
-            joined_at=now_text(),
+            joined_at=utc_text(),
             labels=dict(message.labels),
             **{name: getattr(before, name) for name in kept if before is not None},
         )
@@ -235,11 +234,6 @@ def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | No
     lease = Lease.parse(text)
     presence = roster.get(lease.site)
     return presence if presence is not None and lease.opens(presence) else None
-
-
-def now_text() -> str:
-    """Return the current UTC time as ISO 8601 text, for display only."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 # -- Warnings about missing sites: when a site ends, and when a round closes without a site.
