@@ -93,7 +93,8 @@ class Exchange:
     def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
         """Ask for the next ticket, as `Session.next_ticket` does.
 
-        With a ticket, also bring the algorithm's state to the moment after the site's last counted update.
+        The reply with a ticket names the site's last counted update. Make the algorithm's state after that update
+        current.
 
         Raises:
             ConfigError: the site has lost the algorithm's state (`AlgorithmState.follow`).
@@ -104,10 +105,10 @@ class Exchange:
         return reply
 
     def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
-        """Ask for the next ticket. While the outbox's update can serve a ticket, send it again instead of training.
+        """Ask for the next ticket. While the outbox's update may be sent under that ticket, send it, and ask again.
 
-        A server that lost power falls back to its durable version. Updates that it acknowledged since have expired
-        there, or are unknown.
+        A server that lost power falls back to its durable version. Updates that it acknowledged after that version are
+        expired or unknown there; sending them again saves their training.
         """
         while True:
             reply = self.ask(wait_s, retries=retries)
@@ -124,8 +125,8 @@ class Exchange:
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
         """Return whether the server fell back since it gave this ticket.
 
-        If so, the outbox must not be rewritten: its update has to be sent again. The server is not asked if the outbox
-        is empty, or if a version after the update's base is durable.
+        If so, the outbox must not be rewritten: its update has to be sent again. If the outbox is empty, or a version
+        after the update's base is durable, no update has to be sent again: then return False without asking the server.
         """
 
         def needed() -> bool:
@@ -140,7 +141,7 @@ class Exchange:
         return outcome.state == "expired" or outcome.base_version != ticket.base.number
 
     def _resubmit(self, ticket: Ticket, previous: messages.Outcome | None) -> bool | Lost:
-        """Send the outbox's update under this ticket if the update can serve it. Return whether it can."""
+        """Send the outbox's update under this ticket if `resend_note` allows that. Return whether it does."""
         note = self._agreed_note()
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
@@ -149,7 +150,7 @@ class Exchange:
         if self.outlet is not None:
             told = "%s: the updates for version %d are collected again; submitting again"
         LOG.info(told, self.site, ticket.base.number)
-        if not self._takes(again, look=False):
+        if not self._takes(again, check=False):
             self.outbox.clear()
             return True
         delivered = self.deliver()
@@ -160,12 +161,12 @@ class Exchange:
             self.outbox.clear()
         return True
 
-    def _takes(self, note: OutboxNote, *, look: bool) -> bool:
+    def _takes(self, note: OutboxNote, *, check: bool) -> bool:
         """Move the update in every rank's outbox to the ticket of `note`. Return whether every outbox has the update.
 
         Args:
             note: the update's note with the new ticket.
-            look: whether to check the outbox's bytes. After a power loss a note may be on disk without all bytes.
+            check: whether to check the outbox's bytes. After a power loss a note may be on disk without all bytes.
         """
 
         def takes() -> bool:
@@ -175,7 +176,7 @@ class Exchange:
                     "%s does not have the update of round %d: training this round again", self.outbox.path, note.round
                 )
                 return False
-            if look and self.outbox.is_damaged():
+            if check and self.outbox.is_damaged():
                 LOG.warning("%s is damaged: its update is not sent. Check the disk.", self.outbox.path)
                 return False
             if held != note:
@@ -221,8 +222,8 @@ class Exchange:
     def _pull_shares(self, version: VersionRef, beside: bool, load: bool, retries: int | None) -> Lost | None:
         """Have every rank pull its parts, and load the shards if `load`. Return `Lost` if the network was lost.
 
-        `retries` limits only the first request. After it the ranks wait for the server, since all of them have to go
-        on from the same version.
+        `retries` limits only the first request. After that request, the ranks wait for the server for as long as
+        ATOLL_GIVE_UP_S says, since all ranks have to continue from the same version.
         """
         session = self.session
         ask, what = partial(session.channel.manifest, self.fragment, version.number), f"pull version {version.number}"
@@ -245,7 +246,7 @@ class Exchange:
             pull = self.pull(version, into, patience, beside=beside)
             if not isinstance(pull, VersionGone):
                 return pull if isinstance(pull, Lost) else Pulled(version, newer)
-            patience = Patience(patience.into(into).within, patience.within)  # the model may hold half a version
+            patience = Patience(patience.into(into).within, patience.within)  # the model may have a part of a version
             reply = self.ask(0.0, retries=patience.before)
             if isinstance(reply, Lost):
                 return reply
@@ -284,7 +285,7 @@ class Exchange:
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
         """Carry the local progress since the base over to another version, which becomes the base.
 
-        If the server no longer keeps the version, the head takes its place.
+        If the server no longer keeps the version, use the head instead.
         """
         pull = self.pull_newest(version, None, Patience(retries), beside=True)
         if isinstance(pull, Lost):
@@ -471,7 +472,7 @@ class Exchange:
         if note is None or note.run != self.session.info.run:
             self.outbox.clear()
             return None
-        if not self._takes(note, look=True):
+        if not self._takes(note, check=True):
             self.outbox.clear()
             return None
         self.upload.resuming = True
@@ -494,7 +495,7 @@ class Exchange:
 
     @property
     def unsettled(self) -> OutboxNote | None:
-        """The outbox's note if its update was formed from the base and has no known outcome yet; else None."""
+        """The outbox's note if the local progress since the base still includes its update; else None."""
         note: OutboxNote | None = self.outbox.note
         base: BaseNote | None = self.base.note
         if note is None or base is None or note.ticket == self.settled or note.base_digest != base.digest:
@@ -534,9 +535,10 @@ class Exchange:
         return note.steps
 
     def advance_base(self) -> None:
-        """Set base ← base − dec(update), as the server has the outbox's update, so that no progress is sent twice.
+        """Set base ← base − dec(update), so that progress which the server already has is not sent twice.
 
-        The encoding error of the update is then part of the local progress. So the residual is taken back.
+        dec(update) is the outbox's update as the server decodes it. Its encoding error then is part of the local
+        progress, so the residual goes back to its value before the update.
         """
         if self.local.residuals is not None and self.outbox.note is not None:
             self.local.residuals.take_back(self.outbox.note.ticket)
@@ -549,7 +551,7 @@ class Exchange:
         apply_version.store_(self.base, tensors)
 
     def forget_outbox_progress(self) -> None:
-        """Mark the outbox's update as settled, after a version was pulled into the base and loaded.
+        """Record that the local progress no longer contains the outbox's update. Call it after a version was loaded.
 
         The outbox keeps the update, since a server that falls back may need it again.
         """

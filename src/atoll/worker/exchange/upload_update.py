@@ -1,8 +1,8 @@
-"""Upload of an update from the outbox. An interrupted upload is resumed here.
+"""Upload of an update from the outbox, and how an interrupted upload is resumed.
 
 Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process has left
-the update, the server is asked which parts it has, and only the others are sent (`UpdateUpload._send_parts`). The bytes
-are moved by `transport/part_transfer`. In a swarm, an update does not go to the server: other workers pull it.
+the update, this worker asks the server which parts it has, and sends only the others (`UpdateUpload._send_parts`).
+`transport/part_transfer` moves the bytes. In a swarm, an update does not go to the server: other workers pull it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from atoll.worker.log_lines import LOG, Progress, progress
 from atoll.worker.session.session import Session
 
 AGAIN_S = 1.0
-"""In a swarm: seconds before an update is offered again that another worker could not pull."""
+"""In a swarm: seconds until an update that another worker could not pull is offered again."""
 MAX_CONFLICTS = 3
-"""Conflicts after which a submission fails. A part of an abandoned attempt may arrive late and replace a newer one."""
+"""Number of times that an upload is resumed because the server has other parts than the update's digests say. A part of
+an abandoned attempt may arrive late and replace a newer one."""
 
 
 class Outlet(Sources, Protocol):
@@ -93,7 +94,7 @@ class UpdateUpload:
         failure: BaseException | None,
         retries: int | None,
     ) -> messages.Receipt | Lost:
-        """Bring the update to the server, or in a swarm to another worker.
+        """Send the update to the server; in a swarm, serve it until another worker has pulled it.
 
         Args:
             note: the update's note.
@@ -118,12 +119,12 @@ class UpdateUpload:
         failure: BaseException | None,
         retries: int | None,
     ) -> messages.Receipt | Lost:
-        """Send the parts that the server lacks, then the message that the update is complete. Repeat until it succeeds.
+        """Send the parts that the server lacks, then the message that the update is complete. Repeat after errors.
 
-        A resumed upload first asks the server which parts it has. `transport/part_transfer` moves the bytes.
+        A resumed upload first asks the server which parts it has.
 
         Raises:
-            Conflict: after `MAX_CONFLICTS` repetitions, the server still has other parts than the message says.
+            Conflict: after `MAX_CONFLICTS` repetitions, the server still has other parts than the note's digests say.
         """
         attempts = [(sent, failure)]
         digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
@@ -185,15 +186,16 @@ def resend_note(
     info: messages.RunInfo,
     outcome_of: Callable[[int], messages.Outcome],
 ) -> OutboxNote | None:
-    """Return the outbox's note, moved to this ticket, if the outbox's update can serve the ticket; else None.
+    """Return the outbox's note with this ticket if the outbox's update may be sent under the ticket; else None.
 
-    The update serves a ticket for the same version: same number and same bits. If the server fell back and the update
-    has expired, the update also serves a ticket for a version with the same bits under another number. In an
-    asynchronous run, an acknowledged update that expired serves any ticket, as its base may be behind the head anyway.
+    The update may be sent under a ticket for the version that it was formed from: same number and same bits. If the
+    server fell back and the update has expired, the version may have the same bits under another number. In an
+    asynchronous run, an acknowledged update that expired may be sent under any ticket, since its base may be behind the
+    head anyway.
 
     Args:
         note: the outbox's note; None: the outbox is empty.
-        ticket: the ticket to serve.
+        ticket: the new ticket.
         previous: outcome of the site's previous ticket.
         info: the run's description.
         outcome_of: gives the outcome of a ticket.
