@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.processes import free_port
+from harness.processes import Nursery, free_port
+from kit import DiLoCoSites
+from kit.models import wide_model
 from kit.requests import get
-from swarm_run import SITES, build
-from swarm_world import PLAIN, ROUNDS, Result, Sites, left_by, serve_swarm
+from kit.results import Result
+from swarm_world import PLAIN, ROUNDS, SITES, SiteProcess, Sites, left_by, serve_swarm
 
 from atoll import TensorRef
 
@@ -38,12 +41,184 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
             result, _ = left_by(tmp_path / place, names, **common, **sizes, **{"swarm.enabled": place == "swarm"})
         found.append(result)
     ours, theirs = found
-    assert ours.bits == theirs.bits
+    assert ours.without_exports == theirs.without_exports
     assert [summary["population"] for summary in ours.history] == populations
     assert [len(summary["workers"]) for summary in ours.history] == workers
 
 
-MODEL_BYTES = sum(each.numel() * each.element_size() for each in (*build().parameters(), *build().buffers()))
+H = 4
+
+
+ORDER = "abcaacbba"
+
+
+DILOCO: dict[str, Any] = PLAIN | {"algorithm.name": "diloco", "diloco.sync_every": H, "async.enabled": True}
+
+
+class InTurn(DiLoCoSites):
+    """Behind a first round together they send their updates one after the other, as `ORDER` says.
+
+    A site whose turn it is sends its update behind its fourth step, and begins the next four with what has come of it.
+    """
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self._all_here = threading.Barrier(len(SITES))
+        self._passed, self._turn, self._is_over = threading.Condition(), 0, False
+        super().__init__(*given, **options, during=self._wait)
+
+    def _work(self, site: str) -> None:
+        super()._work(site)
+        with self._passed:
+            self._is_over = True
+            self._passed.notify_all()
+
+    def _wait(self, site: str, step: int) -> None:
+        if step == H:
+            self._all_here.wait()
+        with self._passed:
+            if step > H and step % H == 0:
+                self._turn += 1
+                self._passed.notify_all()
+            if step > H and step % H == H - 1:
+                self._passed.wait_for(lambda: self._is_over or ORDER[self._turn : self._turn + 1] == site)
+
+
+def left_by_steps(
+    folder: Path, steps: int = 40, kind: type[DiLoCoSites] = DiLoCoSites, **settings: Any
+) -> tuple[Result, DiLoCoSites]:
+    with serve_swarm(folder, **DILOCO | settings) as server:
+        sites = kind(server.url, folder, steps, SITES, build=wide_model, weights=SITES)
+        sites.join()
+        status = server.status()
+    assert status.bytes_up == 0 or not settings.get("swarm.enabled", True)
+    return Result(folder), sites
+
+
+@pytest.mark.covers("P10", "D10")
+def test_fragments_of_an_asynchronous_run_come_to_their_end(tmp_path: Path) -> None:
+    result, sites = left_by_steps(tmp_path, steps=400, **{"rounds.total": 9, "diloco.num_fragments": 2})
+    assert len(result.updates) == sum(len(summary["workers"]) for summary in result.history)
+    assert len(set(result.aggregators)) > 1
+    assert all(loop.finished for loop in sites.loops.values())
+
+
+@pytest.mark.covers("P10", "D10")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"async.staleness_weight": "inverse_sqrt", "aggregation.upload_codec.name": "int8"},
+        {"async.momentum_every": 2},
+    ],
+    ids=["weighed-by-staleness", "delayed-nesterov"],
+)
+def test_an_asynchronous_run_with_updates_in_the_same_order_has_a_servers_bits(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    run = {"kind": InTurn, "async.sync_rounds_first": 1, "rounds.total": 1 + len(ORDER)} | settings
+    ours, sites = left_by_steps(tmp_path / "swarm", **run)
+    theirs, _ = left_by_steps(tmp_path / "server", **run, **{"swarm.enabled": False})
+    assert ours.versions == theirs.versions
+    first, *one_by_one = ours.history
+    assert first["workers"] == ["a", "b", "c"]
+    assert [summary["workers"] for summary in one_by_one] == [[site] for site in ORDER]
+    # a, b, c from version 1; a has missed b, c; a again; c: a, a; b: c, a, a, c; b again; a: c, b, b
+    assert [summary["staleness"] for summary in one_by_one] == [[0], [1], [2], [2], [0], [2], [4], [0], [3]]
+    assert [summary["staleness"] for summary in theirs.history] == [summary["staleness"] for summary in ours.history]
+    assert all(loop.finished for loop in sites.loops.values())
+
+
+PACKAGE = '''\
+from dataclasses import dataclass, replace
+
+from atoll.algorithms.base import Algorithm
+from atoll.codecs import Bf16Codec
+from atoll.reducers import WeightedMean
+
+
+class Fp16Codec(Bf16Codec):
+    name = "fp16"
+
+    @staticmethod
+    def _stored(dtype):
+        return "F16" if dtype in ("F64", "F32") else dtype
+
+
+@dataclass(frozen=True)
+class Squared(WeightedMean):
+    """Weights count squared."""
+
+    def weigh(self, facts):
+        return super().weigh(replace(facts, weights=[weight * weight for weight in facts.weights]))
+
+
+half = Algorithm(name="half", citation="none", outer="rmsprop", outer_options={"lr": 0.01, "alpha": 0.5})
+'''
+
+
+ENTRY_POINTS = """\
+[atoll.codecs]
+fp16 = swarm_plugin:Fp16Codec
+[atoll.reducers]
+squared = swarm_plugin:Squared
+[atoll.algorithms]
+half = swarm_plugin:half
+"""
+
+
+OURS: dict[str, Any] = {
+    "algorithm.name": "half",
+    "aggregation.reducer.name": "squared",
+    "aggregation.upload_codec.name": "fp16",
+    "algorithm.outer_optimizer.name": None,
+    "algorithm.outer_optimizer.lr": None,
+    "algorithm.outer_optimizer.momentum": None,
+}
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, as an installer leaves it: a module, and beside it what says of it that it is there."""
+    where = tmp_path / "packages"
+    said = where / "swarm_plugin-1.0.dist-info"
+    said.mkdir(parents=True)
+    (where / "swarm_plugin.py").write_text(PACKAGE)
+    (said / "METADATA").write_text("Metadata-Version: 2.1\nName: swarm-plugin\nVersion: 1.0\n")
+    (said / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(where))
+    monkeypatch.delitem(sys.modules, "swarm_plugin", raising=False)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.covers("P10", "D10")
+def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) -> None:
+    ours, _ = left_by(tmp_path / "swarm", **OURS)
+    theirs, _ = left_by(tmp_path / "server", **OURS, **{"swarm.enabled": False})
+    assert ours.without_exports == theirs.without_exports
+    for name, stock in {
+        "algorithm.name": "fedavg",
+        "aggregation.reducer.name": "mean",
+        "aggregation.upload_codec.name": "none",
+    }.items():  # each has a part in them
+        plain, _ = left_by(tmp_path / name, **OURS | {name: stock}, **{"swarm.enabled": False})
+        assert plain.without_exports != ours.without_exports
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("installed")
+@pytest.mark.covers("P10", "X3")
+def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, tmp_path: Path) -> None:
+    with serve_swarm(tmp_path, **OURS | {"aggregation.upload_codec.name": "none"}) as server:
+        with SiteProcess(nursery, tmp_path, server.url, "c") as site:  # it has not got what is put on this one's path
+            assert site.kept.wait() != 0
+        assert server.status().workers == []
+    said = site.kept.now.output()
+    assert "This worker cannot aggregate with the server's settings: 'half' is not one of the algorithms" in said
+    assert "and of plugins at all sites" in said
+
+
+MODEL_BYTES = sum(each.nbytes for each in wide_model().state_dict().values())
+
+
 HEADER = 1024
 """Most bytes of the header of a file, and of the padding of an update."""
 
@@ -123,7 +298,7 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
     before it holds it.
     """
     _, sites = left_by(tmp_path, "ab", **{"rounds.sites": 2})
-    momentum = sum(4 * each.numel() for each in build().parameters())
+    momentum = sum(4 * each.numel() for each in wide_model().parameters())
     up, down = (sum(each) for each in zip(*sites.moved.values(), strict=True))
     assert 0 < down - up - MODEL_BYTES <= HEADER  # what the server gave
     rest = up - ROUNDS * (MODEL_BYTES + MODEL_BYTES + momentum)  # an update, a version and its outer state
@@ -153,23 +328,29 @@ def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_a
 
 
 @pytest.mark.covers("P10")
-def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
+def test_answers_that_were_overtaken_are_not_followed_and_those_of_a_restarted_server_count_from_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again."""
+    """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again.
+
+    Its first three answers are those of an earlier server, which had given many.
+    """
     from atoll.transport.http_client import Http
     from atoll.worker.peer.agent import SwarmPeer
 
-    post, told, reduced = Http.post, defaultdict[int, list[Any]](list), list[int]()
-    reduce = SwarmPeer._reduce
+    post, reduce = Http.post, SwarmPeer._reduce
+    told, reduced = defaultdict[int, list[Any]](list), list[int]()
 
     def late(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
-        """Every third time, what was told two times before."""
+        """Then every third time, what was told two times before."""
         answer = post(self, path, *arguments, **options)
         if path != "/v1/swarm":
             return answer
-        told[id(self)].append(answer)
-        return answer if len(told[id(self)]) % 3 else told[id(self)][-3]
+        own = told[id(self)]
+        if len(own) < 3:
+            answer = answer.model_copy(update={"server": 1, "order": 10_000 + answer.order})
+        own.append(answer)
+        return own[-3] if len(own) > 5 and len(own) % 3 == 0 else answer
 
     def counting(self: Any, work: Any, *arguments: Any) -> Any:
         reduced.append(work.version)
@@ -180,46 +361,24 @@ def test_an_answer_that_a_later_one_has_overtaken_is_not_followed(
     ours, _ = left_by(tmp_path / "swarm")
     assert ours.bits == undisturbed.bits
     assert reduced == [1, 2, 3]
+    asked = [len(own) for own in told.values()]
+    assert min(asked) > 5, "each was given answers that were overtaken"
+    assert max(asked) < 1000, "as many as the earlier server had given"
 
 
 @pytest.mark.covers("P10")
-def test_answers_of_a_server_that_was_started_again_count_from_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one before it had given many."""
-    from atoll.transport.http_client import Http
-
-    post, told = Http.post, Counter[int]()
-
-    def of_another_at_first(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
-        answer = post(self, path, *arguments, **options)
-        if path == "/v1/swarm":
-            told[id(self)] += 1
-            if told[id(self)] <= 3:
-                return answer.model_copy(update={"server": 1, "order": 10_000 + answer.order})
-        return answer
-
-    monkeypatch.setattr(Http, "post", of_another_at_first)
-    ours, _ = left_by(tmp_path / "swarm")
-    assert len(told) >= len(SITES)
-    assert min(told.values()) > 3
-    assert max(told.values()) < 1000, "as many as the one before had given"
-    assert [summary["round"] for summary in ours.history] == [1, 2, 3]
-
-
-@pytest.mark.covers("P10")
-@pytest.mark.parametrize(("named", "expected"), [("bc", ["b", "c", "b", "c"]), ("c", ["c", "c", "c", "c"])])
-def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path, named: str, expected: list[str]) -> None:
-    result, _ = left_by(tmp_path, **{"swarm.aggregators": tuple(named), "rounds.total": 4})
-    assert result.aggregators == expected
+def test_aggregators_of_the_users_choice_take_turns(tmp_path: Path) -> None:
+    result, _ = left_by(tmp_path, **{"swarm.aggregators": ("b", "c"), "rounds.total": 4})
+    assert result.aggregators == ["b", "c", "b", "c"]
     assert all(one["checker"] not in ("", one["aggregator"]) for one in result.history)
 
 
 @pytest.mark.covers("P10")
 def test_the_seed_decides_the_aggregator(tmp_path: Path) -> None:
-    orders = []
-    for number, seed in enumerate((1, 1, 2)):
-        orders.append(left_by(tmp_path / str(number), **{"run.seed": seed, "rounds.total": 6})[0].aggregators)
-        assert all(one != other for one, other in pairwise(orders[-1]))
-    assert orders[0] == orders[1]
-    assert orders[0] != orders[2]
+    """The site whose digest comes first for the version that the round starts from, but none twice in a row."""
+    result, _ = left_by(tmp_path, **{"run.seed": 5, "rounds.total": 6})
+    expected = [""]
+    for version in range(6):
+        drawn = {hashlib.sha256(f"5/0/{version}/{site}".encode()).hexdigest(): site for site in SITES}
+        expected.append(next(site for _, site in sorted(drawn.items()) if site != expected[-1]))
+    assert result.aggregators == expected[1:]

@@ -1,78 +1,112 @@
-"""Workers of a swarm and its server are killed at the places that matter: the same bits, and no site trains twice.
-
-The sites aggregate in the order a, b, c: round 1 is aggregated by a and checked by b, round 2 by b and c.
-"""
+"""Sites of a swarm and its server are killed or stopped, or cannot do their part: the run leaves the same bits."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
+import signal
+import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit import flip_bit
-from swarm_run import SITES
-from swarm_world import EVERY_SITE_AND_ROUND, Result, ServerProcess, sites
+from kit import DiLoCoSites, flip_bit, tensors_digest
+from kit.models import wide_model
+from kit.results import Result
+from swarm_world import (
+    EVERY_SITE_AND_ROUND,
+    IN_TURN,
+    SITES,
+    Gate,
+    ServerProcess,
+    SiteProcess,
+    Sites,
+    left_by,
+    serve_swarm,
+)
 
-SETTINGS: dict[str, Any] = {
-    "swarm.aggregators": ["a", "b", "c"],
-    "network.heartbeat_timeout_s": 60.0,
-    "network.idle_timeout_s": 5.0,
-}
+import atoll
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def undisturbed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with ServerProcess(nursery, folder, **SETTINGS) as server, sites(nursery, server) as running:
-        assert len({running[site].ended()["digest"] for site in SITES}) == 1
-        assert server.kept.wait() == 0
-    result = Result(folder)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    result, sites = left_by(tmp_path_factory.mktemp("undisturbed"), **IN_TURN)
+    assert len(sites.digests) == 1
     assert result.aggregators == ["a", "b", "c"]
     return result
 
 
-DEATHS = [
-    pytest.param({"a": ["swarm.collected=kill@3"]}, id="the-aggregator-with-all-updates"),
-    pytest.param({"a": ["pass.chunk=kill@2"]}, id="the-aggregator-while-it-reduces"),
-    pytest.param({"a": ["swarm.closed=kill"]}, id="the-aggregator-before-it-says-that-it-has-reduced"),
-    pytest.param({"a": ["swarm.told=kill"]}, id="the-aggregator-after-it-said-so"),
-    pytest.param({"b": ["swarm.held=kill@2"]}, id="the-checker"),
-    pytest.param({"c": ["worker.acknowledged=kill"]}, id="a-submitter-after-its-update-was-collected"),
-    pytest.param(
-        {"a": ["pass.chunk=kill"], "c": ["worker.acknowledged=kill"]}, id="submitter-and-aggregator-one-after-the-other"
-    ),
-    *(
-        pytest.param({"server": [f"{place}=kill"]}, id=place)
-        for place in ("accept.before", "swarm.asked", "head.before")
-    ),
-    pytest.param({"server": ["accept.after=kill@2", "recover.midway=kill", "head.before=kill"]}, id="in-its-recovery"),
-]
+@contextmanager
+def processes(
+    nursery: Nursery, folder: Path, url: str, lives: dict[str, list[str]], **env: str
+) -> Iterator[dict[str, SiteProcess]]:
+    """Sites as processes with these failpoints."""
+    with ExitStack() as stack:
+        yield {site: stack.enter_context(SiteProcess(nursery, folder, url, site, lives[site], **env)) for site in lives}
 
 
-@pytest.mark.slow
+def require_same(folder: Path, undisturbed: Result) -> Result:
+    """The bits are those of the undisturbed run, and each update counted once."""
+    result = Result(folder)
+    assert (result.bits, result.updates) == (undisturbed.bits, undisturbed.updates)
+    return result
+
+
 @pytest.mark.covers("P10")
-@pytest.mark.parametrize("lives", DEATHS)
-def test_a_run_with_deaths_has_the_bits_of_an_undisturbed_one(
+@pytest.mark.parametrize(
+    "lives",
+    [
+        {"a": ["swarm.collected=kill@3"], "b": ["pass.chunk=kill@2"], "c": ["worker.acknowledged=kill"]},
+        {"a": ["swarm.closed=kill"], "b": ["swarm.held=kill@2"]},
+        {"a": ["swarm.told=kill"]},
+    ],
+    ids=[
+        "with-all-updates, while-it-reduces, after-its-update-was-collected",
+        "before-it-says-that-it-has-reduced, the-checker",
+        "after-it-said-so",
+    ],
+)
+def test_a_run_with_killed_sites_has_the_bits_of_an_undisturbed_one(
     nursery: Nursery, tmp_path: Path, undisturbed: Result, lives: dict[str, list[str]]
 ) -> None:
-    """No site trains a round once more because the server was killed."""
-    of_server = lives.get("server", [])
-    with ServerProcess(nursery, tmp_path, of_server, **SETTINGS) as server, sites(nursery, server, lives) as running:
-        assert len({running[site].ended()["digest"] for site in SITES}) == 1
+    with serve_swarm(tmp_path, **IN_TURN) as server, processes(nursery, tmp_path, server.url, lives) as killed:
+        others = Sites(server.url, tmp_path, SITES.keys() - lives.keys())
+        digests = {each.ended() for each in killed.values()}
+        others.join()
+        assert len(digests | others.digests) == 1
+        assert {site: each.kept.deaths for site, each in killed.items()} == dict.fromkeys(lives, 1), "did not fire"
+        server.run()
+    require_same(tmp_path, undisturbed)
+
+
+@pytest.mark.covers("P10")
+def test_a_killed_server_comes_to_the_bits_of_an_undisturbed_run(
+    nursery: Nursery, tmp_path: Path, undisturbed: Result
+) -> None:
+    """No site trains a round once more because of that; and a finished run that is started again stays as it is."""
+    lives = ("accept.before=kill", "swarm.asked=kill", "accept.after=kill@2", "recover.midway=kill", "head.before=kill")
+    with ServerProcess(nursery, tmp_path, lives, **IN_TURN) as server:
+        sites = Sites(server.url, tmp_path)
+        sites.join()
         assert server.kept.wait() == 0
-        assert server.kept.deaths == len(of_server), "a failpoint did not fire"
-        assert sum(each.kept.deaths for each in running.values()) >= len(lives) - bool(of_server), "did not fire"
-        trained = sum(each.kept.now.output().count('"trains"') for each in running.values())
-    result = Result(tmp_path)
-    assert result.bits == undisturbed.bits
-    assert Counter(result.counted()) == Counter(EVERY_SITE_AND_ROUND)
-    assert not of_server or trained == len(EVERY_SITE_AND_ROUND)
+        assert server.kept.deaths == len(lives), "a failpoint did not fire"
+    assert len(sites.digests) == 1
+    assert sorted(sites.trained) == EVERY_SITE_AND_ROUND
+    require_same(tmp_path, undisturbed)
+    with serve_swarm(tmp_path, **IN_TURN) as server:
+        server.run()
+    require_same(tmp_path, undisturbed)
 
 
-@pytest.mark.slow
 @pytest.mark.covers("P10", "F41")
 @pytest.mark.parametrize(
     ("what", "said"),
@@ -83,32 +117,30 @@ def test_a_run_with_deaths_has_the_bits_of_an_undisturbed_one(
     ],
 )
 def test_a_bit_changes_on_the_disk_of_the_aggregator(
-    nursery: Nursery, tmp_path: Path, undisturbed: Result, what: str, said: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, undisturbed: Result, what: str, said: str
 ) -> None:
     """While round 2 is trained, or one of its updates is awaited: another aggregates it, of what it has itself."""
-    go = tmp_path / "go"
-    held = {site: {"HOLD": f"2:{go}"} for site in (SITES if what != "spool" else "c")}
-    with ServerProcess(nursery, tmp_path, **SETTINGS) as server, sites(nursery, server, **held) as running:
-        wait_until(lambda: all(each.told("trains", 2) for each in running.values()), "round 2")
-        assert server.place("aggregator") == "b"
+    gate = Gate(2, "c" if what == "spool" else SITES)
+    with serve_swarm(tmp_path, **IN_TURN) as server:
+        sites = Sites(server.url, tmp_path, during=gate)
+        gate.wait()
+        place = wait_until(lambda: server.status().fragments[0].place, "an aggregator")
+        assert place.aggregator == "b"
         if what == "spool":
             wait_until(lambda: collected(server) == ["a", "b"], "two updates at b")
         for path in files_of(tmp_path, "b", what):
             flip_bit(path, path.stat().st_size // 2)  # in place: it is open at b
-        go.touch()
-        assert len({running[site].ended()["digest"] for site in SITES}) == 1
-        assert server.kept.wait() == 0
-    assert "b no longer aggregates round 2" in server.log.read_text()
-    assert said in server.log.read_text()
-    result = Result(tmp_path)
-    assert result.bits == undisturbed.bits
-    assert Counter(result.counted()) == Counter(EVERY_SITE_AND_ROUND)
-    assert result.aggregators[1] != "b"
+        gate.open()
+        sites.join()
+        server.run()
+    assert len(sites.digests) == 1
+    assert "b no longer aggregates round 2" in caplog.text
+    assert said in caplog.text
+    assert require_same(tmp_path, undisturbed).aggregators[1] != "b"
 
 
-def collected(server: ServerProcess) -> list[str]:
-    now = server.status()
-    place = now.fragments[0].place if now else None
+def collected(server: atoll.Server) -> list[str]:
+    place = server.status().fragments[0].place
     return sorted(place.collected) if place else []
 
 
@@ -121,14 +153,185 @@ def files_of(folder: Path, site: str, what: str) -> list[Path]:
     return [note.parent / f"{what}-0-{newest[3] if what == 'version' else newest[4]}.safetensors"]
 
 
-@pytest.mark.slow
 @pytest.mark.covers("P10")
-def test_a_finished_run_that_is_started_again_stays_as_it_is(nursery: Nursery, tmp_path: Path) -> None:
-    with ServerProcess(nursery, tmp_path, **SETTINGS) as server, sites(nursery, server) as running:
-        for site in SITES:
-            running[site].ended()
+@pytest.mark.parametrize("stopped", ["aggregator", "checker"])
+def test_a_stopped_worker_is_replaced_and_does_no_harm_when_it_goes_on(
+    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: str
+) -> None:
+    """While a reduces, it is stopped, or b, which would check what it makes. The aggregator loses its lease, too."""
+    caplog.set_level("INFO", "atoll.server")
+    paused, lives = tmp_path / "reduces", {"a": [f"pass.chunk=pause:{tmp_path / 'reduces'}"], "b": [""]}
+    lease_s = 4.0 if stopped == "aggregator" else 60.0
+    settings = {"network.idle_timeout_s": 1.5, "network.heartbeat_timeout_s": lease_s, "rounds.min_sites": 1}
+    with (
+        serve_swarm(tmp_path, **IN_TURN, **settings) as server,
+        processes(nursery, tmp_path, server.url, lives) as sites,
+    ):
+        other = Sites(server.url, tmp_path, "c")
+        wait_until(Path(f"{paused}.reached").exists, "the reduction")
+        process = sites["a" if stopped == "aggregator" else "b"].kept.now
+        process.send(signal.SIGSTOP)
+        if stopped == "checker":
+            paused.touch()
+        wait_until(lambda: "round 1: version 1" in caplog.text, "round 1")
+        paused.touch()
+        process.send(signal.SIGCONT)
+        digests = {each.ended() for each in sites.values()}
+        other.join()
+        assert len(digests | other.digests) == 1
+        server.run()
+    result = Result(tmp_path)
+    first = result.history[0]
+    if stopped == "aggregator":
+        assert "a no longer aggregates round 1: " in caplog.text
+        assert first["aggregator"] != "a"
+        assert set(EVERY_SITE_AND_ROUND) - set(result.counted()) <= {("a", 1), ("a", 2)}  # it was silent meanwhile
+        assert len(result.counted()) == len(set(result.counted()))
+    else:
+        assert (first["aggregator"], first["checker"]) == ("a", "c")
+        assert result.counted() == EVERY_SITE_AND_ROUND
+
+
+@pytest.mark.covers("P10", "X3")
+@pytest.mark.parametrize(
+    ("fault", "aggregators", "why"),
+    [
+        ("full", ["a"], "round 1: it has moved no byte for "),
+        ("lying", ["a"], "round 1: the digests of its report do not belong to a version"),
+        ("slow", ["b", "a"], r"round 2: it has been working for .* s, but no round before took "),
+    ],
+    ids=["full", "lying", "slow"],
+)
+def test_replaces_a_worker_that_cannot_aggregate(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    aggregators: list[str],
+    why: str,
+) -> None:
+    """No disk for the updates; digests of no version, which must neither end the server nor come into its journal;
+    far slower than round 1 has shown that it takes, though its bytes move all the time.
+    """
+    from atoll.worker.peer.agent import SwarmPeer
+
+    collect, reduce, enough = SwarmPeer._collect, SwarmPeer._reduce, threading.Event()
+
+    def trickle(self: Any, *arguments: Any) -> Any:
+        while self.site == "a" and not enough.wait(0.1):
+            self._move(1)
+        return collect(self, *arguments)
+
+    def lie(self: Any, *arguments: Any) -> Any:
+        made, report = reduce(self, *arguments)
+        return made, report.model_copy(update={"part_digests": "A"}) if self.site == "a" else report
+
+    if fault == "full":
+        fill_disks(monkeypatch, "/workers/a/", threading.Event())
+    elif fault == "lying":
+        monkeypatch.setattr(SwarmPeer, "_reduce", lie)
+    else:
+        monkeypatch.setattr(SwarmPeer, "_collect", trickle)
+    settings = {"swarm.aggregators": aggregators, "network.idle_timeout_s": 1.0}
+    with serve_swarm(tmp_path, **settings) as server:
+        sites = Sites(server.url, tmp_path)
+        wait_until(lambda: re.search(f"a no longer aggregates {why}", caplog.text), "the change", 60)
+        enough.set()
+        sites.join()
+        server.run()
+    assert len(sites.digests) == 1
+
+
+def fill_disks(monkeypatch: pytest.MonkeyPatch, home: str, room: threading.Event) -> None:
+    """No site of these folders has space for the updates of others before there is room."""
+    allocate = os.posix_fallocate
+
+    def refuse(fd: int, offset: int, nbytes: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if home in path and "/spool-" in path and not room.is_set():
+            raise OSError(errno.ENOSPC, "no space left on device")
+        allocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+
+@pytest.mark.covers("P10", "X3")
+def test_status_says_while_no_worker_can_aggregate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = threading.Event()
+    fill_disks(monkeypatch, "/workers/", room)
+    with serve_swarm(tmp_path, **{"network.idle_timeout_s": 0.5, "rounds.total": 1}) as server:
+        sites = Sites(server.url, tmp_path)
+        told = "workers in a row could not aggregate the round; the last was "
+        reason = wait_until(
+            lambda: (reason := server.status().fragments[0].reason) and told in reason and reason, "the reason"
+        )
+        assert "it has moved no byte for " in reason
+        room.set()
+        sites.join()
+        server.run()
+    assert len(sites.digests) == 1
+
+
+DILOCO: dict[str, Any] = IN_TURN | {"algorithm.name": "diloco", "diloco.sync_every": 4}
+STREAMING: dict[str, Any] = {
+    "diloco.num_fragments": 2,
+    "diloco.fragment_sync_delay": 1,
+    "diloco.fragment_update_alpha": 0.25,
+}
+Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES)
+
+
+@pytest.mark.covers("P10", "D10")
+def test_a_killed_server_of_a_diloco_run_comes_to_the_updates_and_bits_that_it_had(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    found = []
+    for lives in ((), ("accept.after=kill@2", "head.before=kill")):
+        (folder := tmp_path / str(len(lives))).mkdir()
+        with ServerProcess(nursery, folder, lives, **DILOCO) as server:
+            Loops(server.url, folder, names=SITES).join()
+            assert server.kept.wait() == 0
+            assert server.kept.deaths == len(lives), "a failpoint did not fire"
+        found.append(Result(folder))
+    undisturbed, result = found
+    assert (result.versions, result.updates) == (undisturbed.versions, undisturbed.updates)
+    assert result.counted() == EVERY_SITE_AND_ROUND
+
+
+@pytest.mark.covers("P10", "D10", "L4")
+def test_streamed_fragments_come_to_the_same_end_everywhere_though_aggregator_and_server_are_killed(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew."""
+    lives = ("accept.after=kill@2", "head.before=kill")
+    with (
+        ServerProcess(nursery, tmp_path, lives, **DILOCO, **STREAMING) as server,
+        processes(nursery, tmp_path, server.url, {"a": ["pass.chunk=kill"]}, LOOP="diloco") as killed,
+    ):
+        others = Loops(server.url, tmp_path, names="bc")
+        digests = {killed["a"].ended()}
+        others.join()
         assert server.kept.wait() == 0
-    bits = Result(tmp_path).bits
-    with ServerProcess(nursery, tmp_path, **SETTINGS) as server:
-        assert server.kept.wait() == 0
-    assert Result(tmp_path).bits == bits
+        assert (server.kept.deaths, killed["a"].kept.deaths) == (2, 1), "a failpoint did not fire"
+    digests |= {tensors_digest(dict(model.state_dict())) for model in others.models.values()}
+    assert len(digests) == 1
+    result = Result(tmp_path)
+    assert [(fragment, version) for fragment, version, _ in result.versions] == [
+        (fragment, version) for fragment in range(2) for version in range(4)
+    ]
+    assert max(Counter(result.updates).values()) == 1
+    assert len(result.updates) >= 2 * len(EVERY_SITE_AND_ROUND) - 4
+
+
+@pytest.mark.covers("P10", "L3", "L5")
+def test_an_asynchronous_swarm_goes_on_without_its_aggregator(nursery: Nursery, tmp_path: Path) -> None:
+    """Others' updates are waiting when it is lost, so that rounds are closed one upon the other."""
+    lives = {site: ["swarm.closed=kill"] for site in ("a", "b")}
+    changed = {"async.enabled": True, "rounds.total": 12, "network.idle_timeout_s": 3.0, "swarm.aggregators": []}
+    with (
+        serve_swarm(tmp_path, **DILOCO | changed) as server,
+        processes(nursery, tmp_path, server.url, lives, LOOP="diloco"),
+    ):
+        Loops(server.url, tmp_path, names="c")
+        server.run()
+    assert [version for _, version, _ in Result(tmp_path).versions] == list(range(13))
