@@ -21,6 +21,17 @@ def wide_model() -> nn.Module:
     return nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.Linear(512, 32))
 
 
+class Tied(nn.Module):
+    """Its head has the weight of its embedding; one of its modules has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+
 def train_(model: nn.Module, site: str, number: int) -> None:
     """Change every tensor in a way that depends on its value, on the site and on the round."""
     generator = torch.Generator().manual_seed(1000 * number + ord(site[0]))

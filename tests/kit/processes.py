@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.processes import Kept, Nursery, Process, free_port
+from harness.processes import Kept, Nursery, Process, free_port, wait_until
 
 from kit.servers import SETTINGS
 
@@ -127,6 +127,37 @@ class ForkedSite:
         return self._nursery.start(
             str(self._script), cwd=self._folder, env=self._env | env, failpoints=failpoints, log=log
         )
+
+
+def run_commands(
+    nursery: Nursery, folder: Path, serve: Sequence[str], work: Sequence[str], sites: Iterable[str] = "ab"
+) -> Process:
+    """Type the command of a server, and for each site that of a worker: all of them end well. The server.
+
+    The server gets any free port, and the worker's words its address, the site and this Python.
+    """
+    server = nursery.start(*serve, "--port=0", cwd=folder)
+    found = wait_until(lambda: re.search(r"listening on (\S+)", server.output()), "the server's address", 60)
+    workers = []
+    for site in sites:
+        words = [*work]
+        words[words.index("--server") + 1], words[words.index("--site") + 1] = found[1], site
+        words[words.index("python")] = sys.executable
+        workers.append(nursery.start(*words, cwd=folder, env={"OMP_NUM_THREADS": "1"}))
+    assert [worker.wait(100) for worker in workers] == [0] * len(workers), [worker.output() for worker in workers]
+    assert server.wait(60) == 0, server.output()
+    return server
+
+
+def running_in(folder: Path) -> list[str]:
+    """Command lines of the processes whose current folder this is, apart from the test's own."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                if (entry / "cwd").readlink() == folder:
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
 
 
 @contextmanager

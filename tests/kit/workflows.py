@@ -77,17 +77,21 @@ def play(
 
 
 def play_as_processes(
-    nursery: Nursery, script: Path, folder: Path, main: Callable[[Any], None], names: Iterable[str], **settings: Any
-) -> Any:
-    """Run a workflow to its end with a script for each of these sites; the status at the end. Nothing of it is left."""
-    with workflow_server(folder, main, **settings) as server:
+    nursery: Nursery, script: Path, folder: Path, workflow: Callable[[Any], Any], names: Iterable[str], **settings: Any
+) -> tuple[Any, Any]:
+    """Run a workflow to its end with a script for each of these sites; what it returns, and the status at the end.
+
+    Nothing of it is left at the server.
+    """
+    came = list[Any]()
+    with workflow_server(folder, lambda controller: came.append(workflow(controller)), **settings) as server:
         workers = [nursery.start(str(script), server.url, name, cwd=folder) for name in names]
         assert server.wait(60)
         server.run()
         status = server.status()
     assert [worker.wait() for worker in workers] == [0] * len(workers)
     assert kept_objects(folder) == []
-    return status
+    return came[0], status
 
 
 def kept_objects(folder: Path) -> list[str]:
