@@ -18,27 +18,58 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_model import SITE_SCRIPT, take_rounds
+import torch
 from harness.processes import Nursery, Process, wait_until
-from kit import (
-    SITES,
-    ForkedServer,
-    ForkedSite,
-    copy_folder,
-    exported,
-    tensors_digest,
-    together,
-    write_run_file,
-)
-from kit.models import wide_model
+from kit import ForkedServer, ForkedSite, copy_folder, exported, tensors_digest, together, write_run_file
+from kit.models import SITES, local_step, wide_model
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
 from atoll.errors import ServerLost
+from atoll.protocol import routes
 
 HERE = Path(__file__).parent
 REACHED = re.compile(r"^failpoint (\S+) stops the process: (\d+)$", re.MULTILINE)
+
+SITE_SCRIPT = """
+import os
+import sys
+
+sys.path.insert(0, {here!r})
+from crash_images import {part}
+
+{part}(os.environ["ATOLL_SERVER"], os.environ["ATOLL_SITE"], "workers", lambda line: print(line, flush=True))
+"""
+
+
+def take_rounds(url: str, site: str, workers: str | Path, say: Callable[[str], object]) -> nn.Module:
+    """A site's part in a federated run, corrected by its algorithm; says what it has trained and submitted.
+
+    Returns the run's model.
+    """
+    model = wide_model()
+    with atoll.join(url, site=site, folder=workers) as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            with fl_round.correct(model, optimizer):
+                for step in range(2):
+                    local_step(model, optimizer, site, step)
+            say(f"trained {site} {fl_round.number}")
+            fl_round.submit(model, weight=SITES[site], metrics={"loss": 1.0 / fl_round.number})
+            say(f"submitted {site} {fl_round.number}")
+        return worker.load_into(model)
+
+
+def take_steps(url: str, site: str, workers: str | Path, say: Callable[[str], object]) -> nn.Module:
+    """A site's part in a DiLoCo run. Its gradients are of site and parameters alone, as after a restart."""
+    model = wide_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with atoll.DiLoCo(model, optimizer, server=url, site=site, folder=workers, weight=SITES[site]) as diloco:
+        while not diloco.finished:
+            local_step(model, optimizer, site, 0)
+    return model
 
 
 @dataclass(frozen=True)
@@ -46,10 +77,9 @@ class Scenario:
     """A run, and where images of it are taken.
 
     Attributes:
-        server, site: failpoint → the hits at which an image is taken, of the server and of each site.
+        server, site: failpoint → the hits at which an image is taken, of the server and of each of `observed`.
         files: further files of the run's folder, by name.
-        part: a site's part in the run, a function of crash_model.
-        sites: their names.
+        part: a site's part in the run, a function of this file.
     """
 
     server: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -57,7 +87,7 @@ class Scenario:
     settings: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     part: Callable[..., nn.Module] = take_rounds
-    sites: tuple[str, ...] = tuple(SITES)
+    observed: tuple[str, ...] = ("a",)
 
     @property
     def places(self) -> set[tuple[str, int]]:
@@ -73,7 +103,7 @@ class Scenario:
 
     @property
     def all_settings(self) -> dict[str, Any]:
-        return {"model.source": "kit_model:wide_model", "rounds.sites": len(self.sites), **self.settings}
+        return {"model.source": "kit_model:wide_model", **self.settings}
 
 
 @dataclass(frozen=True)
@@ -133,7 +163,8 @@ def recovered(scenario: Scenario, folder: Path) -> tuple[str, Counter[str]]:
     settings = atoll.Settings.read(run_file, {"network.port": 0})
     with pytest.MonkeyPatch.context() as patch, atoll.Server(wide_model(), settings) as server:
         patch.setenv("ATOLL_GIVE_UP_S", "10")
-        together(*(partial(take_part, site) for site in scenario.sites))
+        patch.setattr(routes, "LONG_POLL_S", 2.0)  # a site that leaves a swarm waits for the end of its last request
+        together(*(partial(take_part, site) for site in SITES))
         server.run()
     digests = {tensors_digest(dict(model.state_dict())) for model in models.values()}
     assert scenario.settings.get("aggregation.download_codec.name") or digests <= {result_of(folder)}
@@ -190,8 +221,10 @@ def images_of(scenario: Scenario, nursery: Nursery, folder: Path) -> tuple[str, 
     script = SITE_SCRIPT.format(here=str(HERE), part=scenario.part.__name__)
     with ForkedServer(nursery, run, (stops(scenario.server),), **scenario.all_settings) as server:
         camera.follow([server.kept.now], lambda: answers(server.url), "the start of the server")
-        sites = [ForkedSite(nursery, run, server.url, site, script) for site in scenario.sites]
-        running = [server.kept.now, *(site.start(stops(scenario.site)) for site in sites)]
+        running = [server.kept.now]
+        for site in SITES:
+            failpoints = stops(scenario.site) if site in scenario.observed else ""
+            running.append(ForkedSite(nursery, run, server.url, site, script).start(failpoints))
         camera.follow(running, lambda: all(each.poll() is not None for each in running), "the end of the run")
         assert [each.returncode for each in running] == [0] * len(running), [each.output()[-2000:] for each in running]
     return result_of(run), camera.images

@@ -11,13 +11,15 @@ import json
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from far_device import FarDevice
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit.servers import new_server
+from kit.servers import plain_server
+from kit.workflows import workflow_server
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -92,16 +94,20 @@ def everywhere(train: Callable[[str], Tensors]) -> Tensors:
     return {f"{site}.{name}": tensor for site, state in states.items() for name, tensor in state.items()}
 
 
+ROUNDS = 3
+
+
 def diloco(device: str, folder: Path, sites: int = 2, **settings: Any) -> Tensors:
-    """What the sites have at the end, and with one of them what the server has."""
-    options = {"diloco.sync_every": 8, "rounds.sites": sites, "network.port": 0, "disk.min_free_bytes": 0} | settings
-    server = new_server(build(), **{"algorithm.name": "diloco", "disk.state_dir": folder / "state"}, **options).start()
+    """What the sites have at the end, and with one of them, whose run does not end, what the server has."""
+    options = {"algorithm": "diloco", "H": 2, "sites": sites, "rounds": ROUNDS if sites > 1 else 0} | settings
+    server = plain_server(folder, build(), **options).start()
+    steps = ROUNDS * server.settings.diloco.sync_every + 2
 
     def train(site: str) -> Tensors:
         model = build(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with atoll.DiLoCo(model, optimizer, server=server.url, site=site, folder=folder / "workers") as loop:
-            for _ in range(26):  # three rounds and two steps
+            for _ in range(steps):
                 if not loop.finished:
                     step(model, optimizer, *data(site, device))
         return state_of(model)
@@ -117,8 +123,7 @@ def diloco(device: str, folder: Path, sites: int = 2, **settings: Any) -> Tensor
 
 
 def federated(device: str, folder: Path, *, clip: bool = False, **settings: Any) -> Tensors:
-    options = {"rounds.total": 3, "rounds.sites": len(SITES), "network.port": 0, "disk.min_free_bytes": 0} | settings
-    server = new_server(build(device), **{"disk.state_dir": folder / "state"}, **options).start()
+    server = plain_server(folder, build(device), sites=len(SITES), rounds=ROUNDS, **settings).start()
 
     def train(site: str) -> Tensors:
         model = build(device)
@@ -140,8 +145,7 @@ def federated(device: str, folder: Path, *, clip: bool = False, **settings: Any)
 
 def by_hand(device: str, folder: Path) -> Tensors:
     """SCAFFOLD with the corrections as values, of one site."""
-    options: dict[str, Any] = {"rounds.total": 3, "rounds.sites": 1, "network.port": 0, "disk.min_free_bytes": 0}
-    with new_server(build(), **{"algorithm.name": "scaffold", "disk.state_dir": folder / "state"}, **options) as server:
+    with plain_server(folder, build(), algorithm="scaffold", sites=1, rounds=ROUNDS) as server:
         model = build(device)
         with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
             for fl_round in worker:
@@ -157,15 +161,8 @@ def by_hand(device: str, folder: Path) -> Tensors:
 
 def moved_on(device: str, folder: Path) -> Tensors:
     """A site that is not told that its first update counts: it carries its next steps over to the version after it."""
-    options: dict[str, Any] = {
-        "rounds.total": 3,
-        "rounds.sites": 1,
-        "diloco.sync_every": 2,
-        "network.port": 0,
-        "disk.min_free_bytes": 0,
-    }
     with (
-        new_server(build(), **{"algorithm.name": "diloco", "disk.state_dir": folder / "state"}, **options) as server,
+        plain_server(folder, build(), algorithm="diloco", sites=1, rounds=ROUNDS, H=2) as server,
         Proxy(server.port) as proxy,
     ):
         model = build(device)
@@ -188,9 +185,7 @@ def tasks(device: str, folder: Path) -> Tensors:
         payload = {name: tensor.to(device) for name, tensor in state_of(build()).items()}
         answers.append(controller.send("a", "add", payload, timeout_s=60).payload)
 
-    with atoll.Server(
-        workflow=workflow, settings={"network.port": 0, "disk.state_dir": folder / "state", "disk.min_free_bytes": 0}
-    ) as server:
+    with workflow_server(folder, workflow) as server:
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
                 task.answer({name: tensor.to(device) + 1 for name, tensor in task.payload.items()})
@@ -212,31 +207,19 @@ def objects(device: str, folder: Path) -> Tensors:
     return found | {f"lazy.{name}": atoll.resolve(tensor).clone() for name, tensor in lazy.items()}
 
 
-STREAMING = {"diloco.num_fragments": 4, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
-INT4 = {"aggregation.upload_codec.name": "int4", "aggregation.download_codec.name": "int4"}
 INT8 = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"}
 WAYS: dict[str, Callable[[str, Path], Tensors]] = {
-    "diloco": lambda device, folder: diloco(device, folder, **{"rounds.total": 3}),
-    "bf16": lambda device, folder: diloco(
-        device,
-        folder,
-        **{"rounds.total": 3, "aggregation.upload_codec.name": "bf16", "aggregation.download_codec.name": "bf16"},
+    "diloco": diloco,
+    "bf16": partial(diloco, codec="bf16", **{"aggregation.download_codec.name": "bf16"}),
+    "top-k": partial(diloco, codec="topk", **{"aggregation.download_codec.name": "topk"}),
+    "streaming": partial(
+        diloco, codec="int4", K=4, H=8, tau=1, alpha=0.5, **{"aggregation.download_codec.name": "int4"}
     ),
-    "top-k": lambda device, folder: diloco(
-        device,
-        folder,
-        **{"rounds.total": 3, "aggregation.upload_codec.name": "topk", "aggregation.download_codec.name": "topk"},
-    ),
-    "streaming": lambda device, folder: diloco(device, folder, **{"rounds.total": 3}, **STREAMING),
-    "streaming int4": lambda device, folder: diloco(device, folder, **{"rounds.total": 3}, **STREAMING, **INT4),
-    "swarm": lambda device, folder: diloco(device, folder, **{"rounds.total": 3, "swarm.enabled": True}),
-    "async": lambda device, folder: diloco(
-        device, folder, 1, **{"async.enabled": True, "async.momentum_every": 2}, **INT8
-    ),
-    "fedavg": lambda device, folder: federated(device, folder, **{"algorithm.name": "fedavg"}, clip=True),
-    "fedprox": lambda device, folder: federated(device, folder, **{"algorithm.name": "fedprox"}, **INT8),
-    "scaffold": lambda device, folder: federated(device, folder, **{"algorithm.name": "scaffold"}),
-    "fednova": lambda device, folder: federated(device, folder, **{"algorithm.name": "fednova"}),
+    "swarm": partial(diloco, **{"swarm.enabled": True}),
+    "async": partial(diloco, sites=1, **{"async.enabled": True, "async.momentum_every": 2}, **INT8),
+    "fedavg": partial(federated, clip=True),
+    "fedprox": partial(federated, algorithm="fedprox", **INT8),
+    "scaffold": partial(federated, algorithm="scaffold"),
     "by hand": by_hand,
     "moved on": moved_on,
     "tasks": tasks,

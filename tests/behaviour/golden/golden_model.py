@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
+
+import atoll
 
 WEIGHTS = {"equal": {"a": 1.0, "b": 1.0}, "unequal": {"a": 1.0, "b": 2.5}}
 STEPS = {"a": 2, "b": 3}
@@ -109,3 +115,17 @@ def train_steps(diloco: Any, model: nn.Module, site: str, whole: Any = state_of)
         before = whole(model)
         local_step(model, diloco.optimizer, site, step)
     raise RuntimeError(f"{site}: the run is not finished after 200 steps")
+
+
+def train(worker: Any) -> None:
+    """What a simulated site runs; its model goes to a file."""
+    torch.set_num_threads(1)
+    how = json.loads(sys.argv[1])
+    save_file(take_rounds(worker, worker.site, how), Path(how["out"]) / f"{worker.site}-before.safetensors")
+
+
+def enter_diloco(worker: Any) -> None:
+    """What a simulated site is refused."""
+    model = build()
+    with atoll.DiLoCo(model, inner(model)) as diloco:
+        train_steps(diloco, model, "a")

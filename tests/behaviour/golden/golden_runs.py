@@ -129,7 +129,7 @@ def simulation(row: Row, folder: Path, client: str = "train") -> atoll.Simulatio
     settings: dict[str, Any] = {key: value for key, value in settings_of(row).items() if value is not None}
     return new_simulation(
         build(row["dtype"]),
-        script=f"{HERE / 'golden_client.py'}:{client}",
+        script=f"{HERE / 'golden_model.py'}:{client}",
         arguments=[json.dumps({"out": str(folder), **row})],
         sites=list(SITES),
         processes=1,

@@ -1,6 +1,7 @@
 """The golden matrix: every way of a run leaves the bits of its setup, and those that were written down for this build.
 
-A digest that changes on purpose is written anew by `python tools/golden.py`, which prints the old and the new ones.
+What the matrix leaves out, Atoll refuses, and names what does not go together. A digest that changes on purpose is
+written anew by `python tools/golden.py`, which prints the old and the new ones.
 """
 
 from __future__ import annotations
@@ -9,11 +10,35 @@ import warnings
 from pathlib import Path
 
 import pytest
-from golden_axes import AXES, FEW, is_valid, name_of, pairs_of, runs, setup_of, valid_pairs
-from golden_runs import build_key, differing, digests_of, in_words, known
+from golden_axes import (
+    AXES,
+    DEFAULTS,
+    EXCLUSIONS,
+    FEW,
+    ROUNDS,
+    STEPS,
+    Exclusion,
+    Row,
+    is_valid,
+    name_of,
+    pairs_of,
+    runs,
+    settings_of,
+    setup_of,
+    valid_pairs,
+)
+from golden_model import build
+from golden_runs import build_key, differing, digests_of, in_words, known, simulation
+from kit import serve
+
+from atoll.errors import AtollError, ConfigError
 
 RUNS = runs()
+
+
 SETUPS = list(dict.fromkeys(name_of(setup_of(row)) for row in RUNS))
+
+
 WRITTEN = known()
 
 
@@ -60,3 +85,55 @@ def test_every_setup_runs_in_two_ways() -> None:
 @pytest.mark.parametrize("places", [FEW[:1], FEW[1:]], ids="-".join)
 def test_places_that_start_processes_have_few_runs(places: tuple[str, ...]) -> None:
     assert 0 < sum(row["place"] in places for row in RUNS) <= 8
+
+
+EXCLUDED = [
+    pytest.param(each, row, id=name_of({axis: row[axis] for axis in each.of}))
+    for each in EXCLUSIONS
+    for row in each.rows()
+    if each.by
+]
+
+
+def is_of_settings(each: Exclusion) -> bool:
+    """Whether the server or the simulation refuses it before a site has joined."""
+    places, algorithms = each.of.get("place", ()), each.of.get("algorithm", ())
+    if "simulation" in places:
+        return not set(STEPS[:1]) & set(algorithms)
+    return not set(places) & {"fsdp", "ddp"} or not set(algorithms) & set(ROUNDS) - {"scaffold"}
+
+
+def begin(row: Row, folder: Path) -> None:
+    """Build the simulation, or start the server."""
+    if row["place"] == "simulation":
+        simulation(row, folder)
+        return
+    with serve(folder, build(), **settings_of(row)):
+        pass
+
+
+@pytest.mark.parametrize(("each", "row"), [case for case in EXCLUDED if is_of_settings(case.values[0])])
+def test_refuses_settings_that_the_matrix_leaves_out(tmp_path: Path, each: Exclusion, row: Row) -> None:
+    with pytest.raises(ConfigError) as refused:
+        begin(row, tmp_path)
+    assert [word for word in each.by if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("each", [each for each in EXCLUSIONS if not each.by], ids=lambda each: each.why)
+def test_does_not_refuse_runs_with_bits_that_depend_on_time(tmp_path: Path, each: Exclusion) -> None:
+    for number, row in enumerate(each.rows()):
+        with serve(tmp_path / str(number), build(), **settings_of(row)) as server:
+            assert server.status().fragments
+
+
+def test_a_simulation_refuses_diloco_at_the_site(tmp_path: Path) -> None:
+    row = DEFAULTS | {"place": "simulation", "algorithm": "diloco"}
+    assert not is_valid(row)
+    with pytest.raises(AtollError, match=r"DiLoCo"):
+        simulation(row, tmp_path, client="enter_diloco").run()
+
+
+def test_every_exclusion_has_a_test() -> None:
+    """What a site refuses: in a simulation, as above; ranks, in the tests of sharded sites and of a site's lock."""
+    at_sites = [each for each in EXCLUSIONS if each.by and not is_of_settings(each)]
+    assert {place for each in at_sites for place in each.of["place"]} == set(FEW)

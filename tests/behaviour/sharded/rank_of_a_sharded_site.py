@@ -89,7 +89,6 @@ class How:
     held: dict[str, str] = field(default_factory=dict)
     filters: bool = False
     otherwise: str = ""
-    dtype: str = "float64"
     patience_s: float = 60.0
 
 
@@ -97,7 +96,7 @@ def main(site: str, out: Path, how: How, **more: Any) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     routes.LONG_POLL_S = min(routes.LONG_POLL_S, how.patience_s / 10)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model = build(how.dtype)
+    model = build()
     trained = shard(model, how.sharded)
     dist.barrier()  # a rank that is refused ends, and with rank 0 the store by which others make their groups
     if how.otherwise == "publish":
@@ -108,7 +107,7 @@ def main(site: str, out: Path, how: How, **more: Any) -> None:
     optimizer = inner(trained)
     each = 16 // ranks
     last = 16 if rank == ranks - 1 else each * (rank + 1)
-    inputs, targets = (values[each * rank : last].to(model.gain.dtype) for values in data(site))
+    inputs, targets = (values[each * rank : last] for values in data(site))
     share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
     trace: dict[str, Tensor] = {}
     diloco_module.RankGroup = Counted  # type: ignore[misc]

@@ -11,7 +11,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from harness.processes import Kept, Nursery, Process, free_port
+from harness.processes import Nursery, Process, free_port
+from kit.processes import ForkedServer
 from kit.servers import long
 from torch import Tensor, nn
 
@@ -50,8 +51,8 @@ class Awkward(nn.Module):
         return out * (1 + 0.1 * self.gain.mean()) + 1e-3 * self.gain.square().mean()
 
 
-def build(dtype: str = "float64") -> Awkward:
-    return Awkward().to(getattr(torch, dtype))
+def build() -> Awkward:
+    return Awkward().to(torch.float64)
 
 
 def inner(model: nn.Module) -> torch.optim.Optimizer:
@@ -108,18 +109,14 @@ def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, list[dict
 
 SETTINGS: dict[str, Any] = {
     "model.source": "sharded_model:build",
+    "model.ranks": 2,
     "algorithm.name": "diloco",
-    "aggregation.upload_codec.name": "none",
+    "algorithm.outer_optimizer.name": None,
     "algorithm.outer_optimizer.lr": OUTER_LR,
     "algorithm.outer_optimizer.momentum": MOMENTUM,
-    "disk.state_dir": "state",
-    "network.heartbeat_interval_s": 0.5,
-    "network.heartbeat_timeout_s": 60.0,
-    "run.threads": 1,
-    "model.ranks": 2,
-    "network.part_bytes": 2**16,
-    "disk.min_free_bytes": 0,
+    "aggregation.upload_codec.name": "none",
 }
+"""Together with those of the kit; the outer optimizer is DiLoCo's."""
 
 
 def start_site(
@@ -147,7 +144,7 @@ def start_site(
     ]
 
 
-class World:
+class World(ForkedServer):
     """A run, served by `atoll server` in a process of its own that is started again whenever it was killed; and sites.
 
     Args:
@@ -155,43 +152,25 @@ class World:
     """
 
     def __init__(self, nursery: Nursery, folder: Path, lives: tuple[str, ...] = (), **settings: Any) -> None:
-        self.folder, self.port = folder, free_port()
-        self._nursery = nursery
         (folder / "sharded_model.py").write_text(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom sharded_world import build\n"
         )
-        values = SETTINGS | {"network.port": self.port} | long(settings)
-        flat = {key: value for key, value in values.items() if not isinstance(value, dict)}
-        for table in values.keys() - flat.keys():
-            flat |= {f"{table}.{key}": value for key, value in values[table].items()}
-        lines = (f"{key} = {json.dumps(value)}\n" for key, value in flat.items())
-        (folder / "run.toml").write_text("".join(lines))
-        self.server = Kept(self._start, lives)
-
-    def _start(self, failpoints: str) -> Process:
-        log = self.folder / "server.log"
-        return self._nursery.start("atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=log)
+        super().__init__(nursery, folder, lives, **SETTINGS | long(settings))
+        self._started_by = nursery
 
     def __enter__(self) -> World:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.server.close()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def site(self, site: str, **how: Any) -> list[Process]:
         """As `start_site`."""
-        return start_site(self._nursery, self.folder, self.url, site, **how)
+        return start_site(self._started_by, self.folder, self.url, site, **how)
 
     def ended(self, *sites: list[Process]) -> None:
         """Wait until all ranks and the server have ended well."""
         for ranks in sites:
             for rank in ranks:
                 assert rank.wait(90) == 0, rank.output()[-4000:]
-        assert self.server.wait() == 0
+        assert self.kept.wait() == 0
 
 
 def told(out: Path, site: str, rank: int) -> dict[str, Any]:
@@ -206,16 +185,26 @@ def rows(value: Tensor, rank: int, ranks: int) -> Tensor:
     return chunks[rank] if rank < len(chunks) else value[:0]
 
 
-def require_close(out: Path, right: dict[str, list[dict[str, Tensor]]], ranks: int = 2, most: float = 1e-12) -> None:
+def steps_of(out: Path, site: str, rank: int) -> dict[str, Tensor]:
+    """`step/parameter` → what a rank has of it after the step."""
+    return safetensors.torch.load_file(out / f"{site}-{rank}.safetensors")
+
+
+def share(name: str, value: Tensor, rank: int, ranks: int = 2) -> Tensor:
+    """What a rank has of a parameter: `gain` is not sharded."""
+    return value if name == "gain" else rows(value, rank, ranks)
+
+
+def require_close(out: Path, right: dict[str, list[dict[str, Tensor]]], ranks: int = 2) -> None:
     """Every rank of every site has after every step the rows that it has to have."""
     for site, trace in right.items():
         for rank in range(ranks):
-            mine = safetensors.torch.load_file(out / f"{site}-{rank}.safetensors")
+            mine = steps_of(out, site, rank)
             assert len(mine) == len(trace) * len(trace[0]), (site, rank)
             for step, values in enumerate(trace):
                 for name, value in values.items():
-                    want = value if name == "gain" else rows(value, rank, ranks)
+                    want = share(name, value, rank, ranks)
                     got = mine[f"{step}/{name}"]
                     assert got.shape == want.shape, (site, rank, name)
                     error = float((got - want).abs().max()) if want.numel() else 0.0
-                    assert error <= most, f"{site}, rank {rank}, step {step}, {name}: {error}"
+                    assert error <= 1e-12, f"{site}, rank {rank}, step {step}, {name}: {error}"

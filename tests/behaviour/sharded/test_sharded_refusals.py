@@ -28,26 +28,19 @@ from atoll.errors import ConfigError, UsageError
             "is sharded over 3 ranks, but the run 'atoll' has ranks = 2. Start the server with --set model.ranks=3",
         ),
         (2, {"sharded": "columns"}, "wide.weight has the placements ('S(1)',) over a mesh of (2,) ranks"),
+        (4, {"sharded": "hybrid"}, "over a mesh of (2, 2) ranks, but the worker has 4 ranks"),
         (2, {"sharded": "replicated"}, "wide.weight has the placements ('R',) over a mesh of (2,) ranks"),
         (2, {"otherwise": "publish"}, "payload['wide.weight'] is a DTensor, which Atoll cannot send."),
         (1, {"otherwise": "join"}, "is a DTensor. Train sharded models with atoll.DiLoCo; elsewhere call full_"),
         (2, {"filters": True}, "Filters need whole tensors, but this model is sharded over ranks (FSDP2)."),
     ],
-    ids=["another-number", "columns", "replicated", "published", "federated", "filters"],
+    ids=["another-number", "columns", "hybrid", "replicated", "published", "federated", "filters"],
 )
 def test_every_rank_is_told(nursery: Nursery, tmp_path: Path, ranks: int, how: dict[str, Any], what: str) -> None:
-    with World(nursery, tmp_path, H=2, rounds=1, sites=1) as world:
+    with World(nursery, tmp_path, H=2, rounds=1, sites=1, **{"model.ranks": 4 if ranks == 4 else 2}) as world:
         for each in world.site("a", ranks=ranks, **how):
             assert each.wait(60) == UsageError.exit_code
             assert what in " ".join(each.output().split()), each.output()
-
-
-@pytest.mark.covers("P4")
-def test_hybrid_sharding_is_refused(nursery: Nursery, tmp_path: Path) -> None:
-    with World(nursery, tmp_path, H=2, rounds=1, sites=1, **{"model.ranks": 4}) as world:
-        for each in world.site("a", ranks=4, sharded="hybrid"):
-            assert each.wait(60) == UsageError.exit_code
-            assert "over a mesh of (2, 2) ranks, but the worker has 4 ranks" in each.output()
 
 
 @pytest.mark.covers("P4")

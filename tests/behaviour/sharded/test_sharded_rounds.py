@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 from harness.processes import Nursery
 from kit.processes import export_model
 from kit.servers import plain_server
-from sharded_world import World, build, expected, require_close, rows, told
+from sharded_world import World, build, expected, require_close, rows, share, steps_of, told
 
 
 def base_bytes(folder: Path, site: str = "a") -> int:
@@ -50,43 +49,20 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
             assert (said["seen"], said["mean"]) == (9, [2.25] * 3)
 
 
-def test_each_rank_keeps_its_own_share_on_disk(nursery: Nursery, tmp_path: Path) -> None:
-    """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
-    with World(nursery, tmp_path, H=2, rounds=1, sites=1, codec="int8") as world:
-        world.ended(world.site("a"))
-    for rank in (0, 1):
-        (folder,) = (tmp_path / "workers" / "a" / f"rank-{rank}-of-2").iterdir()
-        whole = (folder / "base.safetensors").stat().st_size
-        assert whole > 8 * sum(parameter.numel() for parameter in build().parameters())
-        most = 0.75 * whole  # in whole pages
-        kept = {path.name: path.stat().st_blocks * 512 for path in folder.iterdir()}
-        assert 0 < kept["base.safetensors"] <= most
-        assert 0 < max(kept["residual-0.bin"], kept["residual-1.bin"]) <= most
-
-
-@pytest.mark.covers("D4")
-def test_a_site_that_is_divided_anew_keeps_no_files_of_its_earlier_divisions(nursery: Nursery, tmp_path: Path) -> None:
-    home = tmp_path / "workers" / "a"
-    for ranks, how in ((1, {"sharded": ""}), (3, {}), (2, {})):
-        run: dict[str, Any] = {
-            "disk.state_dir": f"state-{ranks}",
-            "model.ranks": ranks,
-            "diloco.sync_every": 2,
-            "rounds.total": 1,
-        }
-        with World(nursery, tmp_path, sites=1, **run) as world:
-            world.ended(world.site("a", ranks=ranks, **how))
-        if ranks == 3:
-            assert {path.name for path in home.iterdir()} == {f"rank-{rank}-of-3" for rank in range(3)}
-    assert {path.name for path in home.iterdir()} == {"rank-0-of-2", "rank-1-of-2"}
-
-
-def test_a_rank_may_have_no_rows(nursery: Nursery, tmp_path: Path) -> None:
-    """Of three ranks the second has the border of two tiles, and the last no row of two tensors."""
+@pytest.mark.covers("D4", "P4")
+def test_a_site_may_be_divided_otherwise_in_each_run_and_keeps_no_files_of_earlier_divisions(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    """Of three ranks the second has the border of two tiles, and the last no row of two tensors; one has the whole."""
     assert [rows(build().last.weight, rank, 3).numel() for rank in range(3)] == [7, 0, 0]
-    with World(nursery, tmp_path, H=2, rounds=2, sites=1, **{"model.ranks": 3}) as world:
-        world.ended(world.site("a", ranks=3))
-    require_close(tmp_path, expected("a", sync_every=2, rounds=2), ranks=3)
+    home, right = tmp_path / "workers" / "a", expected("a", sync_every=2, rounds=1)
+    for ranks in (1, 3, 2):
+        run = {"disk.state_dir": f"state-{ranks}", "model.ranks": max(2, ranks)}
+        with World(nursery, tmp_path, H=2, rounds=1, sites=1, **run) as world:
+            world.ended(world.site("a", ranks=ranks))
+        require_close(tmp_path, right, ranks=ranks)
+        if ranks > 1:
+            assert {path.name for path in home.iterdir()} == {f"rank-{rank}-of-{ranks}" for rank in range(ranks)}
 
 
 def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
@@ -99,49 +75,48 @@ def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Pa
     assert told(tmp_path, "b", 0)["bytes_up"] == 2 * update_bytes()
 
 
-def test_one_rank_has_the_whole_of_a_sharded_model(nursery: Nursery, tmp_path: Path) -> None:
-    with World(nursery, tmp_path, H=2, rounds=1, sites=1, **{"model.ranks": 2}) as world:
-        world.ended(world.site("a", ranks=1))
-    require_close(tmp_path, expected("a", sync_every=2, rounds=1), ranks=1)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("codec", ["bf16", "int4", "topk"])
-def test_every_rank_ends_with_its_rows_of_the_runs_model(
-    nursery: Nursery, tmp_path: Path, dtype: str, codec: str
+@pytest.mark.covers("L3", "L5", "F9")
+def test_a_single_worker_of_an_asynchronous_run_is_what_it_is_in_a_synchronous_one(
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    """To the bit, in other dtypes and codecs: the last version has come to where it belongs."""
-    how = {"aggregation.upload_codec.name": codec, "model.args": {"dtype": dtype}}
-    with World(nursery, tmp_path, H=2, rounds=2, sites=1, **how) as world:
-        world.ended(world.site("a", dtype=dtype))
+    """Every update is applied to the version that it was formed against; also where the server is killed behind one."""
+    with World(nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}) as world:
+        world.ended(world.site("a"))
+        assert world.kept.deaths == 1
+    require_close(tmp_path, expected("a", sync_every=2, rounds=3))
+
+
+@pytest.mark.covers("L5")
+def test_sharded_and_whole_workers_of_an_asynchronous_run_end_with_its_model(nursery: Nursery, tmp_path: Path) -> None:
+    """They overtake each other as they like; the run is over after eight updates, and both have what came of them."""
+    with World(nursery, tmp_path, H=2, rounds=8, sites=2, codec="int8", **{"async.enabled": True}) as world:
+        world.ended(world.site("a"), world.site("b", ranks=1, sharded=""))
     model = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
-    for rank in (0, 1):
-        mine = safetensors.torch.load_file(tmp_path / f"a-{rank}.safetensors")
-        for name, parameter in build(dtype).named_parameters():
-            want = model[name] if name == "gain" else rows(model[name], rank, 2)
-            assert mine[f"3/{name}"].dtype == parameter.dtype
-            assert mine[f"3/{name}"].equal(want), name
-            assert not want.numel() or not want.equal(rows(parameter, rank, 2) if name != "gain" else parameter)
+    for site, ranks in (("a", 2), ("b", 1)):
+        (last,) = {told(tmp_path, site, rank)["step"] - 1 for rank in range(ranks)}
+        for rank in range(ranks):
+            mine = steps_of(tmp_path, site, rank)
+            for name, start in build().named_parameters():
+                assert mine[f"{last}/{name}"].equal(share(name, model[name], rank, ranks)), (site, rank, name)
+                assert not model[name].equal(start)
 
 
 @pytest.mark.covers("L16")
-@pytest.mark.parametrize("down", ["none", "int8"])
-def test_codecs_lose_what_they_lose_of_a_whole_model(nursery: Nursery, tmp_path: Path, down: str) -> None:
-    """int8 has its blocks, and error feedback its residuals, where they are without ranks: the numbers are the same."""
-    folders = {name: tmp_path / name for name in ("sharded", "whole")}
-    for name, folder in folders.items():
-        folder.mkdir()
-        how = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": down}
-        with World(nursery, folder, H=2, rounds=3, sites=1, **how) as world:
-            world.ended(world.site("a") if name == "sharded" else world.site("a", ranks=1, sharded=""))
-    whole = safetensors.torch.load_file(folders["whole"] / "a-0.safetensors")
-    right = [{name: whole[f"{step}/{name}"] for name, _ in build().named_parameters()} for step in range(6)]
-    require_close(folders["sharded"], {"a": right}, most=1e-10)
-    plain = expected("a", sync_every=2, rounds=3)["a"]
-    assert any(float((right[5][name] - plain[5][name]).abs().max()) > 1e-6 for name in right[5])  # int8 did lose
+def test_each_rank_keeps_and_receives_its_own_share_of_compressed_versions(nursery: Nursery, tmp_path: Path) -> None:
+    """The base file is as long as the version, and so is what error feedback keeps; most of them are holes."""
+    down = {"aggregation.download_codec.name": "int8"}
+    with World(nursery, tmp_path, H=2, rounds=3, sites=1, codec="int8", **down) as world:
+        world.ended(world.site("a"))
     # the first version comes whole; of fp64, the others as an eighth and scales
-    times = sum(told(folders["sharded"], "a", rank)["bytes_down"] for rank in (0, 1)) / base_bytes(folders["sharded"])
-    assert times == 4 if down == "none" else 1 + 3 / 8 < times < 1 + 3 / 6
+    times = sum(told(tmp_path, "a", rank)["bytes_down"] for rank in (0, 1)) / base_bytes(tmp_path)
+    assert 1 + 3 / 8 < times < 1 + 3 / 6
+    for rank in (0, 1):
+        (folder,) = (tmp_path / "workers" / "a" / f"rank-{rank}-of-2").iterdir()
+        nbytes = (folder / "base.safetensors").stat().st_size
+        assert nbytes > 8 * sum(parameter.numel() for parameter in build().parameters())
+        kept = {path.name: path.stat().st_blocks * 512 for path in folder.iterdir()}  # in whole pages
+        assert 0 < kept["base.safetensors"] <= 0.75 * nbytes
+        assert 0 < max(kept["residual-0.bin"], kept["residual-1.bin"]) <= 0.75 * nbytes
 
 
 MEAN = """
