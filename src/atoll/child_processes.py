@@ -122,7 +122,7 @@ def _uninterrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
-    """Let `handler` handle SIGINT and SIGTERM within the block. In other threads than the main thread, do nothing."""
+    """Let `handler` handle SIGINT and SIGTERM within the block. Outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -63,7 +63,7 @@ class AtollError(Exception):
 
     Args:
         message: the side that erred and the value, in one sentence.
-        remedy: advice what to do, in one sentence; may be empty.
+        remedy: what to do, in one sentence; may be empty.
         trace: traceback of user code, if user code raised; commands print it.
     """
 
@@ -181,7 +181,7 @@ class TransferError(AtollError):
 
 
 class ServerUnreachable(TransferError):
-    """No server answers at the address. If `is_other`, something else did, or TLS did not verify the server."""
+    """No server answers at the address. `is_other`: another program answers, or TLS cannot verify the server."""
 
     code = "unreachable"
     is_other = False
@@ -283,7 +283,7 @@ def no_more_files(error: BaseException) -> bool:
 
 
 def passing(error: BaseException) -> str | None:
-    """Return what is lacking, as text, if an error is temporary (full disk, too many open files); else None."""
+    """Return the shortage that caused an error, as text (full disk, too many open files); None for other errors."""
     if isinstance(error, DiskFull):
         return f"the disk is full: {error}"
     if no_more_files(error):
@@ -392,7 +392,8 @@ def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
     The exit status stays Python's: the process ends by SIGINT, which a shell reports as 130.
 
     Args:
-        error: the error that ended a block. If it is not a KeyboardInterrupt, do nothing. None: always act.
+        error: the error that ended a `with` block. For any error but KeyboardInterrupt, this function does nothing.
+            None: it always acts.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
         _end_with_one_line()

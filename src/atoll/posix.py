@@ -20,11 +20,11 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FolderTaken(Exception):
-    """Another process, or another part of this process, has the lock. `str()` is the name in the lock file."""
+    """Another process, or another part of this process, holds the lock. `str()` is the name in the locked file."""
 
 
 class OwnedFile:
-    """Base class of objects that own an open descriptor, `fd`. It is closed once: in `close`, or with the object."""
+    """Base class of objects that own an open descriptor, `fd`: `close` or the object's deletion closes it, once."""
 
     fd: int = -1
 

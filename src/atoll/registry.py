@@ -152,7 +152,7 @@ def made(build: Callable[[], T], what: str, remedy: str) -> T:
 
     Args:
         build: calls a class or function of the user.
-        what: start of the error message: what failed.
+        what: start of the error message, which says what failed.
         remedy: advice for the case that the class or function does not accept its arguments.
 
     Raises:
@@ -170,7 +170,7 @@ def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
     """Return a `ConfigError` for an error from user code, with the error's place and the traceback of the user code.
 
     Args:
-        what: start of the message: what failed.
+        what: start of the message, which says what failed.
         error: the error.
         remedy: advice for the case that no user code ran, because the call did not accept its arguments.
     """

@@ -251,7 +251,7 @@ FAILPOINTS_VARIABLE = "ATOLL_FAILPOINTS"
 
 
 def _parse(text: str) -> dict[str, tuple[str, frozenset[int]]]:
-    """Parse `name=action[@nth[,nth]]`, separated by `;`, into {name: (action, times)}."""
+    """Parse entries `name=action[@nth[,nth]]`, separated by `;`, into name → (action, all numbers nth)."""
     actions: dict[str, tuple[str, frozenset[int]]] = {}
     for item in filter(None, text.split(";")):
         name, _, action = item.partition("=")

@@ -75,8 +75,8 @@ of tables with a `path`."""
 def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return values by `group.key` as nested tables, merged onto other nested tables.
 
-    Tables are merged key by key. But a table with `name` or `path` replaces the whole earlier table. If only the key
-    `path` of a table is set, it replaces an earlier `name` in the table; a `name` replaces an earlier `path`.
+    Tables are merged key by key, with two exceptions. If the new value is a table with `name` or `path`, it replaces
+    the whole earlier table. If the new value is a single key `path`, it removes an earlier `name`, and vice versa.
 
     Args:
         values: `group.key` → value, or `group` → a table or object with settings of that group.
@@ -150,8 +150,8 @@ def nearest_key(key: str, fields: Fields) -> str:
 def value_of(key: str, text: str, fields: Fields) -> Any:
     """Parse the text of a variable or of `--set` as the value of a key.
 
-    Text for tables, options and unknown keys is parsed as TOML. Text for a list may also be items with commas. Any
-    other text is returned unchanged, for pydantic to convert.
+    Text for tables, options and unknown keys is parsed as TOML. Text for a list may also be items separated by commas.
+    Any other text is returned unchanged, for pydantic to convert.
 
     Raises:
         ValueError: the text of a known setting should be TOML, and is not.
@@ -257,9 +257,9 @@ def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
 
 
 def file_layer(path: Path, fields: Fields) -> Layer:
-    """Return the settings in a run file, with paths made relative to the file's folder.
+    """Return the settings in a run file. Relative paths in the file start at the file's folder.
 
-    If the file does not set `disk.state_dir`, the default state directory lies beside the file, too.
+    If the file does not set `disk.state_dir`, the default state directory is in that folder, too.
 
     Raises:
         ConfigError: the file cannot be read, or is not TOML.
@@ -286,7 +286,7 @@ Move = Callable[[str], str | Path]
 
 
 def moved(key: str, value: Any, move: Move) -> Any:
-    """Return the value of a setting with `move` applied to every path in it."""
+    """Return the value of a setting, with every path in the value replaced by `move(path)`."""
     if key in FOLDERS:
         return Path(move(str(value))) if isinstance(value, str | Path) else value
     if isinstance(value, BaseModel):
@@ -313,10 +313,9 @@ def _code(target: Any, move: Move) -> Any:
 
 
 def _moved_table(key: str, table: Any, move: Move) -> Any:
-    """Return a table with `move` applied to its paths.
+    """Return a table, with every path in the table replaced by `move(path)`.
 
-    If a workflow step has no name, its path before `move` becomes its name, so that moving the folder does not rename
-    the step.
+    If a workflow step has no name, its old path becomes its name. So moving the folder does not rename the step.
     """
     if not isinstance(table, Mapping):
         return table

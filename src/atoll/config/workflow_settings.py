@@ -240,6 +240,6 @@ def _filter(entry: Any, components: Mapping[str, Component], key: str) -> Any:
     if entry.get("args"):
         raise ConfigError(
             f"{key} has {dict(entry)!r}, but its path refers to a component, which has its own arguments.",
-            "Put them into the args of the component.",
+            "Put the arguments into the args of the component.",
         )
     return {**entry, "path": found.path, "args": dict(found.args)}
