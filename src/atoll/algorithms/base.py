@@ -5,9 +5,9 @@
               w_{v+1} = outer step of w_v along g
 
 Two groups always exist: `params` (the float parameters) and `buffers` (averaged as raw values). An algorithm can name
-further groups. Every version stores a further group beside the model: one tensor per parameter, of the parameter's
-shape, in fp32 (fp64 for fp64). These tensors start at zero. Each update carries one tensor for each of them. The server
-reduces these tensors over the updates and adds the result to the version's tensor.
+further groups. A further group has one tensor per parameter, of the parameter's shape, in fp32 (fp64 for fp64). Every
+version stores these tensors beside the model; version 0 has zeros. Every update has the same tensors. The server
+reduces those of the updates, and adds the result to the version's tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ for fp64), after the site's filters. None if a filter of the site keeps the para
 
 
 class KeptState(Protocol):
-    """The tensors that a site keeps between rounds. Their names come from `name_beside`."""
+    """The tensors that a site keeps between rounds, with names `atoll.<group>.<parameter>`."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a kept tensor, as of the site's last counted update, in new memory."""
@@ -124,7 +124,7 @@ class Correction:
         """Change the gradients of these parameters in place, before a step. A parameter's `grad` may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
-        """Return the loss term of which `before_step_` adds the gradient, as a 0-d tensor. None: there is none.
+        """Return the loss term as a 0-d tensor; `before_step_` adds its gradient. None: the loss has no such term.
 
         Atoll adds the penalty to the loss that a closure returns, because a line search needs loss and gradient to
         match.
@@ -135,7 +135,7 @@ class Correction:
         """Change these parameters in place, after a step with the learning rate `rate`."""
 
     def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
-        """Return the update's tensors for the groups beside the model: group → reader by parameter name.
+        """Return, for each group beside the model, a function that reads the update's tensors by parameter name.
 
         Atoll calls this once, when it forms the update. Set the kept tensors here (`LocalContext.keep`).
 

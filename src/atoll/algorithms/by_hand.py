@@ -68,7 +68,7 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
         )
     for name in shapes:
         if name not in given:
-            raise UsageError(f"{what} has no entry for {name!r}.", "Add it; zeros if it is not trained.")
+            raise UsageError(f"{what} has no entry for {name!r}.", "Add one: zeros if the parameter is not trained.")
     tensors = {}
     for name, value in given.items():
         if name not in shapes:
@@ -93,8 +93,8 @@ def given_groups(
 ) -> Callable[[Moved], Mapping[str, Runs]]:
     """Check the group tensors that a script submits. Return a function that can be used in place of `StepHooks.finish`.
 
-    The function returns readers of these tensors. If the site keeps a group, reading a value also adds the value to the
-    site's kept tensor. In the same way, the server adds the reduced values of all sites to the version's tensor.
+    That function returns readers of these tensors. If the site keeps a group, a reader also adds each value that it
+    returns to the site's kept tensor, as the server adds the reduced values of all sites to the version's tensor.
 
     Args:
         given: group → parameter name → tensor.

@@ -186,8 +186,8 @@ class Steps:
         self._begun = False
         if not self._warned and self._awaited:
             LOG.warning(
-                "%s: the last optimizer in the list stepped before %s, but a synchronisation follows the "
-                "last one. Pass the optimizers in the order in which they step.",
+                "%s: the last optimizer in the list stepped before %s, but Atoll synchronises after the step of the "
+                "last optimizer. Pass the optimizers in the order in which they step.",
                 self._site,
                 ", ".join(self._awaited.values()),
             )
@@ -440,7 +440,7 @@ class _Followed:
 
     @contextmanager
     def _a_failed_step_has_ended(self) -> Iterator[None]:
-        """If the block raises, reset the nesting depth: torch calls no post-hook after a failed step."""
+        """If the block raises, set the number of steps under way to 0: torch calls no post-hook after a failed step."""
         try:
             yield
         except BaseException:

@@ -185,7 +185,7 @@ def _require_whole(settings: Settings, algorithm: str) -> None:
 
 
 def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callable[..., Any]) -> dict[str, Any]:
-    """Return the outer optimizer's options: those of the settings, and for the algorithm's own optimizer its defaults.
+    """Return the outer optimizer's options from the settings. The algorithm's own optimizer also gets its defaults.
 
     Raises:
         ConfigError: the learning rate or the momentum is out of range, or the optimizer has no momentum.
@@ -274,5 +274,5 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
 
 
 def name_of(given: Callable[..., Any]) -> str:
-    """Return a name for messages, of code that a program passed."""
+    """Return the name, for messages, of a callable that a program passed."""
     return str(getattr(given, "__qualname__", repr(given)))

@@ -57,7 +57,7 @@ def build_outer(
 
 
 def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
-    """Return the names of the optimizer's arguments after `params`. None: it accepts any, or they are unknown."""
+    """Return the names of the optimizer's arguments after `params`; None if unknown, or if it accepts any name."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):

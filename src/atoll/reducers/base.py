@@ -71,7 +71,7 @@ class Reducer(ABC):
         return normalised(facts.weights)
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return s in v ← s·v + reduction, the step of a tensor v in a group beside the model, such as SCAFFOLD's c."""
+        """Return s, for the step v ← s·v + reduction of each tensor v beside the model, such as SCAFFOLD's c."""
         return 1.0
 
     @abstractmethod

@@ -69,7 +69,7 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
 
 @functools.lru_cache(maxsize=64)
 def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
-    """Return the comparators, in order, that move the given ranks of k rows to their places."""
+    """Return the comparators (i, j, needed outputs), in order, that move the given ranks of k rows to their places."""
     needed, kept = set(ranks), list[tuple[int, int, Wanted]]()
     for low, high in reversed(list(_merge_sort(k))):
         if low in needed or high in needed:
