@@ -54,7 +54,7 @@ def build_codecs(
     if not isinstance(made, Codec):
         raise ConfigError(
             f"{setting} = {codec!r} lacks one of the properties name, elementwise, raw and feedback.",
-            "They are properties of atoll.codecs.Codec; atoll.testing.contracts has tests of it.",
+            "They are properties of atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
         )
     is_ours = WideCodec.name in (codec, made.name)  # `wide` is internal: settings cannot name it
     if is_ours or (made.name != codec and made.name in registry.names("codecs")):

@@ -141,7 +141,7 @@ class DifferenceWriter:
         self._end = 0  # offset in the delta file at which to write next
 
     def begin(self, part: Part) -> None:
-        """Start the part of the delta that belongs to this part of the version."""
+        """Start the part of the delta with the same number as `part`, a part of the version."""
         self._part, self._hasher = self._downlink.parts[part.index], blake3()
         self._end = self._part.start
 

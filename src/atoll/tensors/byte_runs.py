@@ -131,7 +131,7 @@ class Run:
 
     @property
     def stop(self) -> int:
-        """Byte behind the last piece in the file."""
+        """File offset of the last piece's end."""
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
     def split(self, values: Tensor) -> Sequence[Tensor]:
@@ -230,7 +230,8 @@ class RunTable:
     def _item_bytes(self, segment: Segment) -> int:
         """Return the bytes of an encoded element, or 0.
 
-        0 means that the codec does not encode elements independently, or that segments are not aligned to the size.
+        0 means that the codec does not encode elements independently, or that segments may begin at offsets that are
+        no multiple of an encoded element's size.
         """
         encoding = self.layout.encodings[segment.codec]
         if not encoding.elementwise:

@@ -31,7 +31,7 @@ CHUNK_ELEMENTS = 2**18
 
 
 class InPieces(Protocol):
-    """A tensor with elements in several memories, such as a rank's shard and its tail."""
+    """A tensor with elements in several memories, such as a rank's own rows and its copies of other ranks' rows."""
 
     def run(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop), as `run_of` does."""
@@ -103,16 +103,16 @@ def assign_run_(tensor: Tensor | InPieces, start: int, values: Tensor) -> None:
 
 
 def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield views that together are the elements [start, stop), each with its range in a buffer.
+    """Yield views that together are the elements [start, stop), each with its element range in a flat buffer.
 
     Args:
         tensor: the tensor, possibly not contiguous.
         start: first element.
-        stop: one behind the last element.
-        base: place of element `start` in the buffer.
+        stop: element after the last one.
+        base: index in the buffer of element `start`.
 
     Yields:
-        (view, first place in the buffer, one behind its last place).
+        (view, start, stop): the view's elements are [start, stop) of the buffer.
     """
     if start >= stop:
         return
@@ -164,7 +164,7 @@ class Scratch:
         return self.raw(name, numel * dtype.itemsize).view(dtype)
 
     def raw(self, name: str, nbytes: int) -> Tensor:
-        """Return the first bytes of buffer `name`, as a uint8 tensor, [nbytes]."""
+        """Return the first `nbytes` bytes of buffer `name`, as a uint8 tensor, [nbytes]."""
         return self._buffer(name, nbytes)[0][:nbytes]
 
     def view(self, name: str, nbytes: int, start: int = 0) -> memoryview:
@@ -202,7 +202,7 @@ class Scatter:
     def write(self, offset: int, data: memoryview) -> None:
         """Write `data`, the file's bytes from `offset` on, into the tensors. The header is skipped.
 
-        `data` begins and ends at borders of elements.
+        `data` must consist of whole elements.
         """
         end = offset + len(data)
         for index in range(
@@ -221,8 +221,8 @@ class Scatter:
     def room(self, offset: int, nbytes: int) -> memoryview | None:
         """Return a tensor's memory for the file's bytes from `offset` on, so that they can be received in place.
 
-        The result has at most `nbytes` bytes. If `offset` and `nbytes` are at borders of elements, the result also ends
-        at one.
+        The result has at most `nbytes` bytes. If these bytes of the file are whole elements, so are those of the
+        result.
 
         Returns:
             The memory; None if it would be smaller than `ROOM_BYTES`, or if the tensor is not contiguous on the CPU.

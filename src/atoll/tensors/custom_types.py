@@ -114,8 +114,8 @@ class Stream:
     def _require(self, dtype: torch.dtype) -> None:
         if dtype != self.dtype:
             raise UsageError(
-                f"{self.where} produced a chunk of {dtype}, but its dtype is {self.dtype}.",
-                "Convert it in the producer.",
+                f"{self.where} produced a chunk of {dtype}, but the stream's dtype is {self.dtype}.",
+                "Convert the chunk in the producer.",
             )
 
 

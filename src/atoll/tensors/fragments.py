@@ -23,7 +23,7 @@ class Split:
 
     Attributes:
         schema: schema of the whole model.
-        places: number of the fragment of each tensor, in the schema's order.
+        places: for each tensor, in the schema's order, the index of its fragment.
     """
 
     schema: Schema
@@ -78,9 +78,9 @@ def split(schema: Schema, count: int) -> Split:
 
 
 def cut(sizes: Sequence[int], count: int) -> list[int]:
-    """Cut a list of sizes into `count` consecutive, non-empty groups, and return the end index of each group.
+    """Cut a list of sizes into `count` consecutive, non-empty groups, and return the end index (exclusive) of each.
 
-    The largest sum of a group is minimal. The other groups are as near to the mean as possible.
+    The largest group's sum is as small as possible. The other groups' sums are as near to the mean as possible.
 
     Args:
         sizes: at least `count` sizes.
@@ -109,7 +109,7 @@ def cut(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
-    """Divide the sizes into as few groups as possible with sums of at most `most`. Return the end index of each group.
+    """Divide sizes into as few groups as possible with sums of at most `most`. Return each group's end (exclusive).
 
     The groups are filled from the last size backwards.
     """
@@ -125,8 +125,8 @@ def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
 def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
     """Return parameters approximately in the model's order. The schema lists them by element size, widest first.
 
-    The parameters of one element size, the one with the most bytes in total, keep their order. Each other parameter
-    follows the last of these parameters that has the longest module path in common with it.
+    The parameters of the element size with the most bytes in total keep their order. Each other parameter is inserted
+    after one of them: among those that share the longest module path with it, after the last.
     """
     widths = {spec.item_bytes for spec in params}
     if len(widths) < 2:
@@ -142,7 +142,7 @@ def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
 
 
 class _Neighbours:
-    """An index of parameters by module path, to find the parameters nearest to a tensor."""
+    """A list of parameters with an index of their module paths, to find the parameter nearest to a tensor."""
 
     def __init__(self, params: Sequence[TensorSpec]) -> None:
         self._first: dict[str, int] = {}
@@ -154,11 +154,17 @@ class _Neighbours:
                 self._last[prefix] = index
 
     def index(self, name: str) -> int:
-        """Return the index of the first parameter of the tensor's own module. If there is none, return `last(name)`."""
+        """Return the list index of the first parameter of the tensor's own module.
+
+        If the module has no parameter, return the index of `last`.
+        """
         return self._first.get(_prefixes(name)[0], self.last(name))
 
     def last(self, name: str) -> int:
-        """Return the index of the last parameter among those with the longest module path in common with the tensor."""
+        """Return the list index of the parameter that shares the longest module path with the tensor.
+
+        If several share it, return the index of the last one.
+        """
         return next(self._last[prefix] for prefix in _prefixes(name) if prefix in self._last)
 
 

@@ -51,7 +51,7 @@ class Encoding(Protocol):
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Return the encoded size of the first `numel` elements of a segment, in bytes.
 
-        If `numel` is a multiple of `TILE`, the next element begins there.
+        If `numel` is a multiple of `TILE`, this is also the offset in the segment at which the next element begins.
         """
         ...
 
@@ -127,7 +127,7 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 over everything that determines offsets and parts, hex. Workers compare theirs with the ticket's."""
+        """BLAKE3 over everything that determines offsets and parts, hex. A worker compares it with its ticket's."""
         table = [
             [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, 0, s.numel, s.offset, s.nbytes]
             for s in self.segments
@@ -165,13 +165,13 @@ class Layout:
         return segment.offset + self.encodings[segment.codec].encoded_bytes(start, segment.spec.dtype)
 
     def piece(self, segment: Segment, start: int, stop: int) -> Piece:
-        """Return the piece with elements [start, stop) of `segment`; both are at tile borders or the segment's end."""
+        """Return the piece with elements [start, stop) of `segment`, which must be whole tiles."""
         offset = self.bytes_before(segment, start)
         end = segment.offset + segment.nbytes if stop == segment.numel else self.bytes_before(segment, stop)
         return Piece(segment, start, stop, offset, end - offset)
 
     def padded_end(self, piece: Piece) -> int:
-        """Return the file offset behind a piece and its padding. In updates, a segment's last piece has padding."""
+        """Return the file offset after a piece and its padding. In updates, a segment's last piece has padding."""
         end = piece.offset + piece.nbytes
         if self.header_bytes == 0 and piece.stop == piece.segment.numel:
             return -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -322,7 +322,7 @@ def _cut(layout: Layout) -> Iterator[Part]:
 
 
 def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, start, stop): the elements of a segment that each rank sends. Rank 0 sends an empty segment."""
+    """Yield (rank, start, stop): the elements of a segment that each rank sends. An empty segment belongs to rank 0."""
     if ranks == 1 or segment.numel == 0:
         yield 0, 0, segment.numel
         return

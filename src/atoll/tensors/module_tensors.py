@@ -47,7 +47,7 @@ class Parameters:
         self._by_id = {id(each): each for each in _parameters_of(model)}
 
     def behind(self, tensor: object) -> nn.Parameter | None:
-        """Return the parameter that this entry of the `state_dict` is; None for buffers and other entries."""
+        """Return the parameter in this entry of the `state_dict`; None for buffers and other entries."""
         found = self._by_id.get(id(tensor))
         if found is not None or not isinstance(tensor, Tensor) or id(tensor) in self._buffers:
             return found

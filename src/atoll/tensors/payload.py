@@ -7,8 +7,8 @@ r"""Payloads: nested dicts and lists with tensors, arrays and plain values. They
                  "tags": {"$": "tuple", "items": ["a", {"$": "bytes", "base64": "AA=="}]}}
       tensors   [tensor, array]
 
-The receiver gets the identical structure: the order of dicts, tuples and lists, ints and floats, torch tensors and
-NumPy arrays are preserved. A tensor that occurs twice is sent once, and is again one tensor at the receiver. A
+The receiver gets the identical structure: dicts keep their order, and tuples remain tuples, ints remain ints and NumPy
+arrays remain NumPy arrays. A tensor that occurs twice is sent once, and is again one tensor at the receiver. A
 `TensorRef` is sent as a reference; its object is not pulled. For a value of a registered type (`custom_types.py`), its
 producer's payload is sent, and the consumer rebuilds the value. A `Stream` is generated and read in chunks. `unpack`
 checks every step, and builds only the types that are listed here.
@@ -226,7 +226,7 @@ class _Packer:
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
         if isinstance(array, np.ma.MaskedArray):
-            raise UsageError(f"{path} is a masked array, which Atoll cannot send.", "Send data and mask.")
+            raise UsageError(f"{path} is a masked array, which Atoll cannot send.", "Send data and mask as two arrays.")
         try:
             tensor = from_numpy(array)
             travels = tensor.dtype in NAMES

@@ -105,7 +105,7 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
         what: name of the file for errors.
 
     Returns:
-        (tensor, start, stop): the tensor's bytes are [start, stop) of the data behind the header.
+        (tensor, start, stop): the tensor's bytes are [start, stop) of the data that follows the header.
 
     Raises:
         BadRequest: the entry is invalid.

@@ -112,8 +112,8 @@ def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 class Schema:
     """The tensors of a model in storage order, each once, and the further names of tied tensors.
 
-    Storage order is by element size, widest first; within a size, it is the model's order. In this order, every tensor
-    in a file is aligned to its element size without gaps between tensors, which safetensors does not allow.
+    Storage order is by element size, widest first; within a size, it is the model's order. safetensors does not allow
+    gaps between tensors, and in this order every tensor is aligned to its element size without gaps.
 
     Attributes:
         tensors: the tensors, in storage order; a tied tensor once, under its owner's name.
@@ -166,7 +166,7 @@ class Schema:
 
     @functools.cached_property
     def model(self) -> Schema:
-        """The schema without the algorithm's own groups: that of users' models and of exports."""
+        """The schema without the algorithm's own groups, as users' models and exported files have it."""
         return Schema(tuple(spec for spec in self.tensors if not spec.is_beside), self.aliases)
 
     @property

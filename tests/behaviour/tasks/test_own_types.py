@@ -536,7 +536,7 @@ class Missing:
     ("chunks", "what"),
     [
         ([b"abc"], "a chunk of 3 bytes, which is not a multiple of 2"),
-        ([torch.zeros(3)], "a chunk of torch.float32, but its dtype is torch.int16"),
+        ([torch.zeros(3)], "a chunk of torch.float32, but the stream's dtype is torch.int16"),
         ([torch.zeros(3, dtype=torch.int16)] * 2, "produced more than the 6 bytes"),
         ([], "produced 0 bytes, less than the 6 bytes"),
     ],
