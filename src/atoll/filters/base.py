@@ -207,7 +207,7 @@ class Chain:
         """Return elements [start, stop) of a float tensor after all filters; zeros if a filter drops the tensor.
 
         Raises:
-            BadFilter: a filter raised, or returned another shape or dtype, or with `finite`, NaN or Inf.
+            BadFilter: a filter raised, or returned another shape or dtype, or (if `finite`) NaN or Inf.
         """
         if name not in self._kept:
             return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype), device="cpu")
@@ -225,7 +225,8 @@ class Chain:
             found = _call(filter_, f"{name!r}", partial(filter_.apply, name, start, values))
             if not isinstance(found, Tensor) or found.shape != values.shape or found.dtype != wide:
                 told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-                raise BadFilter(filter_, f"made {told} where {name!r} had {wide} {list(values.shape)}", raised=False)
+                given = f"{wide} {list(values.shape)}"
+                raise BadFilter(filter_, f"made {told} of {name!r}, which was {given}", raised=False)
             values = found.to("cpu")
             if self._finite and not bool(torch.isfinite(values).all()):
                 raise BadFilter(filter_, f"returned NaN or Inf in {name!r}", raised=False)
@@ -294,7 +295,10 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
         run = run_of(tensor, start, stop) if isinstance(tensor, Tensor) else cursors[name].run(start, stop)
         values = torch.empty(stop - start, dtype=accumulate_dtype(specs[name].dtype)).copy_(run)
         if not bool(torch.isfinite(values).all()):  # checked first, so that the filters are not blamed
-            raise UsageError(f"{name!r} has NaN or Inf before it is filtered.", "Drop it first, or send booleans.")
+            raise UsageError(
+                f"{name!r} has NaN or Inf before it is filtered.",
+                "Drop the tensor first, or send a mask as booleans.",
+            )
         return values
 
     aliases = {further: own[0] for own in names.values() for further in own[1:]}
@@ -316,7 +320,7 @@ def said(error: BaseException) -> str:
 
 
 class _Through(Stream):
-    """A filtered tensor, as a stream. Its errors already name the filter, so `_chunks` adds nothing."""
+    """A filtered tensor, as a stream. Errors from its chunks already name the filter, so they are not reworded."""
 
     def _chunks(self) -> Iterator[Chunk]:
         yield from self.chunks()

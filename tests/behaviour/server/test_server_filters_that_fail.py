@@ -55,7 +55,7 @@ class Leaving(Filter):
         (Undecided, r"update of b was refused: the server's filter Undecided\(\) failed at '\w+': KeyError: '\w+'"),
         (
             Shorter,
-            r"update of b was refused: the server's filter Shorter\(\) made torch.float32 \[\d\] where '\w+' had",
+            r"update of b was refused: the server's filter Shorter\(\) made torch.float32 \[\d\] of '\w+', which was",
         ),
         (
             Infinite,

@@ -203,7 +203,10 @@ class Undecided(Filter):
     ("filter_", "told"),
     [
         (Undecided(), r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
-        (Applies(lambda values: values[1:]), r"Applies.* made torch.float32 \[1\] where 'w' had torch.float32 \[2\]"),
+        (
+            Applies(lambda values: values[1:]),
+            r"Applies.* made torch.float32 \[1\] of 'w', which was torch.float32 \[2\]",
+        ),
         (Applies(Tensor.double), r"Applies.* made torch.float64"),
         (Applies(lambda values: None), r"Applies.* made NoneType"),
         (Applies(lambda values: 1 / 0), r"Applies.* failed at 'w': ZeroDivisionError: division by zero"),
