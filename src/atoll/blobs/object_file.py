@@ -61,7 +61,7 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
     Args:
         packed: the tree, from `pack_object`.
         fd: descriptor of the file.
-        cut: the decision which tensors are in the head, and the part size.
+        cut: which tensors are in the head, and the part size.
 
     Returns:
         The object's manifest.
@@ -218,7 +218,7 @@ class Contents:
 
     @functools.cached_property
     def segments(self) -> dict[str, Segment]:
-        """Name → place of each tensor. Tensors of the head get places after the end of the file, as in `behind`."""
+        """Name → place of each tensor. Tensors of the head get places as if `behind` were appended to the file."""
         segments, at = dict(self.layout.by_name), self.layout.nbytes
         for name, tensor in self.inline.items():
             spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -243,7 +243,7 @@ class Stored:
         contents: contents of the object's head.
         read: (offset, memory) → fills the memory with the file's bytes from `offset` on.
         give_back: closes the file; called once.
-        behind: bytes of the head's tensors (`contents.behind`), if the file does not have them after its end.
+        behind: bytes of the head's tensors (`contents.behind`); empty if they are appended to the file.
     """
 
     def __init__(

@@ -29,13 +29,13 @@ INLINE = ChunkSizes(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The decision how the tensors of one object are sent.
+    """How the tensors of one object are sent.
 
     Attributes:
         part_bytes: maximum size of a part, in bytes.
         inline: whether the whole object is sent inside its manifest, in one answer.
         in_head: numbers of the tensors that are sent inside the head; all others are streamed.
-        too_large: bytes that should be sent inline but are streamed because they exceed the limit; 0 for none.
+        too_large: number of bytes that should be sent inline, but are streamed because they exceed the limit; else 0.
     """
 
     part_bytes: int
@@ -73,7 +73,7 @@ JSON inside JSON is escaped, which can double its size.
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The decision how a payload is sent.
+    """How a payload is sent.
 
     Attributes:
         plain: the payload's JSON, if it is sent inside the message; else None.

@@ -187,7 +187,7 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """The update to which a site's local state belongs. Without a base version: no update yet, the state is zero."""
+    """The update to which a site's local state belongs. No base version: no update has counted, the state is zero."""
 
     base_version: Count | None = None
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the update; empty if unknown.")
@@ -436,7 +436,7 @@ class ObjectComplete(Message):
 
 
 class BlobManifest(Parts):
-    """The manifest of a blob: the sizes of its head and parts, and the digests of its parts."""
+    """The manifest of a blob: the sizes of its header and parts, and the digests of its parts."""
 
     head_bytes: Count
     part_bytes: Count

@@ -108,7 +108,7 @@ class Refused(NamedTuple):
 
 
 class TooLate(NamedTuple):
-    """The ticket's round went on without the update. If the server loses versions, it may still need the update."""
+    """The ticket's round went on without the update. The update may still be needed if the server loses versions."""
 
     error: TicketClosed | Gone
 
@@ -122,8 +122,8 @@ class Lost(NamedTuple):
 def require(answer: T | Lost) -> T:
     """Return an answer, or raise the error of a `Lost`.
 
-    Use it for requests that are retried without limit: they fail only if the worker leaves, or if a program that is not
-    the run's server answers at the address.
+    Use this function for requests that are retried without limit: such a request fails only if the worker leaves, or if
+    a program that is not the run's server answers at the address.
 
     Raises:
         AtollError: the answer is a `Lost`.
@@ -141,7 +141,7 @@ class Pulled(NamedTuple):
 
     Attributes:
         version: the downloaded version.
-        newer: if a newer version than the requested one was downloaded, the server's answer that named it; else None.
+        newer: the server's answer that named this version, if it is newer than the requested version; else None.
     """
 
     version: VersionRef

@@ -28,7 +28,8 @@ class RoundView:
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
         first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
-        elsewhere: sites that wait for a new version of another fragment, and until then submit no update of this one.
+        elsewhere: sites that wait for a new version of another fragment. Until it comes, they submit no update of this
+            fragment.
     """
 
     fragment: int
@@ -75,7 +76,7 @@ class Policy(ABC):
     By default, a round waits for all missing sites, and open tickets expire when their round closes.
 
     Attributes:
-        quorum: fewest updates with which the policy closes a round; 0 means that only `min_sites` counts.
+        quorum: fewest updates with which the policy closes a round; 0: it sets no minimum beside `rounds.min_sites`.
     """
 
     __slots__ = ()
@@ -90,7 +91,7 @@ class Policy(ABC):
         return view.missing
 
     def steps_before(self, waiting: int) -> int:
-        """Return the number of rounds that close before the round of the next update.
+        """Return how many rounds close before the round that applies the next update.
 
         Args:
             waiting: number of accepted updates that are not being reduced yet.
@@ -153,8 +154,8 @@ class Async(Policy):
     """The policy of asynchronous runs: one step applies the `buffer` earliest updates.
 
     With `buffer` > 1 this is FedBuff (Nguyen et al., arXiv 2106.06639), with one difference: a site waits for the step
-    that applies its update. If every live site has submitted, the step does not wait for a full buffer. It also does
-    not wait for sites that wait for another fragment, because the sites would wait for each other.
+    that applies its update. If every live site has submitted, the step does not wait for a full buffer. The step does
+    not wait either for sites that wait for another fragment: otherwise sites could wait for each other forever.
 
     Args:
         buffer: K, number of updates of one step.
@@ -192,7 +193,7 @@ class Async(Policy):
         return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
-        """Return the number of full buffers in `waiting` updates. With a grace time, return 0: one step applies all."""
+        """Return how often `waiting` updates fill the buffer. With a grace time, return 0: one step applies all."""
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | Wait:

@@ -205,8 +205,8 @@ ENDS = "it submits nothing more"
 class TicketWithheld(Effect):
     """`site` gets no ticket now.
 
-    `reason` says why: its update is accepted, no round is open, or the site takes part from the next round on. It can
-    also be `FINISHED` or `ENDS`.
+    `reason` says why: the site's update is accepted, no round is open, or the site takes part from the next round on.
+    It can also be `FINISHED` or `ENDS`.
     """
 
     site: str
@@ -224,7 +224,7 @@ class TicketsExpired(Decision):
 
 @dataclass(frozen=True, slots=True)
 class RoundReopened(Decision):
-    """The round from `base_version` and these tickets are open again. Their sites submit the updates again."""
+    """The round that starts from `base_version` is open again, with these tickets. Their sites submit updates again."""
 
     fragment: int
     base_version: int

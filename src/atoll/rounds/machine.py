@@ -89,7 +89,7 @@ def _join(draft: Draft, site: str) -> None:
 
 
 def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
-    """End the leases of `sites` by `event`, then update the rounds, only once."""
+    """End the leases of all `sites` by `event`. After that, update the rounds once."""
     for site in sites:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
@@ -222,7 +222,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
 
 
 def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
-    """Reopen a round and its accepted tickets after the collected updates were lost. The sites offer them again."""
+    """Reopen a round and its accepted tickets after the collected updates were lost. The sites submit updates again."""
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
         return

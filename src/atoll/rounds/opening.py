@@ -16,7 +16,7 @@ from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, a
 
 
 def settle(draft: Draft) -> None:
-    """Update every round from the members, the tickets and the time, and close it if its policy says so."""
+    """Update every round after a change of members, tickets or time, and close it if its policy says so."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):
         if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
@@ -147,7 +147,8 @@ def drop_ended(draft: Draft, fragment: int) -> None:
 def expire(draft: Draft, fragment: int) -> None:
     """Expire the open tickets of a closed synchronous round.
 
-    Call it after `RoundClosed`, so that a crash between the two cannot leave an open round with expired tickets.
+    Call this after the effect `RoundClosed`. Then a crash between the effects cannot leave an open round with expired
+    tickets.
     """
     if not draft.state.is_async(fragment):
         reason = f"the round from version {draft.round(fragment).head} closed without it"
@@ -161,7 +162,7 @@ def end_open(draft: Draft, fragment: int, event: str, reason: str, *, site: str 
         draft: the state in the making.
         fragment: index of the fragment.
         event: event of the table `TICKET` that ends the tickets.
-        reason: reason for the sites.
+        reason: the reason, as the sites are told.
         site: site of the tickets to end; empty for all sites.
         oldest: oldest base version of tickets that stay open; infinity ends all tickets.
     """

@@ -68,7 +68,7 @@ def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, name
         seed: random seed.
         fragment: index of the fragment.
         version: version that the round starts from.
-        named: sites that the user named as aggregators. They come before all others, each round from the next one on.
+        named: sites that the user named as aggregators. They come before all others, and take turns to be first.
     """
 
     def drawn(site: str) -> bytes:
@@ -106,7 +106,7 @@ def appointed(
 
 
 def to_hold(order: Sequence[str], holders: Collection[str]) -> set[str]:
-    """Return the sites that should hold the newest version: its holders, and more sites up to `HOLDERS`.
+    """Return the sites that should hold the newest version: its holders, and other sites until there are `HOLDERS`.
 
     Args:
         order: sites in order of preference.

@@ -278,7 +278,7 @@ class Draft:
         state: the state so far. It is replaced by each change, never changed in place.
         now_s: time of the step in seconds.
         effects: the effects so far.
-        wake: fragments with waiting requests that should check the state again.
+        wake: the fragments that have changed; requests that wait for them should check the state again.
     """
 
     __slots__ = ("effects", "now_s", "state", "wake")
