@@ -60,13 +60,12 @@ WITH_TENSORS: set[str] = set()
 PURE_TESTS = [
     "tests/unit/rounds",
     "tests/unit/store",
-    "tests/behaviour/algorithms/test_resolve.py",
     "tests/test_architecture.py",
 ]
 PURE_TESTS += [
     f"tests/unit/base/test_{name}.py" for name in ("config", "errors", "failpoints", "latch", "layout", "schema")
 ]
-PURE_TESTS += ["tests/behaviour/worker/test_lines.py", "tests/unit/worker/test_progress.py"]
+PURE_TESTS += ["tests/unit/worker/test_progress.py"]
 WITH_TORCH = [
     "tests/unit/base/test_layout.py::test_a_version_is_a_file_that_safetensors_opens",
     "tests/test_architecture.py::test_what_a_quick_command_imports_is_light[atoll.integrations.lightning]",

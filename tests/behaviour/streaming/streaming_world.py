@@ -1,4 +1,4 @@
-"""Runs of the six layers, and the numbers that streaming has to give.
+"""A model of six equal layers in fp64, runs of it, and the numbers that streaming has to give.
 
 `expected` is the formula of 2501.18512, computed in one process with plain tensors; nothing of Atoll's is used.
 """
@@ -6,18 +6,52 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from kit.servers import long, new_server
 from kit.sites import DiLoCoSites, diloco
-from six_layers import LAYERS, WEIGHTS, build, inner, local_step
 from torch import Tensor, nn
 
 import atoll
 
+LAYERS = 6
+
+
+WEIGHTS = {"a": 1.0, "b": 2.5, "c": 4.0}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = []
+    for _ in range(LAYERS):
+        layers += [nn.Linear(5, 5), nn.Tanh()]
+    return nn.Sequential(*layers).double()
+
+
+def inner(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.05)
+
+
+def data(site: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(ord(site))
+    return (
+        torch.randn(16, 5, dtype=torch.float64, generator=generator),
+        torch.randn(16, 5, dtype=torch.float64, generator=generator),
+    )
+
+
+def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str) -> None:
+    inputs, targets = data(site)
+    optimizer.zero_grad()
+    (model(inputs) - targets).square().mean().backward()
+    optimizer.step()
+
+
 OUTER_LR, MOMENTUM = 0.6, 0.8
+
 
 Trace = list[dict[str, Tensor]]
 """Every parameter after each local step."""
@@ -36,10 +70,13 @@ def names_of(fragments: int) -> list[list[str]]:
     ]
 
 
-def expected(
-    sites: list[str], *, fragments: int, sync_every: int, tau: int, alpha: float, rounds: int
-) -> dict[str, Trace]:
-    """What each site's parameters are after every local step, until the run is finished."""
+def expected(sites: list[str], settings: Mapping[str, Any]) -> dict[str, Trace]:
+    """What each site's parameters are after every local step, until the run is finished.
+
+    Args:
+        settings: K, H, tau, alpha and rounds.
+    """
+    fragments, sync_every, tau, alpha, rounds = (settings[key] for key in ("K", "H", "tau", "alpha", "rounds"))
     models = {site: build() for site in sites}
     optimizers = {site: inner(models[site]) for site in sites}
     parameters = {site: dict(models[site].named_parameters()) for site in sites}

@@ -1,7 +1,8 @@
-"""Streaming runs of real servers and workers: what changes when, what is waited for, what is counted."""
+"""Streaming runs of real servers and workers: what changes when, what is waited for, what is counted and shown."""
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from harness.processes import wait_until
+from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
+from kit import ask_journal, diloco, flip_bit
+from kit.processes import command, export_model
 from streaming_world import (
     Sites,
     build,
     copied,
+    equal,
     expected,
     loop_of,
     names_of,
@@ -23,6 +27,7 @@ from streaming_world import (
     step_,
     versions,
 )
+from torch import nn
 
 from atoll.filters import Drop, Filter
 from atoll.filters.base import Outgoing
@@ -58,21 +63,6 @@ def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> N
                 merged += [landed] if changed else []
             assert merged == list(range((16 - tau) // 3))
             assert not loop.finished
-
-
-@pytest.mark.covers("L7")
-def test_each_fragment_has_its_turn_once_in_h_steps(tmp_path: Path) -> None:
-    """Of H = 60 with K = 3, fragments 0, 1 and 2 are due after 20, 40 and 60 steps, and so on."""
-    due: dict[int, list[int]] = {}
-    with serve(tmp_path, K=3, H=60) as server, loop_of(server.url, tmp_path) as loop:
-        for step in range(1, 141):
-            rounds = loop.rounds
-            step_(loop)
-            if loop.rounds > rounds:
-                due[step] = versions(server)
-    assert due == {
-        20: [1, 0, 0], 40: [1, 1, 0], 60: [1, 1, 1], 80: [2, 1, 1], 100: [2, 2, 1], 120: [2, 2, 2], 140: [3, 2, 2]
-    }  # fmt: skip
 
 
 @pytest.mark.covers("L7", "L2")
@@ -115,27 +105,6 @@ def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L7")
-@pytest.mark.parametrize(
-    ("k", "h", "tau", "alpha", "rounds", "inflight"),
-    [
-        pytest.param(1, 3, 2, 0.0, 3, 1, id="a-whole-model-merged-later"),
-        pytest.param(1, 3, 2, 0.5, 3, 1, id="a-whole-model-mixed"),
-        # τ = 5 is longer than H/K = 3: the next fragment is taken before the last one is merged
-        pytest.param(3, 9, 5, 0.25, 2, 2, id="two-fragments-under-way"),
-    ],
-)
-def test_has_the_numbers_of_the_formula(
-    tmp_path: Path, k: int, h: int, tau: int, alpha: float, rounds: int, inflight: int
-) -> None:
-    right = expected(["a", "b"], fragments=k, sync_every=h, tau=tau, alpha=alpha, rounds=rounds)
-    settings = {"K": k, "H": h, "tau": tau, "alpha": alpha, "rounds": rounds, "inflight": inflight}
-    with serve(tmp_path, sites=2, **settings) as server:
-        workers = Sites(server.url, tmp_path, ["a", "b"], steps=100)
-        workers.join()
-    require_close(workers.traces, right)
-
-
-@pytest.mark.covers("L7")
 def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """b makes its third step when a has begun to wait: a trains τ = 2 steps while its update is under way."""
     caplog.set_level("INFO", "atoll")
@@ -155,16 +124,6 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
     assert f", 2 rounds (fragments merged; {metrics['merges_waited']} of them waited for), 0 skipped" in caplog.text
     assert metrics["merges_late"] == 0
     assert metrics["rounds"] == 2
-
-
-def test_status_names_the_fragments(tmp_path: Path) -> None:
-    with serve(tmp_path, K=3, H=3, rounds=0) as server:
-        Sites(server.url, tmp_path, ["a"], steps=4).join()
-        found = status(server.url)
-    assert [(each.fragment, each.version) for each in found.fragments] == [(0, 2), (1, 1), (2, 1)]
-    assert found.version == 1
-    assert found.workers[0].staleness == 0
-    assert found.workers[0].rounds == 4
 
 
 @pytest.mark.covers("L7")
@@ -209,3 +168,182 @@ def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> 
             assert [each.fragment.index for each in sync._pending] == [1]
     assert loop.rounds == 2
     assert loop.skipped == 0
+
+
+# -- what is counted and shown
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        # fragment 0 is taken after the steps 2, 6 and 10, fragment 1 after 4, 8 and 12
+        pytest.param({"K": 2, "H": 4, "tau": 0}, [(0, 2), (0, 4), (0, 4), (1, 4), (1, 4), (1, 4)], id="fragments"),
+        pytest.param({"K": 2, "H": 4, "tau": 1}, [(0, 2), (0, 4), (0, 4), (1, 4), (1, 4), (1, 4)], id="merged-later"),
+        # the whole model is taken after the steps 3, 6 and 9, and merged one later
+        pytest.param({"K": 1, "H": 3, "tau": 1}, [(0, 3), (0, 3), (0, 3)], id="whole-merged-later"),
+    ],
+)
+def test_steps_count_from_taking_an_update_not_from_merging_its_result(
+    tmp_path: Path, settings: dict[str, Any], steps: list[tuple[int, int]]
+) -> None:
+    """What comes between taking and merging, τ later, is part of the next update: it is counted there."""
+    with serve(tmp_path, sites=1, alpha=0.5, rounds=3, **settings) as server:
+        Sites(server.url, tmp_path, ["a"], 20).join()
+        server.run()
+    counted = "SELECT fragment, steps FROM tickets WHERE state = 'counted' ORDER BY fragment, base_version"
+    assert ask_journal(tmp_path, counted) == steps
+
+
+@pytest.mark.covers("X4")
+@pytest.mark.parametrize("heads", [[4], [2, 1, 1]], ids=["whole", "fragments"])
+def test_status_names_the_fragment_of_each_round_where_there_are_several(
+    nursery: Nursery, tmp_path: Path, heads: list[int]
+) -> None:
+    with serve(tmp_path, K=len(heads), H=len(heads)) as server:
+        Sites(server.url, tmp_path, ["a"], steps=4).join()
+        printed = command(nursery, tmp_path, "status", "--server", server.url).stdout
+        found = status(server.url)
+    assert [(each.fragment, each.version) for each in found.fragments] == list(enumerate(heads))
+    assert found.version == heads[-1]
+    assert (found.workers[0].staleness, found.workers[0].rounds) == (0, 4)
+    lines = [line.partition(" ")[2] for line in printed.splitlines() if line.startswith("round ")]
+    assert len(lines) == 4
+    for line, each in zip(lines, found.history, strict=True):
+        of = f" of fragment {each.fragment}" if len(heads) > 1 else ""
+        assert line.startswith(f"{each.round}{of}: version {each.version} ")
+
+
+# -- what runs leave on disk and go on from: the split, whole models, files of each fragment
+
+
+def stopped_after(
+    folder: Path, steps: int, options: dict[str, Any], heads: list[int]
+) -> tuple[dict[str, Any], Sites, threading.Event]:
+    """A run of two sites whose server was stopped after these steps, when it had these versions.
+
+    Returns the options of the server that goes on, the sites, and the event that they wait for.
+    """
+    options = options | {"sites": 2, "network.port": free_port()}
+    restarted, at_the_step = threading.Event(), threading.Barrier(3)
+
+    def during(site: str, step: int) -> None:
+        if step == steps:
+            at_the_step.wait(30)
+            assert restarted.wait(30)
+
+    with serve(folder, **options) as server:
+        sites = Sites(server.url, folder, ["a", "b"], steps=100, during=during)
+        at_the_step.wait(30)
+        assert versions(server) == heads
+    return options, sites, restarted
+
+
+@pytest.mark.covers("L8", "L11")
+def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"K": 3, "H": 9, "tau": 1, "alpha": 0.25, "rounds": 2}
+    right = expected(["a", "b"], options)
+    # after seven steps, fragments 0 and 1 of the first cycle are merged
+    options, workers, restarted = stopped_after(tmp_path, 7, options, [1, 1, 0])
+    restarted.set()
+    with serve(tmp_path, **options) as server:
+        workers.join()
+        require_close(workers.traces, right)
+        server.run()
+
+
+class Kept:
+    """A persistor that writes each version to a file."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def save(self, state: dict[str, torch.Tensor], info: dict[str, Any]) -> None:
+        apart = {name: value.clone() for name, value in state.items()}  # tied tensors have the same memory
+        safetensors.torch.save_file(apart, f"{self.folder}/{info['version']}.safetensors")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4, bias=False)
+        self.again = nn.Linear(4, 4, bias=False)
+        self.again.weight = self.last.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.again(self.last(self.norm(self.first(inputs))))
+        return out
+
+
+@pytest.mark.covers("L8")
+def test_what_people_open_is_the_whole_model(nursery: Nursery, tmp_path: Path) -> None:
+    """Exports, the state, a persistor's tensors and `atoll export` put the heads of all fragments together."""
+    torch.manual_seed(1)
+
+    start = Tied()
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = {"path": f"{__name__}:Kept", "folder": str(tmp_path)}
+    settings = {"disk.export_every": 1, "model.persistor": kept}
+    with serve(tmp_path, start, K=3, H=3, rounds=2, codec="bf16", **settings) as server:
+        with diloco(server, tmp_path, "a", model, optimizer) as loop:
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().sum().backward()
+                optimizer.step()
+            assert loop.finished
+            assert export_model(nursery, tmp_path, "served.safetensors", "--server", server.url) == 2
+            state = safetensors.torch.load_file(server.save_state(tmp_path / "state.safetensors"))
+        result = copied(model)
+        server.run()
+    exports = server.exports
+    assert export_model(nursery, tmp_path, "kept.safetensors", "--dir", "state") == 2
+    written = [exports / "model.safetensors", *(tmp_path / f"{name}.safetensors" for name in ("served", "kept", 2))]
+    for path in written:
+        assert equal(safetensors.torch.load_file(path), result), path
+        Tied().load_state_dict(safetensors.torch.load_file(path), strict=True)
+    assert equal(state, result)
+    assert result["norm.num_batches_tracked"] == 5  # its fragment was due after two and after five steps
+    assert sorted(path.name for path in exports.glob("model-*")) == [
+        "model-000001.safetensors",
+        "model-000002.safetensors",
+    ]
+    first = safetensors.torch.load_file(exports / "model-000001.safetensors")
+    assert equal(first, safetensors.torch.load_file(tmp_path / "1.safetensors"))
+    assert equal(copied(start), safetensors.torch.load_file(tmp_path / "0.safetensors"))
+    assert not any(torch.equal(first[name], result[name]) for name in ("first.weight", "norm.weight", "last.weight"))
+    lines = [json.loads(line) for line in (exports / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["round"], line["fragment"]) for line in lines] == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+
+
+@pytest.mark.covers("L16")
+def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
+    with serve(tmp_path, K=2, H=2, rounds=2, codec="int8") as server:
+        Sites(server.url, tmp_path, ["a"], steps=10).join()
+        run = server.status().run
+    names = {path.name for path in (tmp_path / "workers/a" / run).iterdir()}
+    kept = {"base": (".safetensors", ".json"), "outbox": (".bin", ".json"), "residual": ("-0.bin", "-1.bin", ".json")}
+    assert {f"{name}-f{number}{rest}" for number in (0, 1) for name in kept for rest in kept[name]} <= names
+    with serve(tmp_path / "next", K=2, H=2, rounds=1) as other:
+        Sites(other.url, tmp_path, ["a"], steps=10).join()
+    assert not (tmp_path / "workers/a" / run).exists(), "the files of an earlier run go, whatever fragments it had"
+
+
+@pytest.mark.covers("L11", "F12")
+def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path: Path) -> None:
+    """The head of fragment 1 is damaged while the server is down; the numbers go on as if nothing had been."""
+    options: dict[str, Any] = {"K": 2, "H": 4, "tau": 1, "alpha": 0.5, "rounds": 3}
+    right = expected(["a", "b"], options)
+    # after five steps, fragment 1 has just been merged, its second version is not yet begun
+    options, workers, restarted = stopped_after(tmp_path, 5, options, [1, 1])
+    ((slot,),) = ask_journal(tmp_path, "SELECT slot FROM versions WHERE fragment = 1 AND version = 1")
+    flip_bit(tmp_path / f"state/slots/version-1-{slot}.safetensors", -1)
+    with serve(tmp_path, **options) as server:
+        assert versions(server) == [1, 0]
+        restarted.set()
+        workers.join()
+        server.run()
+    assert len(workers.traces["a"]) >= len(right["a"])
+    result = safetensors.torch.load_file(server.exports / "model.safetensors")
+    last = right["a"][-1]
+    assert max(float((result[name] - value).abs().max()) for name, value in last.items()) <= 1e-12

@@ -1,21 +1,29 @@
-"""A process that ends, or hangs, without leaving its run: the server learns of it before the lease is over."""
+"""What the server knows of a site: its heartbeats, its lease, and that its process has ended or hangs."""
 
 from __future__ import annotations
 
+import shutil
 import signal
+import stat
 import threading
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit import DiLoCoSites, FederatedSites, ForkedSite, atoll_worker, serve
-from kit.models import local_step
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import DiLoCoSites, FederatedSites, ForkedSite, atoll_worker, diloco, local_step, serve, take_steps
+from kit.models import build_model
 from torch import nn, optim
 
 import atoll
 
-AT_ONCE = {"rounds.sites": 2, "rounds.min_sites": 1, "network.heartbeat_timeout_s": 600.0}
+AT_ONCE: dict[str, Any] = {"rounds.sites": 1, "network.heartbeat_timeout_s": 600.0}
 """No test lives as long as the lease: what goes on within it was told, not found out."""
+TWO = AT_ONCE | {"rounds.sites": 2, "rounds.min_sites": 1}
+SILENT = AT_ONCE | {"network.heartbeat_interval_s": 600.0, "network.heartbeat_timeout_s": 0}
+"""A heartbeat that waits for its interval comes far behind the end of a test."""
 
 JOINS = """
 import os, signal, time
@@ -25,95 +33,41 @@ with atoll.join() as worker:
     for fl_round in worker:
         model = fl_round.load_into(build_model())
         train_(model, "a", fl_round.number)
-        if fl_round.number == 2:
+        if fl_round.number == {round}:
             print("trains", flush=True)
             {then}
         fl_round.submit(model)
 """
-
-STARTS = """
-import time
-import torch
-import atoll
-from kit.models import build_model, local_step
-model = build_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loop = atoll.DiLoCo(model, optimizer)
-loop.start()
-for step in range(3):
-    local_step(model, optimizer, "a", step)
-print("trains", flush=True)
-{then}
-"""
-
 WAITS = "time.sleep(100)"
 DIES = "os.kill(os.getpid(), signal.SIGKILL)"
+HANGS_UP = "signal.raise_signal(signal.SIGHUP)"
 
 
-def state_of(server: atoll.Server, site: str) -> str:
+def state_of(server: atoll.Server, site: str = "a") -> str:
     return next((worker.state for worker in server.status().workers if worker.site == site), "")
 
 
-@pytest.mark.covers("L9")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_site_that_is_told_to_end_leaves_at_once(tmp_path: Path, nursery: Nursery, number: signal.Signals) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        script = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n{JOINS.format(then=WAITS)}"
-        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-        other = FederatedSites(server.url, tmp_path, ["b"])
-        wait_until(lambda: "trains" in site.output(), "round 2 at a")
-        site.send(number)
-        assert site.wait() == 128 + number
-        assert state_of(server, "a") == "failed"
-        other.join()
-    assert other.trained["b", 3] == 1
-
-
-IGNORES = """
-import signal
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-"""
+# -- processes that end, or hang, without leaving their run
 
 
 def test_a_site_under_nohup_trains_on_after_sighup(tmp_path: Path, nursery: Nursery) -> None:
     with serve(tmp_path, **AT_ONCE) as server:
-        hangs_up = "signal.raise_signal(signal.SIGHUP)"
-        site = ForkedSite(nursery, tmp_path, server.url, "a", IGNORES + JOINS.format(then=hangs_up)).start()
-        other = FederatedSites(server.url, tmp_path, ["b"])
-        assert site.wait() == 0
-        other.join()
-        assert state_of(server, "a") == "left"
+        script = f"import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n{JOINS.format(round=2, then=HANGS_UP)}"
+        assert ForkedSite(nursery, tmp_path, server.url, "a", script).start().wait() == 0
+        assert state_of(server) == "left"
 
 
 @pytest.mark.covers("L9", "P6")
 def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_path: Path) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
+    with serve(tmp_path, **TWO) as server:
         other = FederatedSites(server.url, tmp_path, ["b"])
-        with atoll_worker(tmp_path, server.url, JOINS.format(then=DIES)) as process:
+        with atoll_worker(tmp_path, server.url, JOINS.format(round=2, then=DIES)) as process:
             _, said = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGKILL
-        assert state_of(server, "a") == "failed"
+        assert state_of(server) == "failed"
         other.join()
     assert "SIGKILL" in said.splitlines()[-1]
     assert other.trained["b", 3] == 1
-
-
-@pytest.mark.covers("L9")
-@pytest.mark.parametrize(
-    ("then", "code", "state"), [(WAITS, 128 + signal.SIGTERM, "failed"), ("", 0, "left")], ids=["sigterm", "ends well"]
-)
-def test_a_loop_that_is_never_stopped_leaves_when_its_process_ends(
-    tmp_path: Path, then: str, code: int, state: str
-) -> None:
-    with serve(tmp_path, **AT_ONCE | {"rounds.sites": 1}, algorithm="diloco", H=100) as server:
-        with atoll_worker(tmp_path, server.url, STARTS.format(then=then)) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "trains\n"
-            if then:
-                process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-        assert process.returncode == code
-        assert state_of(server, "a") == state
 
 
 @pytest.mark.covers("L13")
@@ -130,8 +84,140 @@ def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_pat
         sites = DiLoCoSites(server.url, tmp_path, 20, step=hangs)
         reason = "a sends heartbeats, but its training has made no step"
         wait_until(lambda: reason in server.status().fragments[0].reason, "the report")
-        assert state_of(server, "a") == "alive"
+        assert state_of(server) == "alive"
         goes_on.set()
         sites.join()
         server.run()
         assert reason not in server.status().fragments[0].reason
+
+
+# -- notes of leases: by them `atoll worker` takes a site out of its run when the script did not do so itself
+
+
+@pytest.mark.covers("L9")
+def test_a_site_takes_part_though_its_lease_cannot_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "gone"))
+    with serve(tmp_path, **AT_ONCE) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
+            assert state_of(server) == "alive"
+        assert state_of(server) == "left"
+
+
+@pytest.mark.covers("L9")
+def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nursery: Nursery) -> None:
+    leases = tmp_path / "leases"
+    leases.mkdir()
+    ages: list[float] = []
+
+    def is_heard_again_and_again() -> bool:
+        (worker,) = server.status().workers
+        ages.append(worker.last_heartbeat_s if worker.state == "alive" else 0.0)
+        return sum(later < earlier for earlier, later in pairwise(ages)) >= 5
+
+    with serve(
+        tmp_path, sites=1, **{"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 2.0}
+    ) as server:
+        script = JOINS.format(round=1, then=WAITS)
+        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start(ATOLL_LEASES=str(leases))
+        wait_until(lambda: state_of(server) == "alive", "the site has joined")
+        site.send(signal.SIGSTOP)
+        wait_until(lambda: state_of(server) == "dead", "its lease is over")
+        shutil.rmtree(leases)
+        site.send(signal.SIGCONT)
+        wait_until(is_heard_again_and_again, "heartbeats under the new lease")
+        site.send(signal.SIGTERM)
+        site.wait()
+
+
+def test_a_process_that_leaves_keeps_the_note_of_a_newer_one_that_only_the_user_can_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older one leaves the run of another server: both are of one script, under one name."""
+    monkeypatch.setenv("ATOLL_LEASES", str(tmp_path))
+    with serve(tmp_path, **AT_ONCE) as one, serve(tmp_path / "two", **AT_ONCE) as two:
+        older = atoll.join(one.url, site="a", folder=tmp_path / "workers")
+        newer = atoll.join(two.url, site="a", folder=tmp_path / "others")
+        noted = (tmp_path / "a").read_text()
+        assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
+        older.leave()
+        assert (tmp_path / "a").read_text() == noted
+        newer.leave()
+        assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.covers("L9", "P6")
+def test_a_killed_script_is_taken_out_of_the_run_when_a_signal_ends_its_restarts(tmp_path: Path) -> None:
+    with serve(tmp_path, **AT_ONCE) as server:
+        with atoll_worker(tmp_path, server.url, JOINS.format(round=1, then=DIES), "--restarts", "9") as process:
+            assert process.stderr is not None
+            assert any("; restart 1 of 9" in line for line in process.stderr)
+            process.send_signal(signal.SIGTERM)  # in the pause before the restart
+            process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert state_of(server) == "failed"
+
+
+@pytest.mark.covers("P6")
+@pytest.mark.parametrize(
+    "loses",
+    ["os.unlink(os.environ['ATOLL_TOKEN_FILE'])", "import shutil; shutil.rmtree(os.environ['ATOLL_LEASES'])"],
+    ids=["token", "folder"],
+)
+def test_atoll_worker_ends_with_the_scripts_code_when_it_cannot_leave_for_it(tmp_path: Path, loses: str) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef0123456789abcdef")
+    token.chmod(0o600)
+    with serve(tmp_path, **AT_ONCE) as server:
+        script = JOINS.format(round=1, then=f"{loses}; {DIES}")
+        with atoll_worker(tmp_path, server.url, script, env={"ATOLL_TOKEN_FILE": str(token)}) as process:
+            out, _ = process.communicate(timeout=60)
+    assert out == "trains\n"
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+# -- heartbeats: status is as fresh as what a worker does
+
+
+def told(server: atoll.Server) -> tuple[str, str, int]:
+    """State, what it does, and its step."""
+    (worker,) = server.status().workers
+    return worker.state, worker.doing, worker.step
+
+
+@pytest.mark.covers("L9", "F22")
+@pytest.mark.parametrize("action", ["reset", "close"])
+def test_a_heartbeat_that_stays_unanswered_is_followed_soon_by_another(
+    tmp_path: Path, action: Literal["reset", "close"]
+) -> None:
+    """Not after the interval, which is ten minutes here: the server may take the worker for dead before."""
+    with serve(tmp_path, **SILENT) as server, Proxy(server.port) as proxy:
+        faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]
+        proxy.faults += faults
+        worker = atoll.join(proxy.url, "a", folder=tmp_path / "w")
+        wait_until(lambda: proxy.count("POST .*heartbeat") >= 3, "a third heartbeat")
+        assert all(fault.reached.is_set() for fault in faults)
+        worker.leave()
+
+
+@pytest.mark.covers("L13")
+def test_a_change_of_state_is_told_without_waiting_for_the_interval(tmp_path: Path) -> None:
+    with serve(tmp_path, **SILENT) as server, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
+        fl_round = worker.next_round()
+        model = fl_round.load_into(build_model())
+        wait_until(lambda: told(server)[1] == "training", "training")
+        fl_round.submit(model)
+        wait_until(lambda: told(server)[1] == "submitting to round 1", "the update")
+
+
+@pytest.mark.covers("L13")
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_figures_are_told_on_leaving(tmp_path: Path, fails: bool) -> None:
+    """Steps are no change of state, so they wait for the next heartbeat: in ten minutes."""
+    with serve(tmp_path, algorithm="diloco", H=100, **SILENT) as server:
+        loop = diloco(server, tmp_path).start()
+        wait_until(lambda: told(server)[1] == "training", "a heartbeat")
+        take_steps(loop, 41)
+        assert told(server)[2] == 0
+        error = ValueError("no data") if fails else None
+        loop.__exit__(type(error) if error else None, error, None)
+        assert told(server) == (("failed", "failed", 41) if fails else ("left", "left", 41))

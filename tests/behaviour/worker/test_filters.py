@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from atoll.errors import UsageError
 from atoll.filters import CHUNK_ELEMENTS, About, Cast, Drop, Filter, NormClip, Outgoing
 
 START = {"w": torch.zeros(2), "head": torch.ones(2), "bn.running_mean": torch.tensor([0.0]), "n": torch.tensor(7)}
+State = dict[str, Tensor]
 LOCAL = {
     "w": torch.tensor([3.0, 4.0]),
     "head": torch.ones(2),
@@ -25,17 +26,10 @@ LOCAL = {
 }
 
 
-def versions(
-    folder: Path,
-    filters: Iterable[Filter],
-    start: dict[str, Tensor] = START,
-    local: dict[str, Tensor] = LOCAL,
-    codec: str = "none",
-    rounds: int = 1,
-) -> list[dict[str, Tensor]]:
+def versions(folder: Path, filters: Any, start: State = START, local: State = LOCAL, **settings: Any) -> list[State]:
     """What a run of one site makes of `start`: in each round the site moves by local − start, and filters that."""
     found = []
-    with plain_server(folder, start, sites=1, rounds=rounds, codec=codec) as server:
+    with plain_server(folder, start, **{"sites": 1, "rounds": 1, "codec": "none"} | settings) as server:
         with atoll.join(server.url, "a", folder=folder / "w", filters=filters) as worker:
             for fl_round in worker:
                 model = fl_round.state_dict()
@@ -46,48 +40,43 @@ def versions(
     return found
 
 
-def sent(
-    folder: Path,
-    filters: Iterable[Filter],
-    start: dict[str, Tensor] = START,
-    local: dict[str, Tensor] = LOCAL,
-    codec: str = "none",
-) -> dict[str, Tensor]:
+def sent(folder: Path, filters: Any, *states: State, **settings: Any) -> State:
     """The first version that is made of the update: of plain averages with one site, what the site has sent."""
-    return versions(folder, filters, start, local, codec)[-1]
+    return versions(folder, filters, *states, **settings)[-1]
 
 
 @pytest.mark.covers("T8")
 def test_what_is_dropped_stays_as_the_version_has_it(tmp_path: Path) -> None:
-    found = sent(tmp_path, [Drop("w", "*.running_mean", "n")], local=LOCAL | {"head": torch.tensor([0.5, 1.0])})
+    """Also of a generator, which is read once: a second reading would find no filters."""
+    filters = (each for each in [Drop("w", "*.running_mean", "n")])
+    found = sent(tmp_path, filters, START, LOCAL | {"head": torch.tensor([0.5, 1.0])})
     assert found["w"].tolist() == [0.0, 0.0]
     assert found["head"].tolist() == [0.5, 1.0]
     assert (found["bn.running_mean"].item(), found["n"].item()) == (0.0, 7)
 
 
 @pytest.mark.covers("T8")
-def test_the_norm_counts_parameters_and_float_buffers(tmp_path: Path) -> None:
-    """√(3² + 4² + 12²) = 13, so everything is scaled by 6.5 / 13."""
-    found = sent(tmp_path, [NormClip(6.5)])
-    assert found["w"].tolist() == [1.5, 2.0]
-    assert (found["bn.running_mean"].item(), found["n"].item()) == (6.0, 9)
-
-
-def test_a_short_update_is_not_made_longer(tmp_path: Path) -> None:
-    assert sent(tmp_path, [NormClip(13.5)])["w"].tolist() == [3.0, 4.0]
-
-
-@pytest.mark.covers("T8")
-def test_a_filter_sees_what_those_before_it_left(tmp_path: Path) -> None:
-    """Without the buffer the norm is 5."""
-    assert sent(tmp_path / "1", [Drop("bn.*"), NormClip(2.5)])["w"].tolist() == [1.5, 2.0]
-    found = sent(tmp_path / "2", [NormClip(6.5), Drop("bn.*")])
-    assert found["w"].tolist() == [1.5, 2.0]  # of 13: the buffer still counted
+@pytest.mark.parametrize(
+    ("filters", "w", "mean"),
+    [
+        # √(3² + 4² + 12²) = 13, so everything is scaled by 6.5 / 13
+        pytest.param([NormClip(6.5)], [1.5, 2.0], 6.0, id="parameters and float buffers"),
+        pytest.param([NormClip(13.5)], [3.0, 4.0], 12.0, id="a short update stays"),
+        pytest.param([Drop("bn.*"), NormClip(2.5)], [1.5, 2.0], 0.0, id="without the buffer the norm is 5"),
+        pytest.param([NormClip(6.5), Drop("bn.*")], [1.5, 2.0], 0.0, id="the buffer still counted"),
+    ],
+)
+def test_the_norm_is_of_what_the_filters_before_left(
+    tmp_path: Path, filters: list[Filter], w: list[float], mean: float
+) -> None:
+    found = sent(tmp_path, filters)
+    assert found["w"].tolist() == w
+    assert (found["bn.running_mean"].item(), found["n"].item()) == (mean, 9)
 
 
 def test_cast_rounds_and_keeps_the_dtype(tmp_path: Path) -> None:
     """bfloat16 has 8 bits of significand: 1 + 2⁻⁹ becomes 1."""
-    found = sent(tmp_path, [Cast("bf16")], local=LOCAL | {"w": torch.tensor([1.0 + 2.0**-9, 0.0])})
+    found = sent(tmp_path, [Cast("bf16")], START, LOCAL | {"w": torch.tensor([1.0 + 2.0**-9, 0.0])})
     assert found["w"].tolist() == [1.0, 0.0]
 
 
@@ -103,8 +92,8 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     start["x.running_var"] = torch.rand(9, generator=generator)
     start["x.count"], start["scalar"] = torch.tensor(3), torch.tensor(1.5)
     local = {name: value + 1 for name, value in start.items()}
-    plain = sent(tmp_path / "plain", [], start, local, codec)
-    filtered = sent(tmp_path / "filtered", [Filter()], start, local, codec)
+    plain = sent(tmp_path / "plain", [], start, local, codec=codec)
+    filtered = sent(tmp_path / "filtered", [Filter()], start, local, codec=codec)
     assert plain.keys() == filtered.keys()
     assert [name for name in plain if not torch.equal(plain[name], filtered[name])] == []
 
@@ -200,29 +189,25 @@ class Undecided(Filter):
 
 @pytest.mark.covers("T8")
 @pytest.mark.parametrize(
-    ("filter_", "told"),
+    ("filters", "told"),
     [
-        (Undecided(), r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
+        ([Undecided()], r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
         (
-            Applies(lambda values: values[1:]),
+            [Applies(lambda values: values[1:])],
             r"Applies.* made torch.float32 \[1\] of 'w', which was torch.float32 \[2\]",
         ),
-        (Applies(Tensor.double), r"Applies.* made torch.float64"),
-        (Applies(lambda values: None), r"Applies.* made NoneType"),
-        (Applies(lambda values: 1 / 0), r"Applies.* failed at 'w': ZeroDivisionError: division by zero"),
+        ([Applies(Tensor.double)], r"Applies.* made torch.float64"),
+        ([Applies(lambda values: None)], r"Applies.* made NoneType"),
+        ([Applies(lambda values: 1 / 0)], r"Applies.* failed at 'w': ZeroDivisionError: division by zero"),
+        ([Drop("haed")], r"no tensor of the model has the name 'haed'.*nothing was sent.*Did you mean 'head'"),
+        ([lambda values: values], "is not a filter"),
+        (Drop("w"), r"filters is Drop\('w'\), not a list.*Pass a list: \[Drop\('w'\)\]"),
     ],
-    ids=["undecided", "shorter", "wider", "forgetful", "broken"],
+    ids=["undecided", "shorter", "wider", "forgetful", "broken", "unknown name", "function", "alone"],
 )
-def test_a_filter_that_does_not_keep_to_its_contract_is_named(tmp_path: Path, filter_: Filter, told: str) -> None:
+def test_what_does_not_keep_to_the_contract_of_filters_is_named(tmp_path: Path, filters: Any, told: str) -> None:
     with pytest.raises(UsageError, match=told):
-        sent(tmp_path, [filter_])
-
-
-def test_a_pattern_that_is_nobodys_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"no tensor of the model has the name 'haed'.*nothing was sent.*Did you mean 'head'"
-    ):
-        sent(tmp_path, [Drop("haed")])
+        sent(tmp_path, filters)
 
 
 @pytest.mark.parametrize(
@@ -239,24 +224,6 @@ def test_a_pattern_that_is_nobodys_name_is_refused(tmp_path: Path) -> None:
 def test_wrong_options_are_refused_where_they_are_given(make, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         make()
-
-
-@pytest.mark.parametrize(
-    ("filters", "told"),
-    [
-        ([lambda values: values], "is not a filter"),
-        (Drop("w"), r"filters is Drop\('w'\), not a list.*Pass a list: \[Drop\('w'\)\]"),
-    ],
-    ids=["function", "alone"],
-)
-def test_what_is_no_filter_is_refused(tmp_path: Path, filters: Any, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        sent(tmp_path, filters)
-
-
-def test_filters_from_a_generator_are_kept(tmp_path: Path) -> None:
-    """A generator is read once; a second reading would find no filters, and the update would leave as it is."""
-    assert sent(tmp_path, (each for each in [Drop("w")]))["w"].tolist() == [0.0, 0.0]
 
 
 def test_integers_are_kept_or_not_and_never_asked_for(tmp_path: Path) -> None:

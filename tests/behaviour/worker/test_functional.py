@@ -1,8 +1,9 @@
-"""`atoll.functional.init`, `is_running`, `receive`, `send`: the loop over rounds as functions."""
+"""The loop over rounds as functions, `atoll.functional`; and scripts without a server, which train by themselves."""
 
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from harness.processes import Nursery
-from kit import atoll_worker
+from kit import atoll_worker, diloco, take_steps
+from kit.client import Client
+from kit.processes import command
 from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import nn
@@ -41,12 +44,29 @@ def to_the_end(server: atoll.Server) -> Iterator[None]:
         atoll.functional.send(model)
 
 
+@pytest.fixture
+def take_part(server: atoll.Server, to_the_end: None, tmp_path: Path) -> Callable[..., None]:
+    """Takes part as site a."""
+    return lambda **options: atoll.functional.init(server.url, "a", folder=tmp_path / "a", **options)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What goes, goes with its last user: no cycle is found later on."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def ones() -> nn.Linear:
     model = nn.Linear(3, 2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(1.0)
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
     return model
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @pytest.mark.covers("P15")
@@ -65,41 +85,29 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
         assert received is not None
         assert atoll.functional.receive() is received
         seen.append((received.number, received.params["weight"][0, 0].item()))
-        atoll.functional.send(
-            {name: value + 1 for name, value in received.params.items()}, weight=3, metrics={"loss": 0.5}
-        )
+        changed = {name: value + 1 for name, value in received.params.items()}
+        atoll.functional.send(changed, weight=3, metrics={"loss": 0.5})
     assert seen == [(1, 1.0), (2, 2.0)]
     assert atoll.functional.receive() is None
     assert server.wait(30)
     status = server.status()
-    assert [(row.workers, row.weights, row.metrics) for row in status.history] == [
-        (["clinic-a"], [3.0], {"loss": 0.5})
-    ] * ROUNDS
+    rows = [(row.workers, row.weights, row.metrics) for row in status.history]
+    assert rows == [(["clinic-a"], [3.0], {"loss": 0.5})] * ROUNDS
     assert [worker.state for worker in status.workers] == ["left"]  # the loop's end is the run's
     assert (tmp_path / "files" / "clinic-a").is_dir()
 
 
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """What goes, goes with its last user: no cycle is found later on."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @pytest.mark.covers("P15", "P6", "T6")
-@pytest.mark.usefixtures("no_collector", "to_the_end")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("clear_cache", [True, False])
 def test_what_was_sent_and_received_is_forgotten_at_once_unless_told(
-    server: atoll.Server, tmp_path: Path, clear_cache: bool
+    take_part: Callable[..., None], clear_cache: bool
 ) -> None:
-    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
+    take_part()
     received = atoll.functional.receive()
     assert received is not None
     model = ones()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     received.correct(model, optimizer)
     pulled, sent = weakref.ref(received.params["weight"]), weakref.ref(model.weight)
     atoll.functional.send(model, clear_cache=clear_cache)
@@ -110,7 +118,7 @@ def test_what_was_sent_and_received_is_forgotten_at_once_unless_told(
 
 
 @pytest.mark.covers("T6")
-@pytest.mark.usefixtures("no_collector", "to_the_end")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("filters", [[], [Drop("bias")]], ids=["plain", "filtered"])
 @pytest.mark.parametrize("call", ["send", "submit"])
 def test_memory_of_what_was_sent_is_free_at_once(
@@ -122,28 +130,26 @@ def test_memory_of_what_was_sent_is_free_at_once(
     sent: dict[str, Any] = {"weight": tensor, "bias": array}
     submit: Callable[..., None]
     if call == "send":
-        atoll.functional.init(server.url, "a", folder=tmp_path / "a", filters=filters)
+        request.getfixturevalue("take_part")(filters=filters)
         atoll.functional.receive(into=ones())
         submit = atoll.functional.send
     else:
-        worker = atoll.join(server.url, "a", folder=tmp_path / "a", filters=filters)
-        request.addfinalizer(worker.leave)
-        rounds = iter(worker)
-        round_ = next(rounds)
-        round_.load_into(ones())
-        submit = round_.submit
+        client = Client(server.url, "a", folder=tmp_path / "a", filters=filters)
+        request.addfinalizer(client.close)
+        client.next_round()
+        client.pull(into=ones())
+        submit = client.round.submit
     submit(sent)
     del tensor, array, sent
     assert seen[0].expired()
     assert seen[1]() is None
 
 
-@pytest.mark.usefixtures("to_the_end")
 @pytest.mark.covers("T8")
-def test_what_is_sent_passes_the_sites_filters(server: atoll.Server, tmp_path: Path) -> None:
+def test_what_is_sent_passes_the_sites_filters(take_part: Callable[..., None]) -> None:
     """The weights stay as they were, the biases become 6."""
     model = ones()
-    atoll.functional.init(server.url, "a", folder=tmp_path / "w", filters=[Drop("weight")])
+    take_part(filters=[Drop("weight")])
     atoll.functional.receive(into=model)
     with torch.no_grad():
         model.weight += 5
@@ -153,10 +159,9 @@ def test_what_is_sent_passes_the_sites_filters(server: atoll.Server, tmp_path: P
     assert (model.weight.unique().tolist(), model.bias.unique().tolist()) == ([1.0], [6.0])
 
 
-@pytest.mark.usefixtures("to_the_end")
 @pytest.mark.covers("P15")
-def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(server: atoll.Server, tmp_path: Path) -> None:
-    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
+def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(take_part: Callable[..., None]) -> None:
+    take_part()
     received = atoll.functional.receive()
     assert received is not None
     with pytest.raises(UsageError, match="'weight' is a str"):
@@ -180,44 +185,17 @@ for call in (atoll.functional.is_running, atoll.functional.receive, lambda: atol
 
 def test_calls_before_init_say_what_to_call(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(BEFORE_INIT)
-    process = nursery.start(str(tmp_path / "script.py"), cwd=tmp_path)
-    assert process.wait() == 0
-    assert process.output().count("atoll.functional.init() first") == 3
+    ended = command(nursery, tmp_path, program=str(tmp_path / "script.py"))
+    assert ended.returncode == 0
+    assert ended.stdout.count("atoll.functional.init() first") == 3
 
 
-@pytest.mark.usefixtures("to_the_end")
-def test_calls_out_of_order_say_what_to_call(server: atoll.Server, tmp_path: Path) -> None:
-    atoll.functional.init(server.url, "a", folder=tmp_path / "a")
+def test_calls_out_of_order_say_what_to_call(take_part: Callable[..., None]) -> None:
+    take_part()
     with pytest.raises(UsageError, match="twice"):
-        atoll.functional.init(server.url, "a", folder=tmp_path / "a")
+        take_part()
     with pytest.raises(UsageError, match="'jax'"):
         atoll.functional.receive(framework="jax")  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("to_the_end")
-@pytest.mark.covers("P15")
-def test_without_a_server_there_is_one_round() -> None:
-    atoll.functional.init()
-    model, rounds = ones(), 0
-    while atoll.functional.is_running():
-        received = atoll.functional.receive(into=model)
-        assert received is not None
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with received.correct(model, optimizer):
-            model(torch.ones(1, 3)).sum().backward()
-            optimizer.step()
-        atoll.functional.send(model, metrics={"loss": 1.0})
-        rounds += 1
-    assert rounds == 1
-    # the gradient of a weight is its input, 1
-    assert model.weight.unique().tolist() == pytest.approx([0.9])
-
-
-@pytest.mark.usefixtures("to_the_end")
-def test_alone_there_are_no_tensors_to_give() -> None:
-    atoll.functional.init()
-    with pytest.raises(UsageError, match="there is no global model to use"):
-        atoll.functional.receive()
 
 
 SCRIPT = """
@@ -242,9 +220,90 @@ def test_a_script_runs_under_atoll_worker_and_tells_why_it_fails(
         out, said = process.communicate(timeout=100)
     assert process.returncode == bool(last), said
     if last:
-        (worker,) = server.status().workers
-        assert worker.error == "ValueError: no more records"
+        assert [worker.error for worker in server.status().workers] == ["ValueError: no more records"]
         return
     assert out.split() == ["round", "1", "round", "2"]
     assert server.wait(30)
     assert load_file(server.exports / "model.safetensors")["weight"].unique().tolist() == [3.0]
+
+
+# -- alone: one round, or plain steps; at the end the script hears that nothing was sent
+
+BEGIN = "no server is set in ATOLL_SERVER: training alone"
+END = "training alone: nothing was sent or saved by Atoll; save the model in the script"
+
+
+@pytest.mark.usefixtures("to_the_end")
+@pytest.mark.covers("P15")
+def test_without_a_server_there_is_one_round() -> None:
+    """The gradient of a weight is its input, 1."""
+    atoll.functional.init()
+    with pytest.raises(UsageError, match="there is no global model to use"):
+        atoll.functional.receive()
+    model, rounds = ones(), 0
+    while atoll.functional.is_running():
+        received = atoll.functional.receive(into=model)
+        assert received is not None
+        optimizer = sgd(model)
+        with received.correct(model, optimizer):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        atoll.functional.send(model, metrics={"loss": 1.0})
+        rounds += 1
+    assert rounds == 1
+    assert model.weight.unique().tolist() == pytest.approx([0.9])
+
+
+@pytest.mark.covers("P6")
+def test_join_gives_one_round_and_says_that_nothing_was_sent(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    monkeypatch.chdir(tmp_path)
+    model, numbers = ones(), []
+    with atoll.join() as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            numbers.append(fl_round.number)
+            fl_round.submit(model, weight=3, metrics={"loss": 0.5})
+        worker.load_into(model)
+    assert numbers == [1]
+    assert model.weight.unique().tolist() == [1.0]
+    assert caplog.messages == [BEGIN, "alone: trained without a server (loss 0.5)", END]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:
+    """So that a script that is tried without a server does not fail in its first run."""
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    model[1].weight = model[0].weight
+    with atoll.join() as worker:
+        loop = iter(worker)
+        fl_round = next(loop)
+        fl_round.load_into(model)
+        held = fl_round.state_dict()
+        assert held.keys() == {"0.weight", "1.weight"}
+        assert all(torch.equal(value, model[0].weight) for value in held.values())
+        with pytest.raises(UsageError, match=r"'0\.weight' is a str"):
+            fl_round.submit({"0.weight": "heavy"})
+        with pytest.raises(UsageError, match="Site alone submitted no update in round 1"):
+            next(loop)
+
+
+@pytest.mark.covers("L2")
+def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    with diloco("", tmp_path) as loop:
+        take_steps(loop, 1)
+    loop.stop()
+    assert caplog.messages == [BEGIN, END]
+
+
+def test_after_an_error_the_error_is_the_last_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    for place in (atoll.join(), diloco("", tmp_path)):
+        with pytest.raises(ZeroDivisionError), place:
+            raise ZeroDivisionError
+    assert caplog.messages == [BEGIN, BEGIN]

@@ -1,42 +1,55 @@
-"""What is in the model and the base file after a pull, whatever happened on the way."""
+"""What is in the model and in the files of a site after a pull and at the next start, whatever happened on the way."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.proxy import Fault, Proxy
-from kit import rewrite_note
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import diloco, rewrite_note, tensors_digest
 from kit.servers import plain_server
-from torch import nn
+from torch import Tensor, nn
 
 import atoll
-from atoll.errors import Gone
+from atoll.errors import Gone, UsageError
+from atoll.filters import Filter
+from atoll.testing.run import failpoints
+from atoll.transport.part_transfer import HttpTransfer
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    torch.manual_seed(0)
-    with plain_server(tmp_path, nn.Linear(300, 100), part_bytes=2**16, **{"network.connections": 1}) as server:
+    """Its versions have three parts."""
+    with plain_server(tmp_path, model(), sites=1, part_bytes=2**16, **{"network.connections": 1}) as server:
         yield server
 
 
-def model(seed: int = 0) -> dict[str, torch.Tensor]:
+def model(seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
-    return dict(nn.Linear(300, 100).state_dict())
+    return nn.Linear(300, 100)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one[name], value) for name, value in other.items())
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return tensors_digest(one.state_dict()) == tensors_digest(other.state_dict())
+
+
+def pulled_once(server: atoll.Server, folder: Path) -> Path:
+    """A site pulls a version, and ends; its base."""
+    with atoll.join(server.url, site="a", folder=folder) as worker:
+        worker.next_round().load_into(model())
+    (base,) = folder.rglob("base.safetensors")
+    return base
 
 
 @pytest.mark.covers("F1", "P8")
 def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path) -> None:
     """Guards against a resumed pull that leaves the model what it had for the parts that were there."""
-    with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
-        worker.next_round().load_into(model())
-    (base,) = tmp_path.rglob("base.safetensors")
+    base = pulled_once(server, tmp_path / "w")
     rewrite_note(base.with_suffix(".json"), complete=False)  # as a kill before the end leaves it
     with base.open("r+b") as file:
         file.seek(2**16)
@@ -44,19 +57,6 @@ def test_a_resumed_pull_fills_the_model_too(server: atoll.Server, tmp_path: Path
     with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
         assert same(worker.next_round().load_into(model(seed=9)), model())
         assert 0 < worker.bytes_down <= 2**16
-
-
-@pytest.mark.covers("P8")
-def test_a_pull_that_breaks_off_goes_on_with_the_parts_that_are_missing(server: atoll.Server, tmp_path: Path) -> None:
-    """Every part is a request: the second one is broken off, and no other is sent twice."""
-    requests = "GET .*/versions/0/[0-9a-f]{64}"
-    with Proxy(server.port) as proxy:
-        fault = Fault(requests, "down", 60_000, "reset")  # parts of 49 kB, 64 KiB and 6 kB
-        proxy.faults.append(fault)
-        with atoll.join(proxy.url, "a", folder=tmp_path / "w") as worker:
-            assert same(worker.next_round().load_into(model(seed=9)), model())
-        assert fault.reached.is_set()
-        assert proxy.count(requests) == 3 + 1
 
 
 class HalfFrozen(nn.Module):
@@ -96,46 +96,8 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
         with atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
             fl_round = worker.next_round()
             for _ in range(2):  # the second time from the base file, which has all of it, too
-                assert same(fl_round.load_into({name: torch.zeros_like(each) for name, each in source.items()}), source)
-
-
-def falling(folder: Path, size: int, rounds: int, outer_lr: float) -> atoll.Server:
-    """DiLoCo with H = 2: all weights begin at 8, and each inner step of `fall` takes 1 from them."""
-    settings = {
-        "diloco.sync_every": 2,
-        "aggregation.upload_codec.name": "none",
-        "algorithm.outer_optimizer.lr": outer_lr,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "network.part_bytes": 2**16,
-    }
-    start = nn.Linear(size, size, bias=False)
-    nn.init.constant_(start.weight, 8.0)
-    return plain_server(folder, start, algorithm="diloco", sites=1, rounds=rounds, **settings)
-
-
-def fall(model: nn.Linear, optimizer: torch.optim.Optimizer, poison: bool = False) -> None:
-    optimizer.zero_grad()
-    model.weight.sum().backward()
-    if poison:
-        assert model.weight.grad is not None
-        model.weight.grad.fill_(float("nan"))
-    optimizer.step()
-
-
-@pytest.mark.covers("F31")
-def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(tmp_path: Path) -> None:
-    """NaN at the first synchronisation, then −1 twice."""
-    with falling(tmp_path, 1, rounds=1, outer_lr=1.0) as server:
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
-            for number in range(4):
-                fall(model, optimizer, poison=number == 1)
-                if number == 1:
-                    assert model.weight.item() == 8.0
-            assert diloco.finished
-        assert model.weight.item() == 6.0
-        assert server.status().refused == 1
+                pulled = fl_round.load_into({name: torch.zeros_like(each) for name, each in source.items()})
+                assert tensors_digest(pulled) == tensors_digest(source)
 
 
 @pytest.mark.parametrize(
@@ -144,16 +106,9 @@ def test_diloco_goes_on_from_the_global_model_when_its_update_is_refused(tmp_pat
     ids=["of the result", "in the middle"],
 )
 def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    rounds: int,
-    outer_lr: float,
-    arrived: int,
-    left: float,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rounds: int, outer_lr: float, arrived: int, left: float
 ) -> None:
-    from atoll.transport.part_transfer import HttpTransfer
-
+    """DiLoCo with H = 2: all weights begin at 8, and each inner step takes 1 from them."""
     pull, broken = HttpTransfer.pull, [True]
 
     def once(self: HttpTransfer, path: str, digests: Any, parts: Any, sinks: Any, **more: Any) -> None:
@@ -163,12 +118,156 @@ def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
             raise Gone("revoked", "pull again")
         pull(self, path, digests, parts, sinks, **more)
 
-    with falling(tmp_path, size, rounds, outer_lr) as server:
-        model = nn.Linear(size, size, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+    start, model = (nn.Linear(size, size, bias=False) for _ in range(2))
+    nn.init.constant_(start.weight, 8.0)
+    outer = {"algorithm.outer_optimizer.lr": outer_lr, "algorithm.outer_optimizer.momentum": 0.0}
+    run = {"algorithm": "diloco", "sites": 1, "rounds": rounds, "H": 2, "codec": "none", "part_bytes": 2**16}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with plain_server(tmp_path, start, **run, **outer) as server:
+        with diloco(server, tmp_path, "a", model, optimizer) as loop:
             monkeypatch.setattr(HttpTransfer, "pull", once)
-            while not diloco.finished:
-                fall(model, optimizer)
-            assert diloco.step == 2 * rounds
-        assert model.weight.detach().unique().tolist() == [left]
+            while not loop.finished:
+                model.weight.grad = torch.ones(size, size)
+                optimizer.step()
+            assert loop.step == 2 * rounds
+    assert model.weight.detach().unique().tolist() == [left]
+
+
+# -- a note beside base or outbox survives what the bytes may not: the file is read once before its note is believed
+
+TILE = 4096
+"""Elements of a tensor that no part divides."""
+
+
+def shorten(path: Path) -> None:
+    os.truncate(path, 1000)
+
+
+def zero(path: Path) -> None:
+    """What a power loss leaves of a preallocated file after its note was written."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def nothing(path: Path) -> None:
+    """It is what its note says."""
+
+
+def damage_one_part(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(70_000)
+        file.write(b"\xff" * 100)
+
+
+DAMAGES = [(nothing, []), (Path.unlink, [0, 1, 2]), (shorten, [0, 1, 2]), (zero, [0, 1, 2]), (damage_one_part, [1])]
+"""What happens to a file of three parts, and which of them are pulled again."""
+
+
+@pytest.mark.covers("F41", "F1")
+@pytest.mark.parametrize(("damage", "parts"), DAMAGES)
+def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
+    server: atoll.Server,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    parts: list[int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll")
+    base = pulled_once(server, tmp_path / "w")
+    content = base.read_bytes()
+    damage(base)
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        fl_round, mine = worker.next_round(), model(seed=9)
+        for _ in range(2):
+            fl_round.load_into(mine)
+        header = 8 + int.from_bytes(content[:8], "little")
+        sizes = [header + 3 * 4 * TILE, 4 * 4 * TILE]  # of at most 64 KiB, to the end of a tile
+        sizes.append(len(content) - sum(sizes))
+        assert worker.bytes_down == sum(sizes[part] for part in parts)
+    assert base.read_bytes() == content
+    assert same(mine, model())
+    told = [line for line in caplog.messages if "are downloaded again" in line]
+    assert len(told) == (damage in (zero, damage_one_part))  # of one that is gone there is nothing to say
+
+
+@pytest.mark.covers("F41", "P6")
+@pytest.mark.parametrize("changed", [{}, {"complete": False}, {"digest": "0" * 64}], ids=["bytes", "part", "other"])
+def test_no_update_is_formed_against_a_base_that_is_not_the_rounds(
+    server: atoll.Server, tmp_path: Path, changed: dict[str, object]
+) -> None:
+    """A training loop may have loaded the model in another way than `load_into`."""
+    base = pulled_once(server, tmp_path / "w")
+    if changed:
+        rewrite_note(base.with_suffix(".json"), **changed)
+    else:
+        damage_one_part(base)
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        fl_round = worker.next_round()
+        with pytest.raises(UsageError, match="was not downloaded"):
+            fl_round.submit(model())
+        fl_round.submit(fl_round.load_into(model()))
+
+
+@pytest.mark.covers("F41", "F3")
+@pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES[1:]])
+def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
+    server: atoll.Server, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against an outbox with parts that the server refuses at every start of the worker, for ever."""
+    with Proxy(server.port) as proxy, atoll.join(proxy.url, site="a", folder=tmp_path / "w") as worker:
+        proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]  # no part arrives
+        fl_round = worker.next_round()
+        trained = fl_round.load_into(model())
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.sub_(1.0)  # an update of zeros would be whole in a file of zeros
+        with failpoints("outbox.sealed=eio"), pytest.raises(OSError, match="failpoint"):
+            fl_round.submit(trained)
+    (outbox,) = tmp_path.rglob("outbox.bin")
+    damage(outbox)
+    caplog.set_level(logging.WARNING, "atoll")
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        fl_round = worker.next_round()
+        assert fl_round.number == 1
+        assert len([line for line in caplog.messages if "outbox.bin is damaged" in line]) == 1
+        assert not list(tmp_path.rglob("outbox.json"))
+        fl_round.submit(fl_round.load_into(model()))
+
+
+class Fails(Filter):
+    """Breaks off while the second update is formed."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def begin(self, update: Any) -> None:
+        self.updates += 1
+
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        if self.updates > 1:
+            raise KeyboardInterrupt
+        return values
+
+
+@pytest.mark.covers("F3")
+def test_while_an_update_is_formed_no_note_names_the_one_before(server: atoll.Server, tmp_path: Path) -> None:
+    """Guards against a kill in the middle that leaves half of a new update under an old note."""
+    with atoll.join(server.url, "a", folder=tmp_path / "w", filters=[Fails()]) as worker:
+        fl_round = worker.next_round()
+        fl_round.submit(fl_round.load_into(model()))
+        assert list(tmp_path.rglob("outbox.json"))
+        fl_round = worker.next_round()
+        trained = fl_round.load_into(model())
+        with pytest.raises(KeyboardInterrupt):
+            fl_round.submit(trained)
+        assert not list(tmp_path.rglob("outbox.json"))
+
+
+@pytest.mark.covers("F42")
+def test_a_server_that_went_back_is_noticed_and_said(
+    server: atoll.Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is at version 0; the worker has trained from version 5 of the same run, which no journal knows now."""
+    rewrite_note(pulled_once(server, tmp_path / "w").with_suffix(".json"), version=5, digest="0" * 64)
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        worker.next_round().load_into(model())
+    assert "the server went back from version 5 to 0" in caplog.text

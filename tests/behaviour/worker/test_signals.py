@@ -1,4 +1,4 @@
-"""What signals do to a process while it takes part in a run, and before and after."""
+"""What signals do to a process while it takes part in a run, and before and after; Ctrl-C among them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness.processes import Nursery, wait_until
-from kit import ForkedSite, atoll_worker, serve
+from harness.processes import Nursery, Process, free_port, wait_until
+from kit import ForkedSite, atoll_worker, serve, write_run_file
 
 import atoll
-
-AT_ONCE = {"rounds.sites": 1, "network.heartbeat_timeout_s": 600.0}
 
 HANGS = """
 import ctypes, os
@@ -28,7 +27,6 @@ with atoll.join():
     print("hangs", os.getpid(), hex(ctypes.addressof(mutex)), flush=True)
     lock(mutex)
 """
-
 FORKED_AND_ENDED = """
 import array, fcntl, os, signal, termios, threading
 import concurrent.futures.thread  # it takes a lock before a fork, which a fork within that fork could not take again
@@ -78,7 +76,6 @@ with atoll.join():
     assert list(written) == [1], "its own signals are not watched any more"
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()), "signals are held back for ever"
 """
-
 FORKS = """
 import os, signal, threading
 import atoll
@@ -90,8 +87,6 @@ with atoll.join():
         threading.Event().wait(100)
     {child}
 """
-
-
 DROPPED = """
 import os, signal, threading, time
 import atoll
@@ -126,8 +121,6 @@ with atoll.join():
     {act}
     threading.Event().wait(100)
 """
-
-
 RAISED_IN_A_FORK = """
 import os, signal, threading
 import atoll
@@ -150,7 +143,6 @@ with atoll.join():
     print("forked", flush=True)
     threading.Event().wait(100)
 """
-
 ENDS_LATE = """
 import atexit, os, signal, time
 import atoll
@@ -177,7 +169,6 @@ leave_at_exit.watch_exit(slow)
 atexit.register(close)  # called behind the one that is registered after it, if any
 {at_exit}
 """
-
 WRAPPED = """
 import sys
 import atoll
@@ -199,6 +190,26 @@ with atoll.join(site="a"):
 """
 
 
+Start = Callable[[str], Process]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    """No test lives as long as a lease: what the server knows of an end, it was told."""
+    with serve(tmp_path, **{"rounds.sites": 1, "network.heartbeat_timeout_s": 600.0}) as server:
+        yield server
+
+
+@pytest.fixture
+def start(server: atoll.Server, tmp_path: Path, nursery: Nursery) -> Start:
+    """Starts a script as site a."""
+    return lambda script: ForkedSite(nursery, tmp_path, server.url, "a", script).start()
+
+
+def state_of(server: atoll.Server) -> str:
+    return "".join(worker.state for worker in server.status().workers)
+
+
 def is_in_lock(pid: str, mutex: str) -> bool:
     """Whether the process waits for this mutex, in a system call; True on systems that do not tell."""
     try:
@@ -207,40 +218,33 @@ def is_in_lock(pid: str, mutex: str) -> bool:
         return True
 
 
-def state_of_a(server: atoll.Server) -> str:
-    return "".join(worker.state for worker in server.status().workers)
+@pytest.mark.covers("L9")
+def test_a_process_that_hangs_in_native_code_leaves_after_one_sigterm(server: atoll.Server, start: Start) -> None:
+    site = start(HANGS.format(library="ctypes.CDLL"))
+    pid, mutex = wait_until(lambda: re.search(r"hangs (\d+) (0x\w+)\n", site.output()), "the script").groups()
+    wait_until(lambda: is_in_lock(pid, mutex), "the hang")
+    site.send(signal.SIGTERM)
+    assert site.wait() == 128 + signal.SIGTERM
+    assert state_of(server) == "failed"
 
 
 @pytest.mark.covers("L9")
-def test_a_process_that_hangs_in_native_code_leaves_after_one_sigterm(tmp_path: Path, nursery: Nursery) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        script = HANGS.format(library="ctypes.CDLL")
-        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-        pid, mutex = wait_until(lambda: re.search(r"hangs (\d+) (0x\w+)\n", site.output()), "the script").groups()
+def test_a_second_sigterm_ends_native_code_that_lets_no_thread_run(server: atoll.Server, tmp_path: Path) -> None:
+    with atoll_worker(tmp_path, server.url, HANGS.format(library="ctypes.PyDLL")) as process:
+        assert process.stdout is not None
+        word, pid, mutex = process.stdout.readline().split()
+        assert word == "hangs"
         wait_until(lambda: is_in_lock(pid, mutex), "the hang")
-        site.send(signal.SIGTERM)
-        assert site.wait() == 128 + signal.SIGTERM
-        assert state_of_a(server) == "failed"
-
-
-@pytest.mark.covers("L9")
-def test_a_second_sigterm_ends_native_code_that_lets_no_thread_run(tmp_path: Path) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        with atoll_worker(tmp_path, server.url, HANGS.format(library="ctypes.PyDLL")) as process:
-            assert process.stdout is not None
-            word, pid, mutex = process.stdout.readline().split()
-            assert word == "hangs"
-            wait_until(lambda: is_in_lock(pid, mutex), "the hang")
-            for _ in range(2):
-                process.send_signal(signal.SIGTERM)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(2)
-            try:
-                assert process.wait(15) == 128 + signal.SIGTERM
-            finally:
-                if process.poll() is None:  # it waits for its script
-                    os.kill(int(pid), signal.SIGKILL)
-        assert state_of_a(server) == "failed"
+        for _ in range(2):
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+        try:
+            assert process.wait(15) == 128 + signal.SIGTERM
+        finally:
+            if process.poll() is None:  # it waits for its script
+                os.kill(int(pid), signal.SIGKILL)
+    assert state_of(server) == "failed"
 
 
 LEAVES = """
@@ -268,36 +272,40 @@ def test_signals_and_sys_exit_do_what_they_did_before_once_the_last_worker_has_l
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_scripts_own_handler_stays(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_scripts_own_handler_stays(server: atoll.Server, tmp_path: Path, number: signal.Signals) -> None:
     def own(*_: object) -> None: ...
 
     before = signal.signal(number, own)
     try:
-        with serve(tmp_path, sites=1) as server:
-            with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
-                assert signal.getsignal(number) is own
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
             assert signal.getsignal(number) is own
+        assert signal.getsignal(number) is own
     finally:
         signal.signal(number, before)
 
 
-def test_a_forked_child_dies_by_sigterm_and_its_parent_goes_on(tmp_path: Path, nursery: Nursery) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        waits = "while True: threading.Event().wait(0.1)"  # a signal just before a wait is seen behind it
-        script = FORKS.format(kill="os.kill(child, signal.SIGTERM)", child=waits)
-        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-        wait_until(lambda: f"\n{-signal.SIGTERM}\n" in site.output(), "the child's end")
-        assert state_of_a(server) == "alive"
-        site.kill()
+@pytest.mark.parametrize(
+    ("kill", "child", "code"),
+    [
+        # a signal just before a wait is seen behind it
+        ("os.kill(child, signal.SIGTERM)", "while True: threading.Event().wait(0.1)", -signal.SIGTERM),
+        ("", "import atexit; atexit._run_exitfuncs(); os._exit(0)", 0),
+    ],
+    ids=["sigterm", "exit"],
+)
+def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(
+    server: atoll.Server, start: Start, kill: str, child: str, code: int
+) -> None:
+    site = start(FORKS.format(kill=kill, child=child))
+    wait_until(lambda: f"\n{code}\n" in site.output(), "the child's end")
+    assert state_of(server) == "alive"
+    site.kill()
 
 
 @pytest.mark.usefixtures("fresh_processes")  # the script acts before Atoll is imported
-def test_a_signal_to_a_fork_that_has_run_no_python_yet_ends_the_fork_and_not_its_parent(
-    tmp_path: Path, nursery: Nursery
-) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        site = ForkedSite(nursery, tmp_path, server.url, "a", FORKED_AND_ENDED).start()
-        assert site.wait(60) == 0, site.output()
+def test_a_signal_to_a_fork_that_has_run_no_python_yet_ends_the_fork_and_not_its_parent(start: Start) -> None:
+    site = start(FORKED_AND_ENDED)
+    assert site.wait(60) == 0, site.output()
 
 
 @pytest.mark.covers("L9")
@@ -313,62 +321,193 @@ def test_a_signal_to_a_fork_that_has_run_no_python_yet_ends_the_fork_and_not_its
         ("os.register_at_fork(after_in_parent=be_ended)", "fork()", True),
     ],
 )
-@pytest.mark.usefixtures("fresh_processes")  # the script acts before Atoll is imported
 def test_a_sigterm_that_comes_where_python_drops_errors_ends_the_script_all_the_same(
-    tmp_path: Path, nursery: Nursery, before: str, act: str, goes_on: bool
+    server: atoll.Server, start: Start, request: pytest.FixtureRequest, before: str, act: str, goes_on: bool
 ) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        script = DROPPED.format(before=before, act=act)
-        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-        assert site.wait(60) == 128 + signal.SIGTERM, site.output()
-        assert ("goes on" in site.output()) == goes_on, site.output()
-        assert state_of_a(server) == "failed"
+    if before:  # the script acts before Atoll is imported
+        request.getfixturevalue("fresh_processes")
+    site = start(DROPPED.format(before=before, act=act))
+    assert site.wait(60) == 128 + signal.SIGTERM, site.output()
+    assert ("goes on" in site.output()) == goes_on, site.output()
+    assert state_of(server) == "failed"
 
 
 @pytest.mark.covers("L9")
 def test_a_handler_of_the_scripts_own_that_raises_in_a_fork_leaves_other_signals_what_they_do(
-    tmp_path: Path, nursery: Nursery
+    server: atoll.Server, start: Start
 ) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        site = ForkedSite(nursery, tmp_path, server.url, "a", RAISED_IN_A_FORK).start()
-        wait_until(lambda: "forked\n" in site.output(), "the fork")
-        site.send(signal.SIGHUP)
-        assert site.wait() == 128 + signal.SIGHUP, site.output()
-        assert state_of_a(server) == "failed"
+    site = start(RAISED_IN_A_FORK)
+    wait_until(lambda: "forked\n" in site.output(), "the fork")
+    site.send(signal.SIGHUP)
+    assert site.wait() == 128 + signal.SIGHUP, site.output()
+    assert state_of(server) == "failed"
 
 
 @pytest.mark.covers("L9")
 @pytest.mark.parametrize(
     ("in_leave", "at_exit", "why"),
-    [
-        ("pass", "atexit.register(upload)", "ended by SIGTERM"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", "", "None"),
-    ],
+    [("pass", "atexit.register(upload)", "ended by SIGTERM"), ("os.kill(os.getpid(), signal.SIGTERM)", "", "None")],
 )
 def test_a_sigterm_at_the_end_of_python_does_not_keep_a_worker_from_leaving(
-    tmp_path: Path, in_leave: str, at_exit: str, why: str
+    server: atoll.Server, tmp_path: Path, in_leave: str, at_exit: str, why: str
 ) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        script = ENDS_LATE.format(in_leave=in_leave, at_exit=at_exit)
-        own = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
-        ended = subprocess.run(  # a process of its own: what is forked ends without Python's exit handlers
-            [sys.executable, "-c", script], env=os.environ | own, capture_output=True, text=True, timeout=60
-        )
-        assert f"closed\nleaves by {why}\nhas left\n" in ended.stdout, ended.stdout + ended.stderr
-        assert state_of_a(server) == ("failed" if at_exit else "left")
+    script = ENDS_LATE.format(in_leave=in_leave, at_exit=at_exit)
+    own = {"ATOLL_SERVER": server.url, "ATOLL_SITE": "a", "ATOLL_DIR": str(tmp_path / "workers")}
+    ended = subprocess.run(  # a process of its own: what is forked ends without Python's exit handlers
+        [sys.executable, "-c", script], env=os.environ | own, capture_output=True, text=True, timeout=60
+    )
+    assert f"closed\nleaves by {why}\nhas left\n" in ended.stdout, ended.stdout + ended.stderr
+    assert state_of(server) == ("failed" if at_exit else "left")
 
 
-def test_hooks_that_others_have_wrapped_are_called_once(tmp_path: Path, nursery: Nursery) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        site = ForkedSite(nursery, tmp_path, server.url, "a", WRAPPED).start()
-        assert site.wait() == 3, site.output()
-        assert site.output().count("ValueError: the finalizer's own") == 1, site.output()
+def test_hooks_that_others_have_wrapped_are_called_once(start: Start) -> None:
+    site = start(WRAPPED)
+    assert site.wait() == 3, site.output()
+    assert site.output().count("ValueError: the finalizer's own") == 1, site.output()
 
 
-def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(tmp_path: Path, nursery: Nursery) -> None:
-    with serve(tmp_path, **AT_ONCE) as server:
-        script = FORKS.format(kill="", child="import atexit; atexit._run_exitfuncs(); os._exit(0)")
-        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-        wait_until(lambda: "\n0\n" in site.output(), "the child's end")
-        assert state_of_a(server) == "alive"
-        site.kill()
+# -- Ctrl-C ends what takes part with one line, no traceback, and the exit status of an interrupt
+
+
+WAITING = """
+import atoll
+with atoll.join() as worker:
+    for fl_round in worker:
+        pass
+"""
+FUNCTIONS = """
+import atoll
+atoll.functional.init()
+while atoll.functional.is_running():
+    pass
+"""
+DILOCO = """
+import atoll, torch
+from kit.models import build_model, local_step
+model = build_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with atoll.DiLoCo(model, optimizer) as loop:
+    for step in range(100):
+        local_step(model, optimizer, "a", step)
+"""
+TRAINING = """
+import threading, atoll
+from kit.models import build_model
+with atoll.join() as worker:
+    next(iter(worker)).load_into(build_model())
+    print("ready", flush=True)
+    threading.Event().wait()
+"""
+
+
+def require_one_line(process: Process) -> None:
+    """Ctrl-C ends it with the line of an interrupt, and the exit status; a shell calls that 130."""
+    process.send(signal.SIGINT)
+    assert process.wait(60) == -signal.SIGINT
+    said = process.output()
+    assert "Traceback" not in said
+    assert [line for line in said.splitlines() if "interrupt" in line.lower()] == ["atoll: interrupted"]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("script", "sites", "doing"),
+    [(WAITING, 2, "waiting"), (FUNCTIONS, 2, "waiting"), (DILOCO, 2, "waiting"), (TRAINING, 1, "training")],
+    ids=["rounds", "functions", "diloco", "training"],
+)
+def test_a_script_that_waits_for_others_or_trains_ends_with_one_line(
+    nursery: Nursery, tmp_path: Path, script: str, sites: int, doing: str
+) -> None:
+    with serve(tmp_path, algorithm="diloco", H=2, sites=sites) as server:
+        process = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
+        wait_until(lambda: any(doing in each.doing for each in server.status().workers), f"that it is {doing}")
+        require_one_line(process)
+        wait_until(lambda: state_of(server) == "left", "its leaving")
+
+
+@pytest.mark.covers("X3")
+def test_a_script_that_waits_for_its_server_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    process = ForkedSite(
+        nursery, tmp_path, f"http://127.0.0.1:{free_port()}", "a", "import atoll; atoll.join()"
+    ).start()
+    wait_until(lambda: "does not answer" in process.output(), "it to wait")
+    require_one_line(process)
+
+
+@pytest.mark.covers("X3")
+def test_the_worker_command_ends_with_130_while_it_waits_for_its_server(nursery: Nursery, tmp_path: Path) -> None:
+    argv = ("atoll", "worker", "--server", f"http://127.0.0.1:{free_port()}", "--", "true")
+    command = nursery.start(*argv, cwd=tmp_path)
+    wait_until(lambda: "waiting" in command.output(), "the command to wait")
+    command.send(signal.SIGINT)
+    assert command.wait() == 128 + signal.SIGINT
+    assert "Traceback" not in command.output()
+
+
+LOCAL = """
+from atoll.recipes import FedAvgRecipe, LocalEnv
+from kit.models import build_model
+recipe = FedAvgRecipe(name="r", model=build_model(), min_sites=2, num_rounds=2, train_script="client.py")
+recipe.execute(LocalEnv(sites=2, folder="out"))
+"""
+
+
+def script(nursery: Nursery, folder: Path, text: str, client: str) -> Process:
+    """A script that runs, with another one beside it."""
+    (folder / "client.py").write_text(client)
+    (folder / "script.py").write_text(text)
+    return nursery.start(str(folder / "script.py"), cwd=folder)
+
+
+@pytest.mark.covers("X3")
+def test_a_script_with_a_local_environment_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    """And so do its server and its clients."""
+    process = script(nursery, tmp_path, LOCAL, TRAINING)
+    log = tmp_path / "out" / "site-2.log"
+    wait_until(lambda: log.exists() and "ready" in log.read_text(), "the clients", 120)
+    require_one_line(process)
+
+
+SIMULATED = """
+import atoll
+settings = {"model.source": "client:Model", "algorithm.name": "fedavg", "rounds.total": 3}
+atoll.Simulation(settings=settings, script="client.py:train", sites=2, processes=1).run()
+"""
+VIRTUAL = """
+import threading
+from pathlib import Path
+from torch import nn
+
+
+class Model(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+
+def train(worker):
+    for fl_round in worker:
+        Path("trains").touch()
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.timeout(400)
+def test_a_script_with_a_simulation_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    process = script(nursery, tmp_path, SIMULATED, VIRTUAL)
+    wait_until((tmp_path / "trains").exists, "its training", 300)
+    require_one_line(process)
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.timeout(400)
+def test_the_simulate_command_ends_with_130_and_no_traceback(nursery: Nursery, tmp_path: Path) -> None:
+    """A terminal interrupts the processes that train, too."""
+    (tmp_path / "client.py").write_text(VIRTUAL)
+    write_run_file(tmp_path, **{"model.source": "client:Model", "run.script": "client.py:train"})
+    process = nursery.start("atoll", "simulate", "run.toml", "--processes", "1", cwd=tmp_path)
+    wait_until((tmp_path / "trains").exists, "its training", 300)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert "Traceback" not in process.output()
+    assert sum("stopping" in line for line in process.output().splitlines()) == 1

@@ -1,32 +1,24 @@
-"""Wrappers around a model or its blocks change names, but not what is trained: the run's result keeps its bits."""
+"""Wrappers around a model, its blocks or its optimizer change names, but not what is trained: the bits stay."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from kit import (
-    SETTINGS,
-    SITES,
-    DiLoCoSites,
-    build_model,
-    exported,
-    local_step,
-    serve,
-    tensors_digest,
-    together,
-)
+from kit import SETTINGS, SITES, DiLoCoSites, build_model, exported, local_step, serve, tensors_digest, together
 from kit.servers import new_server, plain_server
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import atoll
 from atoll.errors import UsageError
@@ -68,6 +60,74 @@ def build_compiled_ddp() -> nn.Module:
     return compiled
 
 
+def sgd(model: nn.Module) -> Any:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def compiled(model: nn.Module) -> Any:
+    optimizer = sgd(model)
+    optimizer.followed = torch.compile(optimizer.step, backend="eager")
+    return optimizer
+
+
+def compiled_around(model: nn.Module) -> Any:
+    def step() -> None:
+        optimizer.step()
+
+    optimizer = sgd(model)
+    optimizer.followed = torch.compile(step, backend="eager")
+    return optimizer
+
+
+def accelerated(model: nn.Module) -> Any:
+    return pytest.importorskip("accelerate").Accelerator(cpu=True).prepare_optimizer(sgd(model))
+
+
+def step_(model: nn.Module, optimizer: Any, site: str, number: int) -> None:
+    """A local step, by the wrapper of an optimizer's step where there is one."""
+    local_step(model, SimpleNamespace(step=getattr(optimizer, "followed", optimizer.step)), site, number)  # type: ignore[arg-type]
+
+
+def result(
+    folder: Path, algorithm: str, sites: Build = build_model, server: Build = build_model, inner: Any = sgd
+) -> str:
+    """The digest of what a run of two sites exports: of DiLoCo, or of an algorithm that corrects local steps."""
+
+    def work(site: str) -> None:
+        model = sites()
+        optimizer = inner(model)
+        with atoll.join(served.url, site=site, folder=folder / "workers") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with fl_round.correct(model, optimizer):
+                    for number in range(2):
+                        step_(model, optimizer, site, 10 * fl_round.number + number)
+                fl_round.submit(model)
+
+    run: dict[str, Any] = {"algorithm": algorithm, "algorithm.outer_optimizer.name": None, "H": 2, "rounds": 2}
+    outer = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
+    if algorithm == "diloco":
+        with serve(folder, server(), **run) as served:
+            DiLoCoSites(served.url, folder, 10, build=sites, inner=inner, step=step_).join()
+            served.run()
+    else:
+        with serve(folder, server(), **run | outer | {"H": None}) as served:
+            together(*(partial(work, site) for site in SITES), served.run)
+    return tensors_digest(exported(folder))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Algorithm → the result without a wrapper."""
+    return cache(lambda algorithm: result(tmp_path_factory.mktemp("plain"), algorithm))
+
+
+@pytest.mark.parametrize("build", [build_checkpointed, build_compiled, build_with_compiled_blocks])
+def test_wrapped_models_train_to_the_same_bits(tmp_path: Path, plain: Callable[[str], str], build: Build) -> None:
+    assert result(tmp_path / "both", "diloco", build, build) == plain("diloco")
+    assert result(tmp_path / "sites", "diloco", build) == plain("diloco")
+
+
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     """Of one rank, which is all that DistributedDataParallel asks for."""
@@ -76,55 +136,28 @@ def process_group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def diloco_result(folder: Path, sites: Build, server: Build) -> str:
-    """The digest of what a DiLoCo run of two sites exports."""
-    run: dict[str, Any] = {"algorithm": "diloco", "algorithm.outer_optimizer.name": None, "H": 2, "rounds": 2}
-    with serve(folder, server(), **run) as served:
-        DiLoCoSites(served.url, folder, 10, build=sites).join()
-        served.run()
-    return tensors_digest(exported(folder))
-
-
-@pytest.mark.parametrize("build", [build_checkpointed, build_compiled, build_with_compiled_blocks])
-def test_wrapped_models_train_to_the_same_bits(tmp_path: Path, build: Build) -> None:
-    plain = diloco_result(tmp_path / "plain", build_model, build_model)
-    assert diloco_result(tmp_path / "both", build, build) == plain
-    assert diloco_result(tmp_path / "sites", build, build_model) == plain
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("build", [build_compiled_in_ddp, build_compiled_ddp])
-def test_compiled_models_of_ddp_train_to_the_same_bits(tmp_path: Path, build: Build) -> None:
-    plain = diloco_result(tmp_path / "plain", build_model, build_model)
-    assert diloco_result(tmp_path / "ddp", build, build_model) == plain
+def test_compiled_models_of_ddp_train_to_the_same_bits(
+    tmp_path: Path, plain: Callable[[str], str], build: Build
+) -> None:
+    assert result(tmp_path / "ddp", "diloco", build) == plain("diloco")
 
 
-def corrected_result(folder: Path, algorithm: str, build: Build) -> str:
-    """The digest of what a run exports; its algorithm corrects the local steps."""
-
-    def work(site: str) -> None:
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        with atoll.join(server.url, site=site, folder=folder / "workers") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                with fl_round.correct(model, optimizer):
-                    for step in range(2):
-                        local_step(model, optimizer, site, 10 * fl_round.number + step)
-                fl_round.submit(model)
-
-    outer = {"name": None, "lr": 1.0, "momentum": 0.0}
-    settings = {f"algorithm.outer_optimizer.{name}": value for name, value in outer.items()}
-    with serve(folder, build(), algorithm=algorithm, **settings) as server:
-        together(*(partial(work, site) for site in SITES), server.run)
-    return tensors_digest(exported(folder))
+@pytest.mark.parametrize("inner", [compiled, compiled_around, accelerated])
+@pytest.mark.parametrize("algorithm", ["diloco", "scaffold"])
+def test_follows_compiled_and_wrapped_steps(
+    tmp_path: Path, plain: Callable[[str], str], inner: Callable[[nn.Module], Any], algorithm: str
+) -> None:
+    assert result(tmp_path, algorithm, inner=inner) == plain(algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
 @pytest.mark.parametrize("build", [build_checkpointed, build_with_compiled_blocks])
-def test_corrections_follow_wrapped_parameters(tmp_path: Path, algorithm: str, build: Build) -> None:
-    plain = corrected_result(tmp_path / "plain", algorithm, build_model)
-    assert corrected_result(tmp_path / "wrapped", algorithm, build) == plain
+def test_corrections_follow_wrapped_parameters(
+    tmp_path: Path, plain: Callable[[str], str], algorithm: str, build: Build
+) -> None:
+    assert result(tmp_path, algorithm, build, build) == plain(algorithm)
 
 
 def test_names_of_tensors_are_those_of_the_model_that_is_not_compiled(tmp_path: Path) -> None:
@@ -143,22 +176,20 @@ class Detached(nn.Linear):
         return {name: tensor.detach() for name, tensor in super().state_dict(*args, **options).items()}  # type: ignore[arg-type]
 
 
-def test_a_submodule_that_is_named_like_a_wrapper_keeps_its_name(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        torch.manual_seed(3)
-        return nn.ModuleDict({"_orig_mod": nn.Linear(2, 3)})
-
-    diloco_result(tmp_path, build, build)
-    assert set(exported(tmp_path)) == {"_orig_mod.weight", "_orig_mod.bias"}
+def seeded(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return kind()
 
 
 def test_parameters_that_a_state_shows_detached_stay_parameters(tmp_path: Path) -> None:
-    def build(kind: type[nn.Linear]) -> nn.Module:
-        torch.manual_seed(3)
-        return kind(4, 5)
+    plain, detached = (partial(seeded, partial(kind, 4, 5)) for kind in (nn.Linear, Detached))
+    assert result(tmp_path / "detached", "diloco", detached, detached) == result(tmp_path, "diloco", plain, plain)
 
-    plain = diloco_result(tmp_path / "plain", partial(build, nn.Linear), partial(build, nn.Linear))
-    assert diloco_result(tmp_path / "detached", partial(build, Detached), partial(build, Detached)) == plain
+
+def test_a_submodule_that_is_named_like_a_wrapper_keeps_its_name(tmp_path: Path) -> None:
+    build = partial(seeded, lambda: nn.ModuleDict({"_orig_mod": nn.Linear(2, 3)}))
+    result(tmp_path, "diloco", build, build)
+    assert set(exported(tmp_path)) == {"_orig_mod.weight", "_orig_mod.bias"}
 
 
 # -- mappings and files with a wrapper's names
@@ -188,20 +219,15 @@ def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
     state, name = STATES[wrapper]
     tensors = state()
     assert any(name in each for each in tensors)
-    settings: dict[str, Any] = {"algorithm.name": "fedavg", "rounds.total": 1}
-    model: dict[str, torch.Tensor] | None = tensors if given == "mapping" else None
+    settings = SETTINGS | {"network.port": 0, "disk.state_dir": tmp_path / "state", "sites": 1, "rounds": 1}
     if given == "file":
         save_file(tensors, tmp_path / "initial.safetensors")
         settings["model.source"] = str(tmp_path / "initial.safetensors")
     if given == "function":
         monkeypatch.setattr(sys.modules[__name__], "STATE", staticmethod(state), raising=False)
         settings["model.source"] = f"{__name__}:STATE"
-    first = () if model is None else (model,)
-    common = SETTINGS | settings | {"network.port": 0, "disk.state_dir": tmp_path / "state", "rounds.sites": 1}
-    with (
-        new_server(*first, **common) as server,
-        atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker,
-    ):
+    first = [tensors] if given == "mapping" else []
+    with new_server(*first, **settings) as server, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
         for fl_round in worker:
             loaded = fl_round.state_dict()
             fl_round.submit(loaded)
@@ -209,8 +235,7 @@ def test_a_server_takes_tensors_that_are_named_by_a_wrapper(
 
 
 def test_a_site_submits_tensors_that_are_named_by_a_wrapper(tmp_path: Path) -> None:
-    plain = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
-    with serve(tmp_path, sites=1, rounds=1, codec="none", **plain) as server:
+    with plain_server(tmp_path, build_model(), sites=1, rounds=1) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 fl_round.state_dict()

@@ -28,11 +28,16 @@ class One(nn.Module):
 
 
 @contextmanager
-def first_round(folder: Path, algorithm: str = "scaffold", model: nn.Module | None = None) -> Iterator[Any]:
-    """The first of two rounds of a run of one site."""
+def first_round(folder: Path, algorithm: str = "scaffold", model: Any = None) -> Iterator[Any]:
+    """The first of two rounds of a run of one site. What the worker refuses, the server does not hear of."""
     with plain_server(folder, model or One(), algorithm=algorithm, sites=1, rounds=2) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             yield next(iter(worker))
+        assert server.status().refused == 0
+
+
+def sgd(model: nn.Module, lr: float = ETA) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 def controls(value: float) -> dict[str, torch.Tensor]:
@@ -55,12 +60,10 @@ def local_part(x: float, c: float, own: float, target: float) -> tuple[float, fl
     return y, own - c + (x - y) / (STEPS * ETA)
 
 
-def one_round(
-    x: float, c: float, own: dict[str, float], eta_g: float = 1.0
-) -> tuple[float, float, dict[str, float], dict[str, float]]:
+def one_round(x: float, c: float, own: dict[str, float]) -> tuple[float, float, dict[str, float], dict[str, float]]:
     """x, c and every c_i after a round of all sites, and the y of each."""
     after = {site: local_part(x, c, own[site], target) for site, target in TARGETS.items()}
     y, plus = {site: pair[0] for site, pair in after.items()}, {site: pair[1] for site, pair in after.items()}
     c += sum(plus[site] - own[site] for site in TARGETS) / len(TARGETS)
-    x -= eta_g * sum(x - value for value in y.values()) / len(TARGETS)
+    x -= sum(x - value for value in y.values()) / len(TARGETS)
     return x, c, plus, y

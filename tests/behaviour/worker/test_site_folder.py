@@ -1,25 +1,29 @@
-"""A site's folder does not grow with every run: what earlier runs left is removed, but never an update not yet sent."""
+"""The folder of a site: one process at a time, nothing outside it, and no more of earlier runs than may be needed."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import logging
-import threading
+import os
+import shutil
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit import flip_bit, rewrite_note
+from harness.processes import wait_until
+from kit import FederatedSites, copy_folder, flip_bit, rewrite_note, serve
+from kit.client import Client
+from kit.peers import Connection, Peer, Request
 from kit.requests import get
 from kit.servers import plain_server
+from kit.sites import clients
 from torch import nn
 
 import atoll
-from atoll.errors import PeerError, StoreError
+from atoll.errors import PeerError, StateLocked, StoreError
 
 
 def one_run(folder: Path, name: str, **settings: Any) -> Path:
@@ -131,28 +135,13 @@ def test_refuses_a_run_id_that_leads_out_of_the_sites_folder(tmp_path: Path, run
         answers = {path: get(server.url, path)[1] for path in ("/v1/run", "/v1/schema")}
     answers["/v1/run"]["run"] = run
 
-    class Hostile(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            answer = json.dumps(answers[self.path]).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+    def answer(connection: Connection, request: Request) -> None:
+        """A worker that takes the id goes on to join."""
+        known = request.method == "GET"
+        connection.answer(*((200, json.dumps(answers[request.path]).encode()) if known else (401,)))
 
-        def do_POST(self) -> None:  # to join: a worker that takes the id ends here
-            self.send_error(401)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as hostile:
-        threading.Thread(target=hostile.serve_forever, daemon=True).start()
-        try:
-            with pytest.raises(PeerError, match="not a valid RunInfo"):
-                atoll.join(f"http://127.0.0.1:{hostile.server_port}", site="a", folder=tmp_path / "w")
-        finally:
-            hostile.shutdown()
+    with Peer.answering(answer) as hostile, pytest.raises(PeerError, match="not a valid RunInfo"):
+        atoll.join(hostile.url, site="a", folder=tmp_path / "w")
     assert not (tmp_path / "w").exists()
 
 
@@ -165,3 +154,41 @@ def test_a_folder_in_use_stays(tmp_path: Path) -> None:
         assert (first / "base.safetensors").exists()
     third = one_run(tmp_path, "third")
     assert list(third.parent.iterdir()) == [third]
+
+
+@pytest.mark.covers("F29")
+@pytest.mark.parametrize("lock", ["there", "removed", "another file"])
+def test_refuses_a_second_process_of_a_site_on_its_folder(tmp_path: Path, lock: str) -> None:
+    where = tmp_path / "workers"
+    with serve(tmp_path) as server:
+        with atoll.join(server.url, site="a", folder=where):
+            (path,) = where.glob("a/*/lock")
+            assert str(os.getpid()) in path.read_text()
+            if lock != "there":
+                path.unlink()
+            if lock == "another file":
+                path.write_text("process 1 on nowhere\n")
+            with pytest.raises(StateLocked):
+                atoll.join(server.url, site="a", folder=where)
+        FederatedSites(server.url, tmp_path).join()  # the lock has ended with its worker
+
+
+def test_an_outbox_of_another_site_is_not_sent(tmp_path: Path) -> None:
+    """a's folder is a copy of b's: b's update must not count once more as a's."""
+    with plain_server(tmp_path, {"w": torch.zeros(1)}, sites=2, rounds=2) as server:
+        known = clients(server, tmp_path)
+        for client in known.values():
+            assert client.next_round() == 1
+            client.pull()
+        known["b"].submit({"w": torch.tensor([2.0])})
+        known["a"].close()
+        shutil.rmtree(tmp_path / "w" / "a")
+        copy_folder(tmp_path / "w" / "b", tmp_path / "w" / "a")
+        with Client(server.url, site="a", folder=tmp_path / "w") as again:
+            assert again.next_round() == 1  # it is not served from b's outbox
+            again.pull()
+            again.submit({"w": torch.tensor([4.0])})
+            wait_until(lambda: server.status().fragments[0].version == 1, "the first round is over")
+            assert again.next_round() == 2
+            assert again.pull()["w"].tolist() == [3.0]
+        known["b"].close()

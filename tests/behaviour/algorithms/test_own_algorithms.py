@@ -1,0 +1,212 @@
+"""Algorithms of one's own: one in a file, and one of a third party with an entry point, whichever way a site trains.
+
+By hand, with η = 0.1, α = 0.5, two steps a round and the loss (w − 1)²/2, so that ∇ = w − 1:
+
+    round 1, from 0        0.1       = 0 − 0.1·(−1)
+                           0.185     = 0.1 − 0.1·(−0.9 + 0.5·0.1)                           λ ← −0.5·0.185 = −0.0925
+    round 2, from 0.185    0.25725   = 0.185 − 0.1·(−0.815 + 0.0925)
+                           0.3186625 = 0.25725 − 0.1·(−0.74275 + 0.0925 + 0.5·0.07225)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tomllib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import Nursery
+from kit import ForkedSite, diloco
+from kit.servers import new_simulation, plain_server
+from safetensors.torch import load_file
+from torch import nn
+
+import atoll
+from atoll import functional
+from atoll.algorithms import Algorithm
+from atoll.errors import ConfigError, UsageError
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "own_algorithm"
+
+
+RESULT = 0.3186625
+
+
+SETTINGS: dict[str, Any] = {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.total": 2}
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def two_steps(model: One, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((model.w - 1) ** 2 / 2).sum().backward()
+        optimizer.step()
+
+
+def train(worker: Iterable[atoll.Round]) -> None:
+    """Also in the processes of a simulation."""
+    model = One()
+    for fl_round in worker:
+        fl_round.load_into(model)
+        with fl_round.correct(model, optimizer := sgd(model)):
+            two_steps(model, optimizer)
+        fl_round.submit(model)
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example, as an installer leaves it: its module, and beside it the metadata with its entry point."""
+    packages = tmp_path / "packages"
+    metadata = packages / "feddyn_local-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    shutil.copy(EXAMPLE / "feddyn_local.py", packages)
+    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = []
+    for group, points in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in points.items())]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.setenv("PYTHONPATH", f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.delitem(sys.modules, "feddyn_local", raising=False)
+
+
+def served(folder: Path, **settings: Any) -> atoll.Server:
+    return plain_server(folder, One(), sites=1, **SETTINGS | settings)
+
+
+def by_the_loop(url: str, folder: Path) -> None:
+    """Each round in a worker of its own: what the site keeps outlives it."""
+    for _ in range(2):
+        with atoll.join(url, site="a", folder=folder) as worker:
+            train([next(iter(worker))])
+
+
+def by_functions(url: str, folder: Path) -> None:
+    local = One()
+    functional.init(url, site="a", folder=folder)
+    while functional.is_running():
+        received = functional.receive(into=local)
+        received.correct(local, optimizer := sgd(local))
+        two_steps(local, optimizer)
+        functional.send(local)
+
+
+@pytest.mark.parametrize("train", [by_the_loop, by_functions])
+def test_corrects_and_keeps_state_whichever_way_a_site_trains(tmp_path: Path, train: Callable[..., None]) -> None:
+    with served(tmp_path) as server:
+        train(server.url, tmp_path / "sites")
+        assert server.wait(60)
+        exported = load_file(server.exports / "model.safetensors")
+    assert exported["w"].item() == pytest.approx(RESULT, rel=1e-6)
+
+
+def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
+    settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS
+    done = new_simulation(One(), script=f"{__file__}:train", sites=1, **settings).run()
+    assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
+
+
+def test_trains_plainly_alone() -> None:
+    """0.1 = 0 + 0.1·1, 0.19 = 0.1 + 0.1·0.9."""
+    with atoll.join() as worker:
+        fl_round = next(iter(worker))
+        local = fl_round.load_into(One())
+        with fl_round.correct(local, optimizer := sgd(local)) as steps:
+            two_steps(local, optimizer)
+        fl_round.submit(local)
+    assert (local.w.item(), steps.steps) == (pytest.approx(0.19), 2)
+
+
+def test_refuses_a_run_at_a_site_that_does_not_have_it(tmp_path: Path, nursery: Nursery) -> None:
+    with served(tmp_path) as server:
+        without = os.environ["PYTHONPATH"].partition(os.pathsep)[2]
+        process = ForkedSite(nursery, tmp_path, server.url, "a", "import atoll; atoll.join()").start(PYTHONPATH=without)
+        assert process.wait(60) != 0
+        said = process.output()
+        assert "algorithm 'feddyn_local' corrects local training, but it is not installed at this site" in said
+        assert "Install feddyn-local 1.0 at this site." in said
+        assert server.status().workers == []
+
+
+def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has it in a file; a site with the package takes its own, and one without is refused."""
+    own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
+    with served(tmp_path, **{"algorithm.name": None, "algorithm.path": own}) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
+            assert type(worker._backend.place.exchange.local.rule).__module__ == "feddyn_local"
+            monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
+            with pytest.raises(ConfigError, match="package with the entry point 'feddyn_local'"):
+                atoll.join(server.url, site="b", folder=tmp_path / "sites")
+
+
+def test_its_file_is_the_page_on_own_algorithms_and_at_most_60_lines() -> None:
+    code = (EXAMPLE / "feddyn_local.py").read_text()
+    page = (EXAMPLE.parents[1] / "docs" / "algorithms" / "own.md").read_text()
+    assert f"```python\n{code}```" in page
+    assert len(code.splitlines()) <= 60
+
+
+# -- one that keeps controls: the site's loop gives each update its control difference
+
+drift = Algorithm(
+    name="drift",
+    citation="",
+    outer="sgd",
+    outer_options={"lr": 1.0, "momentum": 0.0},
+    reduce={"params": "mean", "buffers": "mean", "control": "share"},
+)
+OWN: dict[str, Any] = {"algorithm.name": None, "algorithm.path": f"{__name__}:drift", "sites": 1, "rounds": 2}
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within fl_round.correct"])
+def test_refuses_a_submission_without_its_control_difference_and_the_round_stays_open(
+    tmp_path: Path, corrected: bool
+) -> None:
+    seen = []
+    with plain_server(tmp_path, One(), **OWN) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(One())
+                seen.append(fl_round.global_state("control")["w"].tolist())
+                if corrected:
+                    fl_round.correct(model, sgd(model))
+                nn.init.ones_(model.w)
+                with pytest.raises(UsageError) as refused:
+                    fl_round.submit(model)
+                assert "groups=" in str(refused.value)
+                fl_round.submit(model, groups={"control": {"w": torch.tensor([-2.0])}}, steps=1)
+        server.run()
+        assert [summary.workers for summary in server.status().history] == [["a"], ["a"]]
+    assert seen == [[0.0], [-2.0]]
+
+
+def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) -> None:
+    with plain_server(tmp_path, One(), **OWN) as server:
+        with pytest.raises(UsageError) as refused:
+            diloco(server, tmp_path, "a", One(), sync_every=1).start()
+    assert "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this" in str(refused.value)
+
+
+def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
+    with plain_server(tmp_path, One(), algorithm="fedprox", sites=1, **{"algorithm.mu": 0.1}) as server:
+        with pytest.raises(UsageError) as refused:
+            diloco(server, tmp_path, "a", One()).start()
+    assert "'fedprox'" in str(refused.value)
+    assert "corrects local steps; atoll.DiLoCo does not support this" in str(refused.value)

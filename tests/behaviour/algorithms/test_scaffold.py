@@ -1,0 +1,357 @@
+"""SCAFFOLD over the real path: rounds as in the paper, sites with weights, and what it refuses.
+
+p_i = w_i / W        W = the sum of the weights of the sites heard × (registered sites / sites heard)
+c ← c · W_before / W + Σ_S p_i·Δc_i
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import free_port
+from kit import ask_journal
+from kit.client import Client
+from kit.servers import plain_server
+from kit.sites import clients, finish
+from scaffold_world import ETA, STEPS, TARGETS, One, first_round, one_round, sgd, train
+from torch import nn
+
+import atoll
+from atoll.errors import UsageError
+
+
+def plainly(fl_round: Any, target: float) -> One:
+    """SCAFFOLD's worker without any helper: only what the round gives, and the paper's two lines."""
+    model = fl_round.load_into(One())
+    c, own = fl_round.global_state("control")["w"], fl_round.own_state("control")["w"]
+    x = model.w.detach().clone()
+    with torch.no_grad():
+        for _ in range(STEPS):
+            model.w -= ETA * ((model.w - target) - own + c)
+    plus = own - c + (x - model.w.detach()) / (STEPS * ETA)
+    fl_round.submit(model, groups={"control": {"w": plus - own, "frozen": torch.zeros(2)}}, steps=STEPS)
+    return model
+
+
+def with_the_helper(fl_round: Any, target: float) -> One:
+    model = fl_round.load_into(One())
+    scaffold = atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    with scaffold.correct(optimizer):
+        train(model, optimizer, target)
+    difference = scaffold.finish()
+    assert scaffold.steps == STEPS
+    assert difference["frozen"].tolist() == [0.0, 0.0]
+    next_own = fl_round.own_state("control")["w"] + difference["w"]
+    for _ in range(2):  # asked once more
+        assert torch.equal(scaffold.own_controls["w"], next_own)
+        assert torch.equal(scaffold.finish()["w"], difference["w"])
+    fl_round.submit(model, groups={"control": difference}, steps=scaffold.steps)
+    return model
+
+
+def with_the_round(fl_round: Any, target: float, **told: Any) -> One:
+    model = fl_round.load_into(One())
+    optimizer = torch.optim.SGD([model.w], lr=ETA)
+    with fl_round.correct(model, optimizer):
+        train(model, optimizer, target)
+    fl_round.submit(model, **told)
+    return model
+
+
+@pytest.mark.covers("S10", "S12")
+@pytest.mark.parametrize("part", [plainly, with_the_helper, with_the_round])
+def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> None:
+    """Algorithm 1, option II, in Python's own numbers; two sites, both take part in every round.
+
+    Three rounds: the third is the first that begins with a c_i which was made from another one than zero.
+    """
+    x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
+    with plain_server(tmp_path, One(), algorithm="scaffold", sites=2, rounds=3) as server:
+        sites = clients(server, tmp_path, TARGETS)
+        for number in (1, 2, 3):
+            before = c
+            x, c, own, y = one_round(x, c, own)
+            for site, target in TARGETS.items():
+                assert sites[site].next_round() == number
+                assert part(sites[site].round, target).w.item() == pytest.approx(y[site], rel=1e-5)
+                assert sites[site].round.global_state("control")["w"].item() == pytest.approx(before, rel=1e-5)
+        for client in sites.values():
+            assert client.next_round() is None
+            assert client.worker.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
+        assert finish(server, sites).keys() == {"w", "frozen", "count"}  # no controls
+
+
+@pytest.mark.covers("S7", "S12")
+def test_the_update_carries_the_step_count_and_the_scripts_own_wins(tmp_path: Path) -> None:
+    with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=3) as server:
+        sites = clients(server, tmp_path, "a")
+        for part, told in ((with_the_helper, {}), (with_the_round, {}), (with_the_round, {"steps": 70})):
+            sites["a"].next_round()
+            part(sites["a"].round, 1.0, **told)
+        finish(server, sites)
+    counted = "SELECT steps FROM tickets WHERE state = 'counted' ORDER BY ticket"
+    assert ask_journal(tmp_path, counted) == [(STEPS,), (STEPS,), (70,)]
+
+
+def test_the_controls_given_out_are_copies(tmp_path: Path) -> None:
+    """Δc = (0 − y)/(K·η) with y = 1 − 0.9³ = 0.271; N = 1, so c = c_i = −0.271/0.3."""
+    with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=2) as server:
+        with Client(server.url, "a", folder=tmp_path / "w") as client:
+            client.next_round()
+            with_the_round(client.round, 1.0)
+            client.next_round()
+            client.pull()
+            for _ in range(2):
+                for state in (client.round.global_state("control"), client.round.own_state("control")):
+                    assert state["w"].item() == pytest.approx(-0.271 / 0.3)
+                    state["w"].fill_(7.0)
+
+
+def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
+    """Rate 0.1 towards 1, three steps: w = 1 − 0.9³."""
+    with atoll.join() as worker:
+        for fl_round in worker:
+            assert with_the_helper(fl_round, 1.0).w.item() == pytest.approx(1 - 0.9**3)
+
+
+# -- weights define the objective, for model and controls alike
+
+POINTS = {"a": 1.0, "b": -3.0, "c": 5.0}
+"""Site → its target."""
+WEIGHTS = {"a": 1.0, "b": 3.0, "c": 8.0}
+
+
+class Point(nn.Module):
+    """A model of one vector, in fp64."""
+
+    def __init__(self, size: int = 1) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+
+
+def descend(fl_round: Any, curvature: torch.Tensor, target: torch.Tensor, steps: int, lr: float, weight: float) -> None:
+    """Local steps on ½·Σ curvature·(x − target)²."""
+    model = fl_round.load_into(Point(len(target)))
+    optimizer = sgd(model, lr)
+    with fl_round.correct(model, optimizer):
+        for _ in range(steps):
+            model.x.grad = curvature * (model.x.detach() - target)
+            optimizer.step()
+    fl_round.submit(model, weight=weight)
+
+
+def one_step(client: Client, site: str, weight: float | None = None) -> tuple[float, float, float]:
+    """Local part with one step at rate ½ on ½·(x − target)²; x, c and the site's c_i, as the round begins."""
+    fl_round, one = client.round, torch.ones(1, dtype=torch.float64)
+    x = fl_round.load_into(Point()).x.item()
+    known = x, fl_round.global_state("control")["x"].item(), fl_round.own_state("control")["x"].item()
+    descend(fl_round, one, POINTS[site] * one, 1, 0.5, WEIGHTS[site] if weight is None else weight)
+    return known
+
+
+def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> None:
+    """Of Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)², the optimum is Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal."""
+    weights, steps = {"a": 739.0, "b": 463.0, "c": 60.0}, {"a": 8, "b": 12, "c": 5}
+    generator = torch.Generator().manual_seed(3)
+    curvatures = {site: 0.5 + torch.rand(6, generator=generator, dtype=torch.float64) for site in weights}
+    targets = {site: torch.randn(6, generator=generator, dtype=torch.float64) for site in weights}
+    with plain_server(tmp_path, Point(6), algorithm="scaffold", sites=3, rounds=50) as server:
+        sites = clients(server, tmp_path, weights)
+        for _ in range(50):
+            for site, client in sites.items():
+                client.next_round()
+                descend(client.round, curvatures[site], targets[site], steps[site], 0.1, weights[site])
+        x = finish(server, sites)["x"]
+    above = sum(weights[site] * curvatures[site] * targets[site] for site in weights)
+    below = sum(weights[site] * curvatures[site] for site in weights)
+    torch.testing.assert_close(x, above / below, rtol=0, atol=1e-12)
+
+
+def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
+    """With one step at rate η = ½: c_i⁺ = g_i(x), y_i = x − ½·(g_i − c_i + c), g_i = x − target.
+
+    Round 1, sites a and b:  W = 1 + 3 = 4.  g = −1, 3;  y = 0.5, −1.5.
+        x = 0 − (¼·(−0.5) + ¾·1.5) = −1;          c = ¼·(−1) + ¾·3 = 2
+    Round 2, c has registered and was not heard:  W = (1 + 3)·3/2 = 6.  g = −2, 2;  Δ = −1, −1;  y = −1.5, −1.5.
+        x = −1 − (¼·½ + ¾·½) = −1.5;              c = 2·4/6 + (1·(−1) + 3·(−1))/6 = 2/3
+    Round 3, all three:  W = 12.  g = −2.5, 1.5, −6.5;  Δ = −0.5, −0.5, −6.5;  x − y = 1/12, 1/12, −35/12.
+        x = −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12;   c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6
+    """
+    with plain_server(tmp_path, Point(), algorithm="scaffold", sites=2, rounds=4) as server:
+        sites = clients(server, tmp_path, "ab")
+        for site, client in sites.items():
+            client.next_round()
+            assert one_step(client, site) == (0.0, 0.0, 0.0)
+        for client in sites.values():
+            assert client.next_round() == 2
+        sites |= clients(server, tmp_path, "c")  # the second round is open, for two
+        assert one_step(sites["a"], "a") == (-1.0, 2.0, -1.0)
+        assert one_step(sites["b"], "b") == (-1.0, 2.0, 3.0)
+        for site, own in (("a", -2.0), ("b", 2.0), ("c", 0.0)):
+            assert sites[site].next_round() == 3
+            assert one_step(sites[site], site) == pytest.approx((-1.5, 2 / 3, own), abs=1e-15)
+        sites["a"].next_round()
+        assert one_step(sites["a"], "a")[:2] == pytest.approx((5 / 12, -25 / 6), abs=1e-15)
+        for client in sites.values():
+            client.close()
+
+
+def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Path) -> None:
+    """Weights 1, 2 and 4, Σ = 7. Round 2 is without c: W stays (1 + 2 + 4)·3/3, whatever a and b say anew; not 3·3/2.
+
+    A site d joins later and is never heard: from round 3 on, N is 4, and W = 7·4/3.
+    """
+    run = {"sites": 3, "rounds": 3, "rounds.min_sites": 2}
+    with plain_server(tmp_path, One(), algorithm="scaffold", **run) as server:
+        sites = clients(server, tmp_path, "abc")
+        for number, weights in enumerate([{"a": 1.0, "b": 2.0, "c": 4.0}, {"a": 8.0, "b": 8.0}, {"a": 1.0, "b": 1.0}]):
+            for site, weight in weights.items():
+                sites[site].next_round()
+                if (site, number) == ("a", 2):
+                    Client(server.url, "d", folder=tmp_path / "w").register().close()
+                with_the_round(sites[site].round, 1.0, weight=weight)
+            if number == 0:
+                sites.pop("c").close()
+        finish(server, sites)
+        history = server.status().history
+    assert [(len(each.workers), each.population) for each in history] == [(3, 3), (2, 3), (2, 4)]
+    assert [each.total_weight for each in history] == pytest.approx([7.0, 7.0, 28 / 3])
+
+
+def test_a_site_keeps_its_first_weight_and_the_change_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal."""
+    settings = {"algorithm": "scaffold", "sites": 2, "rounds": 3, "network.port": free_port()}
+    with plain_server(tmp_path, Point(), **settings) as server:
+        sites = clients(server, tmp_path, "ab")
+        for site, client in sites.items():
+            client.next_round()
+            one_step(client, site)
+        assert [client.next_round() for client in sites.values()] == [2, 2]
+    with plain_server(tmp_path, Point(), **settings) as server, caplog.at_level(logging.WARNING, "atoll.server"):
+        assert one_step(sites["a"], "a") == (-1.0, 2.0, -1.0)
+        assert one_step(sites["b"], "b", 500.0) == (-1.0, 2.0, 3.0)
+        assert [client.next_round() for client in sites.values()] == [3, 3]
+        # W = 4:  x = −1 − ½ = −1.5;  c = 2 + ¼·(−1) + ¾·(−1) = 1
+        assert one_step(sites["a"], "a") == (-1.5, 1.0, -2.0)
+        assert one_step(sites["b"], "b", 500.0) == (-1.5, 1.0, 2.0)
+        finish(server, sites)
+    said = [record.getMessage() for record in caplog.records if "500" in record.getMessage()]
+    assert len(said) == 1  # once a site
+    assert {"b", "500", "3"} <= set(re.findall(r"\w+", said[0]))
+
+
+def test_equal_weights_are_the_papers_to_the_last_bit(tmp_path: Path) -> None:
+    """Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site. Δc_i = g_i(0) = −target."""
+    with plain_server(tmp_path, Point(), algorithm="scaffold", sites=3, rounds=2) as server:
+        sites = clients(server, tmp_path, POINTS)
+        for site, client in sites.items():
+            client.next_round()
+            one_step(client, site, 1.0)
+        sites["a"].next_round()
+        _, c, _ = one_step(sites["a"], "a", 1.0)
+        for client in sites.values():
+            client.close()
+    wanted = -torch.tensor([POINTS["a"]], dtype=torch.float64) * (1 / 3)
+    for site in "bc":
+        wanted.add_(-torch.tensor([POINTS[site]], dtype=torch.float64), alpha=1 / 3)
+    assert c == wanted.item()
+
+
+# -- what is refused, before anything is sent
+
+GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
+
+
+@pytest.mark.covers("S12")
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([torch.zeros(1)], r"groups\['control'\] is a list"),
+        ({"w": torch.zeros(1)}, r"groups\['control'\] has no entry for 'frozen'"),
+        ({**GOOD, "v": torch.zeros(1)}, r"groups\['control'\] has an entry for 'v', which is not a parameter"),
+        ({**GOOD, "w": torch.zeros(3)}, r"groups\['control'\]\['w'\] has the shape \[3\], but the parameter has \[1\]"),
+        ({**GOOD, "w": torch.zeros(1, dtype=torch.int64)}, r"groups\['control'\]\['w'\] is torch.int64"),
+        ({**GOOD, "w": torch.tensor([float("nan")])}, r"groups\['control'\]\['w'\] contains NaN or Inf"),
+        ({**GOOD, "w": "zero"}, r"groups\['control'\]\['w'\].? is a str: neither a tensor"),
+        (None, "trained without the algorithm's correction"),
+    ],
+    ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],
+)
+def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
+    tmp_path: Path, given: Any, words: str
+) -> None:
+    with first_round(tmp_path) as fl_round:
+        model = fl_round.load_into(One())
+        with pytest.raises(UsageError, match=words):
+            fl_round.submit(model, groups=None if given is None else {"control": given}, steps=1)
+        fl_round.submit(model, groups={"control": {name: value.numpy() for name, value in GOOD.items()}}, steps=1)
+        assert fl_round.done
+
+
+@pytest.mark.covers("S7")
+def test_a_difference_without_steps_or_beside_correct_is_refused(tmp_path: Path) -> None:
+    with first_round(tmp_path) as fl_round:
+        model = fl_round.load_into(One())
+        with pytest.raises(UsageError, match="steps=0"):
+            fl_round.submit(model, groups={"control": GOOD})
+        fl_round.correct(model, optimizer := sgd(model))
+        # once: hooks of an earlier call would correct each step twice
+        with pytest.raises(UsageError, match="already corrected"):
+            fl_round.correct(model, optimizer)
+        with pytest.raises(UsageError, match="has already computed the groups"):
+            fl_round.submit(model, groups={"control": GOOD}, steps=1)
+
+
+def test_a_run_without_controls_has_none_and_refuses_a_difference(tmp_path: Path) -> None:
+    with first_round(tmp_path, "fedavg") as fl_round:
+        model = fl_round.load_into(One())
+        assert fl_round.global_state("control") == fl_round.own_state("control") == {}
+        with pytest.raises(UsageError, match="has no groups besides the model"):
+            fl_round.submit(model, groups={"control": GOOD}, steps=1)
+        with pytest.raises(UsageError, match="global_controls has no entry for 'w'"):
+            atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
+
+
+@pytest.mark.parametrize(
+    ("rates", "steps", "words"),
+    [
+        ([ETA, ETA], 0, "no optimizer step"),
+        ([0.0, 0.0], 1, "steps is 0"),
+        ([-0.1, -0.1], 1, "at least 0"),
+        ([float("inf")] * 2, 1, "finite"),
+        ([0.1, 0.2], 1, "learning rates 0.1, 0.2"),
+    ],
+)
+def test_what_scaffold_cannot_use_is_refused_with_a_remedy(
+    tmp_path: Path, rates: list[float], steps: int, words: str
+) -> None:
+    with first_round(tmp_path) as fl_round:
+        model = fl_round.load_into(One())
+        optimizer = torch.optim.SGD([{"params": [model.w]}, {"params": [model.frozen]}], lr=ETA)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        fl_round.correct(model, optimizer)
+
+        def take_part() -> None:
+            train(model, optimizer, 1.0, steps)
+            fl_round.submit(model)
+
+        with pytest.raises(UsageError, match=words):
+            take_part()
+
+
+@pytest.mark.covers("X3")
+def test_a_models_own_names_do_not_collide_with_those_of_controls(tmp_path: Path) -> None:
+    model = {"w": torch.zeros(2), "atoll.control.v": torch.zeros(2)}
+    with pytest.raises(UsageError, match=r"'atoll\.control\.v', but names that begin with 'atoll\.control\.' are"):
+        plain_server(tmp_path, model, algorithm="scaffold").start()
+    with plain_server(tmp_path / "other", model):  # there are none here
+        pass

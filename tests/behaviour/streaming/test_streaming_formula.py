@@ -1,0 +1,154 @@
+"""Every parameter of every site after every step, over real sockets and files, against the formula by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness.processes import Nursery, free_port
+from kit.servers import plain_server
+from kit.sites import DiLoCoSites
+from safetensors.torch import load_file
+from streaming_world import WEIGHTS, Sites, Trace, build, data, expected, inner, require_close, serve
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import atoll
+
+
+def require_the_formula(folder: Path, sites: str, **settings: Any) -> None:
+    with serve(folder, sites=len(sites), **settings) as server:
+        workers = Sites(server.url, folder, list(sites), steps=100)
+        workers.join()
+        server.run()
+    require_close(workers.traces, expected(list(sites), settings))
+
+
+@pytest.mark.covers("L7", "L4", "L15")
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.parametrize("tau", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("sites", "fragments"), [pytest.param("abc", 2, marks=pytest.mark.long), ("ab", 3)], ids=["2", "3"]
+)
+def test_every_step_of_every_site_is_the_formulas(
+    tmp_path: Path, sites: str, fragments: int, tau: int, alpha: float
+) -> None:
+    """AdamW within, Nesterov between, unequal weights and data; 3 local steps from one fragment's turn to the next."""
+    require_the_formula(tmp_path, sites, K=fragments, H=3 * fragments, tau=tau, alpha=alpha, rounds=2)
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_a_whole_model_that_is_merged_later_has_the_numbers_of_the_formula(tmp_path: Path, alpha: float) -> None:
+    require_the_formula(tmp_path, "ab", K=1, H=3, tau=2, alpha=alpha, rounds=3)
+
+
+@pytest.mark.covers("L7")
+def test_two_fragments_under_way_have_the_numbers_of_the_formula(tmp_path: Path) -> None:
+    """τ = 5 is longer than H/K = 3: the next fragment is taken before the last one is merged."""
+    require_the_formula(tmp_path, "ab", K=3, H=9, tau=5, alpha=0.25, rounds=2, inflight=2)
+
+
+def rank_of_a_site(site: str, folder: Path) -> None:
+    """What each process of a site does: train on half of its data, and save the parameters after every step."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(build())
+    optimizer = inner(model.module)
+    inputs, targets = (each[8 * rank : 8 * rank + 8] for each in data(site))
+    trace = []
+    with atoll.DiLoCo(model, optimizer, site=site, weight=WEIGHTS[site], folder=folder / "workers") as loop:
+        while not loop.finished:
+            optimizer.zero_grad()
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+            trace.append({name: p.detach().clone() for name, p in model.module.named_parameters()})
+    torch.save(trace, folder / f"{site}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"K": 1, "tau": 0, "alpha": 0.0}, id="whole", marks=pytest.mark.long),
+        pytest.param({"K": 2, "tau": 1, "alpha": 0.25}, id="streams"),
+    ],
+)
+def test_ranks_together_are_one_worker(tmp_path: Path, nursery: Nursery, how: dict[str, Any]) -> None:
+    """Two sites of two processes on Gloo. Each rank has half of its site's data: the mean gradient is the site's."""
+    places = [(site, rank) for site in "ab" for rank in (0, 1)]
+    settings = {"H": 4, "rounds": 3} | how
+    with serve(tmp_path, sites=2, **settings) as server:
+        common = {"ATOLL_SERVER": server.url, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        ports = {site: str(free_port()) for site in "ab"}
+        ranks = [
+            nursery.start(
+                *(__file__, site, str(tmp_path)),
+                cwd=tmp_path,
+                env=common | {"RANK": str(rank), "MASTER_PORT": ports[site]},
+            )
+            for site, rank in places
+        ]
+        for each in ranks:
+            assert each.wait(100) == 0, each.output()[-3000:]
+        server.run()
+    right = expected(["a", "b"], settings)
+    for rank in (0, 1):
+        traces: dict[str, Trace] = {site: torch.load(tmp_path / f"{site}-{rank}.pt") for site in "ab"}
+        require_close(traces, right)
+    assert [worker.site for worker in server.status().workers] == ["a", "b"]
+
+
+class Two(nn.Module):
+    """Two tensors of two elements, one for each fragment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        self.second = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize(
+    ("alpha", "tau", "outer_lr", "outer_momentum", "speed"),
+    [
+        # G = outer_lr / (1 − outer_momentum); G·p / (1 − α + α·G), with p = 2, of two inner steps of 1
+        (0.25, 0, 0.7, 0.9, 2 * 7 / 2.5),
+        pytest.param(0.5, 0, 0.7, 0.9, 2 * 7 / 4, marks=pytest.mark.long),
+        pytest.param(0.5, 0, 1.0, 0.9, 2 * 10 / 5.5, marks=pytest.mark.long),
+        pytest.param(0.5, 0, 1.0, 0.0, 2.0, marks=pytest.mark.long),
+        # and 1 − (1 − α)·τ/H of it
+        (0.5, 1, 0.7, 0.9, 2 * 7 / 4 * 0.75),
+    ],
+)
+def test_the_model_moves_by_as_much_in_each_round_as_the_guide_says(
+    tmp_path: Path, alpha: float, tau: int, outer_lr: float, outer_momentum: float, speed: float
+) -> None:
+    """docs/low-communication.md; after 30 rounds, what is left of how it began is less than 0.73²⁹ of it."""
+    found: list[float] = []
+
+    def step(model: Two, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
+        optimizer.zero_grad()
+        (model.first.sum() + model.second.sum()).backward()  # every element moves by −1
+        optimizer.step()
+        if number in (56, 58):
+            found.append(load_file(server.save_state(tmp_path / "version.safetensors"))["first"][0].item())
+
+    def inner(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    rates = {"algorithm.outer_optimizer.lr": outer_lr, "algorithm.outer_optimizer.momentum": outer_momentum}
+    run = {"sites": 1, "rounds": 30, "H": 2, "K": 2, "tau": tau, "alpha": alpha, "codec": "none"}
+    with plain_server(tmp_path, Two(), algorithm="diloco", **run, **rates) as server:
+        DiLoCoSites(server.url, tmp_path, 10**6, "a", build=Two, inner=inner, step=step).join()
+    assert found[0] - found[1] == pytest.approx(speed, rel=1e-3)
+
+
+if __name__ == "__main__":
+    rank_of_a_site(sys.argv[1], Path(sys.argv[2]))

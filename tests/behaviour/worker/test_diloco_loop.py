@@ -1,0 +1,220 @@
+"""The loop of `atoll.DiLoCo`: it takes part once, resumes from checkpoints, and says which steps an outage has cost."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import DiLoCoSites, build_model, diloco, serve, take_steps
+from torch import nn
+from torch.optim import SGD
+
+import atoll
+from atoll.errors import UsageError
+
+DILOCO: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 2, "sites": 1}
+STREAMS = {"K": 2, "tau": 1}
+
+
+def alive(server: atoll.Server) -> set[str]:
+    return {worker.site for worker in server.status().workers if worker.state == "alive"}
+
+
+# -- a start that is refused or fails leaves nothing behind that others wait for
+
+
+@pytest.mark.covers("L2", "L20")
+@pytest.mark.parametrize("alone", [False, True])
+def test_refuses_to_be_entered_twice(tmp_path: Path, alone: bool) -> None:
+    with serve(tmp_path, **DILOCO) as server:
+        loop = diloco("" if alone else server, tmp_path)
+        with loop:
+            with pytest.raises(UsageError):
+                loop.start()
+            assert alive(server) == (set() if alone else {"a"})  # the running one goes on
+            take_steps(loop, 1)
+            assert loop.step == (0 if alone else 1)
+        with pytest.raises(UsageError), loop:
+            pass
+        assert alive(server) == set()
+
+
+class HooksFail(SGD):
+    """Joining works, hooking does not."""
+
+    works = False
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        if not self.works:
+            raise RuntimeError("no hooks today")
+        return super().register_step_post_hook(hook)
+
+
+@pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
+def test_a_start_that_fails_after_the_join_leaves_the_run(tmp_path: Path, settings: dict[str, Any]) -> None:
+    model = build_model()
+    optimizer = HooksFail(model.parameters(), lr=0.05)
+    with serve(tmp_path, **DILOCO | settings | {"sites": 2}) as server:
+        loop = diloco(server, tmp_path, "c", model, optimizer)
+        with pytest.raises(RuntimeError):
+            loop.start()
+        (left,) = server.status().workers
+        assert (left.site, left.state) == ("c", "failed")
+        assert "no hooks today" in left.error
+        assert not optimizer._optimizer_step_pre_hooks
+        optimizer.works = True
+        with loop:  # its files are free again, and so is its name
+            assert alive(server) == {"c"}
+        with pytest.raises(ZeroDivisionError):
+            diloco(server, tmp_path, "d", metrics=lambda: {"a": 1 / 0}).start()
+        assert alive(server) == set()
+        DiLoCoSites(server.url, tmp_path, 10).join()  # no round waits for c or d
+        server.run()
+
+
+@pytest.mark.covers("L2")
+@pytest.mark.parametrize("same", ["optimizer", "model"])
+def test_refuses_a_second_loop_over_what_an_active_one_trains(tmp_path: Path, same: str) -> None:
+    model = build_model()
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with serve(tmp_path, **DILOCO) as server:
+        other = diloco(server, tmp_path, "b", model, optimizer if same == "optimizer" else None)
+        with diloco(server, tmp_path, "a", model, optimizer):
+            with pytest.raises(UsageError):
+                other.start()
+            assert alive(server) == {"a"}
+        with other:  # the first one has ended
+            assert alive(server) == {"b"}
+
+
+def test_loops_over_different_models_with_a_frozen_part_in_common_run_at_once(tmp_path: Path) -> None:
+    shared = nn.Linear(4, 4).requires_grad_(False)
+
+    def loop(site: str) -> atoll.DiLoCo:
+        model = nn.Sequential(shared, nn.Linear(4, 4))
+        return diloco(server, tmp_path, site, model, SGD(model[1].parameters(), lr=0.05))
+
+    with serve(tmp_path, nn.Sequential(shared, nn.Linear(4, 4)), **DILOCO) as server, loop("a"), loop("b"):
+        assert alive(server) == {"a", "b"}
+
+
+@pytest.mark.parametrize("tries", [-1, 2.5])
+def test_refuses_a_number_of_retries_that_no_synchronisation_can_have(tmp_path: Path, tries: Any) -> None:
+    with pytest.raises(UsageError, match=f"max_sync_retries is {tries}"):
+        diloco("", tmp_path, max_sync_retries=tries)
+
+
+# -- checkpoints of a trainer: in their own run, with the folder that they were written beside
+
+RESUMED = DILOCO | {"H": 1, "rounds": 4}
+
+
+def train(loop: atoll.DiLoCo, steps: int) -> dict[str, Any]:
+    """The state after some steps; each is a round."""
+    with loop:
+        take_steps(loop, steps)
+        return loop.state_dict()
+
+
+def test_resumes_where_the_folder_has_come_as_far_as_the_checkpoint(tmp_path: Path) -> None:
+    with serve(tmp_path, **RESUMED) as server:
+        early, late = (train(diloco(server, tmp_path), 1) for _ in range(2))
+        assert (early["versions"], late["versions"]) == ([1], [2])
+        for state in (early, late):
+            loop = diloco(server, tmp_path)
+            loop.load_state_dict(json.loads(json.dumps(state)))
+            train(loop, 1)
+        assert server.status().fragments[0].version == 4
+
+
+@pytest.mark.covers("X3")
+def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> None:
+    with serve(tmp_path, **RESUMED) as server:
+        state = train(diloco(server, tmp_path), 2)
+        for loop, changed, words in [
+            (diloco(server, tmp_path / "new"), {}, r"starts from version 2 of fragment 0, .* has no version"),
+            (diloco(server, tmp_path), {"versions": [3]}, r"starts from version 3 of fragment 0, .* has version 2"),
+            (diloco(server, tmp_path), {"run": "f" * 32}, "belongs to site 'a' in run ffffffff, not to site 'a'"),
+            (diloco(server, tmp_path, "b"), {}, "belongs to site 'a' in run .*, not to site 'b'"),
+        ]:
+            loop.load_state_dict(state | changed)
+            with pytest.raises(UsageError, match=words):
+                loop.start()
+        assert server.status().fragments[0].version == 2
+
+
+def test_refuses_what_is_no_state_and_has_none_without_a_server(tmp_path: Path) -> None:
+    with serve(tmp_path, **RESUMED) as server:
+        loop = diloco(server, tmp_path)
+        with pytest.raises(UsageError, match="state_dict does not come from Atoll: it has the keys 'epoch'"):
+            loop.load_state_dict({"epoch": 3})
+        with loop, pytest.raises(UsageError, match="This DiLoCo object has already started"):
+            loop.load_state_dict({})
+    with diloco("", tmp_path) as alone:
+        assert alone.state_dict() == {}
+
+
+# -- a loop that ends while its server is away
+
+ENDLESS = DILOCO | {"H": 4, "rounds": 100}
+
+
+def train_into_an_outage(folder: Path, lost_at: int, steps: int, **settings: Any) -> atoll.DiLoCo:
+    """Steps of one worker; its server goes away for good after step `lost_at`."""
+    with serve(folder, **ENDLESS | settings) as server:
+        with diloco(server, folder, max_sync_retries=0) as loop:
+            take_steps(loop, lost_at)
+            server.stop()
+            take_steps(loop, steps - lost_at)
+    return loop
+
+
+def numbers(record: logging.LogRecord) -> list[object]:
+    return [each for each in record.args or () if isinstance(each, int)]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "atoll" and record.levelno == logging.WARNING]
+
+
+@pytest.mark.covers("L7")
+@pytest.mark.parametrize("settings", [{}, STREAMS], ids=["whole", "streaming"])
+def test_warns_once_of_an_outage_and_of_every_step_since_the_last_synchronisation_that_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    """Fragments are taken after 2, 4, 6 and 8 steps; that of step 8 is merged after 9. The last step is a turn, too."""
+    caplog.set_level("INFO", "atoll")
+    loop = train_into_an_outage(tmp_path, 9, 40, **settings)
+    assert loop.step == 40
+    assert loop.skipped > 3
+    assert [40 - 8, 8] in [numbers(record) for record in warnings(caplog)]
+    assert len([record for record in warnings(caplog) if "skipped" in record.getMessage()]) == 1
+
+
+def test_does_not_warn_where_no_turn_was_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "atoll")
+    train_into_an_outage(tmp_path, 11, 11)
+    assert warnings(caplog) == []
+    assert [3] in [numbers(record) for record in caplog.records]  # of 11 steps 8 are in two updates
+
+
+@pytest.mark.covers("X4")
+def test_an_update_that_does_not_arrive_has_no_line_with_a_rate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line of a short transfer comes at DEBUG."""
+    caplog.set_level("DEBUG", "atoll")
+    with serve(tmp_path, **ENDLESS) as server, Proxy(server.port) as proxy:
+        with diloco(proxy.url, tmp_path, max_sync_retries=0) as loop:
+            proxy.faults += [Fault("PUT .*", "up", BEFORE_HEADER, "reset") for _ in range(100)]
+            take_steps(loop, 4)
+            assert loop.skipped == 1
+            assert "a: submitting" not in caplog.text
+            proxy.faults.clear()
+            take_steps(loop, 4)
+            assert "a: submitting" in caplog.text

@@ -1,0 +1,421 @@
+"""What the author of a script sees of errors: one line with the message and the line of the script, an exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import Nursery, free_port, wait_until
+from kit import DiLoCoSites, FederatedSites, Threads, diloco, post, serve
+from kit.peers import Peer
+from kit.processes import command
+from kit.servers import plain_server
+from torch import nn
+
+import atoll
+from atoll import errors
+from atoll.errors import AtollError, ConfigError, PeerError, SchemaMismatch, ServerLost, StateLocked, UsageError
+from atoll.testing.run import status
+
+NO_SERVER = "http://127.0.0.1:9"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with plain_server(tmp_path, nn.Linear(8, 4)) as server:
+        yield server
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up a server that does not answer at once; put the hook of this process back."""
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.001")
+    monkeypatch.setattr(errors, "_hook_before", None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+# -- errors that leave Atoll
+
+
+def other_model(server: atoll.Server, folder: Path) -> None:
+    with diloco(server, folder, model=nn.Linear(8, 5)):
+        pass
+
+
+def other_model_in_a_round(server: atoll.Server, folder: Path) -> None:
+    with atoll.join(server.url, site="a", folder=folder) as worker:
+        for fl_round in worker:
+            fl_round.load_into(nn.Linear(8, 5))
+
+
+def twice_the_same_site(server: atoll.Server, folder: Path) -> None:
+    with atoll.join(server.url, site="a", folder=folder), atoll.join(server.url, site="a", folder=folder):
+        pass
+
+
+def no_update(server: atoll.Server, folder: Path) -> None:
+    with atoll.join(server.url, site="a", folder=folder) as worker:
+        for _ in worker:
+            pass
+
+
+CASES: list[tuple[Callable[[atoll.Server, Path], object], type[AtollError]]] = [
+    (lambda _, folder: atoll.join(NO_SERVER, site="a", folder=folder), ServerLost),
+    (lambda _, folder: atoll.join("box:8512", site="a", folder=folder), UsageError),
+    (other_model, SchemaMismatch),
+    (other_model_in_a_round, SchemaMismatch),
+    (twice_the_same_site, StateLocked),
+    (no_update, UsageError),
+]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(("script", "kind"), CASES)
+def test_a_caught_error_has_no_frames_inside_atoll(
+    server: atoll.Server, tmp_path: Path, script: Callable[..., object], kind: type[AtollError]
+) -> None:
+    with pytest.raises(kind) as raised:
+        script(server, tmp_path / "w")
+    lines = traceback.format_exception(raised.value)
+    assert sum(line.startswith("Traceback") for line in lines) == 1, "".join(lines)
+    inside = [frame.name for frame in traceback.extract_tb(raised.tb) if frame.filename != __file__]
+    # what the user called, and the one line that lets the error out
+    assert inside in (["call"], ["__enter__", "call"], ["__iter__", "call"])
+    assert lines[-1].startswith(f"atoll.errors.{kind.__name__}: ")
+
+
+SCRIPT = """
+import sys
+import torch
+import atoll
+address, width = sys.argv[1], int(sys.argv[2])
+model = torch.nn.Linear(8, width)
+with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=address) as diloco:
+    raise ValueError("this is the script's own error")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X3", "P6")
+@pytest.mark.parametrize(
+    ("address", "width", "code", "last"),
+    [
+        pytest.param("box:8512", 4, 2, "atoll: 'box:8512' is not a valid server address.", marks=pytest.mark.long),
+        ("", 5, 6, "atoll: "),
+        ("", 4, 1, "ValueError: this is the script's own error"),
+    ],
+)
+def test_a_script_under_atoll_worker_ends_with_one_line_and_the_exit_code_of_the_error(
+    server: atoll.Server, nursery: Nursery, tmp_path: Path, address: str, width: int, code: int, last: str
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["worker", "--server", server.url, "--site", "a", "--", sys.executable, "train.py", address, str(width)]
+    outcome = command(nursery, tmp_path, *words)
+    assert outcome.returncode == code, outcome.stderr
+    line = outcome.stderr.strip().splitlines()[-1]
+    assert line.startswith(last)
+    assert outcome.stderr.count("Traceback") == (code == 1)  # of the script's own error
+    assert line.endswith("train.py, line 7)") == (code != 1)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_an_error_in_a_hook_of_the_optimizer_names_the_line_of_the_script_not_torchs(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with diloco(server, tmp_path, model=nn.Linear(8, 4), sync_every=1, weight=0.0) as loop:
+        with pytest.raises(UsageError, match="The weight is 0") as raised:
+            loop.optimizer.step()
+    line = next(each.lineno for each in traceback.extract_tb(raised.tb) if each.filename == __file__)
+    with pytest.raises(SystemExit):
+        sys.excepthook(UsageError, raised.value, raised.tb)
+    assert capsys.readouterr().err.rstrip().endswith(f"({__file__}, line {line})")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_calls_an_earlier_hook_for_all_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(error))
+    for _ in range(2):  # installed once, or it would call itself
+        with pytest.raises(UsageError):
+            atoll.join("box:8512", site="a")
+    other, ours = ValueError(), StateLocked("Locked.")
+    sys.excepthook(ValueError, other, None)
+    with pytest.raises(SystemExit) as ended:
+        sys.excepthook(StateLocked, ours, None)
+    assert seen == [other, ours]
+    assert ended.value.code == 4
+
+
+@pytest.mark.usefixtures("at_once")
+def test_an_error_ends_no_interactive_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    before = sys.excepthook
+    with pytest.raises(UsageError):
+        atoll.join("box:8512", site="a")
+    assert sys.excepthook is before
+
+
+# -- another web server at the address: that is said at once, with the address, whatever it answers
+
+ANSWERS = {
+    "not found": (404, "text/html", "<h1>Not Found</h1>"),
+    "nothing": (404, "text/html", ""),
+    "a page": (200, "text/html", "<!doctype html><title>Router</title>"),
+    "a login": (401, "text/plain", "login, please"),
+    "elsewhere": (301, "text/html\r\nLocation: https://elsewhere.example/", "<h1>Moved</h1>"),
+    "another interface": (404, "application/json", '{"detail": "Not Found"}'),
+    "a list": (200, "application/json", "[]"),
+    "failed": (500, "text/html", "oops"),
+}
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    code, kind, body = ANSWERS[request.param]
+    answer = f"HTTP/1.1 {code} So\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+    with Peer.answering(lambda connection, _: connection.sock.sendall(answer)) as other:
+        yield other.url
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("address", ANSWERS, indirect=True)
+def test_scripts_name_the_address_where_no_atoll_server_is(address: str, tmp_path: Path) -> None:
+    for take_part in (
+        lambda: atoll.join(address, site="a", folder=tmp_path),
+        lambda: diloco(address, tmp_path).start(),
+        lambda: status(address),
+    ):
+        with pytest.raises(PeerError) as refused:
+            take_part()
+        assert type(refused.value) is PeerError, refused.value
+        assert address in refused.value.message
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("address", ["not found"], indirect=True)
+@pytest.mark.parametrize("words", ["status", "worker -- touch begun"])
+def test_commands_name_the_address_where_no_atoll_server_is(
+    nursery: Nursery, tmp_path: Path, address: str, words: str
+) -> None:
+    name, *script = words.split()
+    ended = command(nursery, tmp_path, name, "--server", address, *script)
+    assert ended.returncode == PeerError.exit_code
+    assert f"no Atoll server at {address}" in ended.stderr
+    assert not (tmp_path / "begun").exists()
+
+
+# -- another run begins at the address of the one that a site takes part in: the site's progress stays out of it
+
+
+@pytest.mark.covers("L10")
+@pytest.mark.parametrize("way", ["diloco", "streaming", "federated"])
+def test_a_worker_does_not_go_on_in_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
+    settings: dict[str, Any] = {"sites": 1, "rounds": 1000, "codec": "none"}
+    settings |= {"network.port": free_port(), "network.heartbeat_interval_s": 0.1}
+    if way in ("diloco", "streaming"):
+        settings |= {"algorithm": "diloco", "H": 4, "K": 2 if way == "streaming" else 1}
+    goes_on = threading.Event()
+
+    def during(site: str, number: int) -> None:
+        assert number < (3 if way == "federated" else 20) or goes_on.wait(60)
+
+    with serve(tmp_path / "old", **settings) as old:
+        sites: Threads
+        if way == "federated":
+            sites = FederatedSites(old.url, tmp_path, ["a"], during=during)
+        else:
+            sites = DiLoCoSites(old.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=0)
+        wait_until(lambda: old.status().fragments[0].version >= 2, "two rounds")
+    with serve(tmp_path / "new", **settings) as new:
+        goes_on.set()
+        with pytest.raises(ServerLost) as raised:
+            sites.join()
+        assert new.status().run in str(raised.value)
+        assert new.status().workers == []
+        assert new.status().fragments[0].version == 0
+    assert raised.value.exit_code == 5
+
+
+def test_a_server_refuses_a_join_that_means_another_run(server: atoll.Server) -> None:
+    """The run may change between the worker's question, which run there is, and its joining."""
+    code, reply = post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "run": "0" * 32})
+    assert (code, reply["code"]) == (409, "server_lost")
+    assert server.status().run in reply["message"]
+    assert server.status().workers == []
+
+
+# -- a misspelt ATOLL_ variable is refused: ignored, it would let a site's script train alone, without a word
+
+
+def by_join(**options: bool) -> None:
+    model = nn.Linear(2, 2)
+    with atoll.join(**options) as worker:
+        for fl_round in worker:
+            fl_round.submit(model)
+
+
+def by_functions(**options: bool) -> None:
+    atoll.functional.init(**options)
+    while atoll.functional.is_running():
+        atoll.functional.receive(into=nn.Linear(2, 2))
+        atoll.functional.send(nn.Linear(2, 2))
+
+
+def by_diloco(**options: bool) -> None:
+    model = nn.Linear(2, 2)
+    with atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), **options):
+        pass
+
+
+def by_tasks() -> None:
+    with pytest.raises(UsageError), atoll.tasks(site="a"):
+        pass
+
+
+def by_transformers() -> None:
+    pytest.importorskip("transformers")
+    from atoll.integrations.transformers import AtollCallback
+
+    AtollCallback()
+
+
+def by_lightning(**options: bool) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    atoll.integrations.lightning.patch(trainer, **options)
+
+
+ALONE = [by_join, by_functions, by_diloco]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("take_part", [*ALONE, by_tasks, by_transformers, by_lightning])
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("ATOLL_SERVR", "ATOLL_SERVER"), ("ATOLL_SITENAME", "ATOLL_SITE"), ("ATOLL_TOKENFILE", "ATOLL_TOKEN_FILE")],
+)
+def test_refuses_a_misspelt_variable_and_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None], misspelt: str, meant: str
+) -> None:
+    monkeypatch.setenv(misspelt, NO_SERVER)
+    with pytest.raises(ConfigError) as refused:
+        take_part()
+    assert misspelt in refused.value.message
+    assert f"{meant}?" in refused.value.remedy
+
+
+@pytest.mark.parametrize("take_part", ALONE)
+def test_trains_alone_where_the_variables_are_known(
+    monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]
+) -> None:
+    """Also settings of the server, and variables that only look alike."""
+    for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_DISK__IN_FILES", "ATOLLS", "MY_ATOLL_SERVR"):
+        monkeypatch.setenv(name, "1")
+    take_part()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("take_part", [*ALONE, by_lightning])
+def test_a_script_that_requires_a_server_does_not_train_alone(take_part: Callable[..., None]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        take_part(require_server=True)
+    assert "ATOLL_SERVER" in refused.value.remedy
+
+
+SCRIPT_ALONE = "import atoll\nwith atoll.join():\n    print('trained alone')\n"
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train.py",),
+        ("worker", "--server", NO_SERVER, "--", "touch", "begun"),
+        ("status",),
+        ("export", "out.safetensors"),
+        ("evaluate", "--server", NO_SERVER),
+    ],
+    ids=lambda words: words[0],
+)
+def test_scripts_and_commands_end_with_the_exit_code_of_a_wrong_setting(
+    nursery: Nursery, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """And `atoll worker` before it starts the script."""
+    program = "atoll"
+    if words == ("train.py",):
+        (tmp_path / "train.py").write_text(SCRIPT_ALONE)
+        program, words = str(tmp_path / "train.py"), ()
+    ended = command(nursery, tmp_path, *words, program=program, ATOLL_TOKENFILE="token")
+    assert ended.returncode == ConfigError.exit_code
+    assert "ATOLL_TOKENFILE" in ended.stderr
+    assert "ATOLL_TOKEN_FILE?" in ended.stderr
+    assert "trained alone" not in ended.stdout
+    assert not (tmp_path / "begun").exists()
+
+
+# -- lines on a terminal: once each, and as much as the program wants
+
+EIGHT_LOOPS = """
+import logging, threading, time
+from atoll.worker.log_lines import LOG, ensure_lines
+{before}
+class Slow(logging.StreamHandler):
+    def __init__(self, *stream):
+        time.sleep(0.1)  # the others come in, if they can
+        super().__init__(*stream)
+logging.StreamHandler = Slow
+together = threading.Barrier(8)
+def begins():
+    together.wait()
+    ensure_lines()
+threads = [threading.Thread(target=begins) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+LOG.info("a line")
+LOG.warning("a warning")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [("", ["a line", "a warning"]), ("logging.getLogger('atoll').setLevel(logging.WARNING)", ["a warning"])],
+    ids=["usual", "the level that the program has set stays"],
+)
+def test_loops_that_begin_in_several_threads_print_every_line_once(before: str, said: list[str]) -> None:
+    program = EIGHT_LOOPS.format(before=before)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [line.partition(" atoll: ")[2] for line in done.stderr.splitlines()] == said
+
+
+@pytest.mark.covers("X4")
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"algorithm": "diloco"}, []),
+        ({"algorithm": "fedavg"}, ["a: the run's algorithm is fedavg"]),
+        (
+            {"algorithm": "fedavg", "workflow.steps": [{"kind": "train"}, {"kind": "cross_site_evaluation"}]},
+            ["a: the run's algorithm is fedavg", "a: the run ends with a cross-site evaluation that asks site a"],
+        ),
+    ],
+    ids=["diloco", "fedavg", "evaluation"],
+)
+def test_a_diloco_loop_names_the_runs_algorithm_and_warns_of_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: list[str]
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    with serve(tmp_path, sites=1, **settings) as server, diloco(server, tmp_path, sync_every=500) as loop:
+        assert f"joined run atoll ({settings['algorithm']}) at " in caplog.text
+        assert ("the run's algorithm is fedavg, so its outer step" in caplog.text) == bool(warned)
+        loop.report(loss=1.0)  # the status has it from the same heartbeat as the warnings
+        told = wait_until(lambda: (told := server.status()).workers[0].metrics and told, "a heartbeat")
+    assert [text.partition(",")[0] for text in told.warnings] == warned

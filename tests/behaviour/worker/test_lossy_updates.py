@@ -1,0 +1,257 @@
+"""What encoding loses of an update is sent later, once and not twice, or the site hears that it trains for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import free_port, wait_until
+from kit import ask_journal, flip_bit
+from kit.client import Client
+from kit.servers import plain_server
+from kit.sites import clients, finish
+from torch import Tensor
+
+import atoll
+from atoll.filters import Filter
+
+Lines = Callable[[], list[str]]
+START = {"w": torch.zeros(2)}
+
+
+def serving(folder: Path, start: Any = START, codec: str = "int8", **options: Any) -> atoll.Server:
+    return plain_server(folder, start, codec=codec, **{"sites": 1, "rounds": 4} | options)
+
+
+def take_part(site: Client, number: int, *change: float) -> list[float]:
+    """A round in which a site moves by `change` along −g; what it began with."""
+    assert site.next_round() == number
+    base = site.pull()["w"]
+    site.submit({"w": base - torch.tensor(change)})
+    return base.tolist()
+
+
+@pytest.mark.parametrize("loses", [False, True], ids=["undisturbed", "a version is lost"])
+def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path, loses: bool) -> None:
+    """Each round moves by (127, 0.28), so the scale is 1, and 0.28 alone would be rounded to 0 for ever.
+
+    With what was left over 0.28, 0.56, −0.16 and 0.12 are rounded: to 0, 1, 0 and 0. Where the server loses version 2
+    after its update had counted, the same bytes count again, and what they left stays: the third would be −0.6 or 0.28
+    with what was left twice, or not at all.
+    """
+    port = {"network.port": free_port()}
+    with serving(tmp_path, **port) as server:
+        sites = clients(server, tmp_path, "a")
+        for number in (1, 2, 3, 4)[: 2 if loses else 4]:
+            take_part(sites["a"], number, 127.0, 0.28)
+        if not loses:
+            assert finish(server, sites)["w"].tolist() == [-508.0, -1.0]
+            return
+        wait_until(lambda: server.status().fragments[0].version == 2, "version 2")
+    slot = ask_journal(tmp_path, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")[0][0]
+    (path,) = (each for each in (tmp_path / "state" / "slots").glob("*version*") if each.stem.endswith(str(slot)))
+    flip_bit(path, -1)
+    with serving(tmp_path, None, **port) as server:
+        assert server.status().fragments[0].version == 1
+        for number in (3, 4):
+            take_part(sites["a"], number, 127.0, 0.28)
+        assert finish(server, sites)["w"].tolist() == [-508.0, -1.0]
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
+    """Of several tensors, none of them whole blocks or tiles; a half-precision one among them.
+
+    Four rounds train; in ten more only what is left over is sent.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (5000,), "b": (33, 9), "c": (1,)}
+    start = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    start["h"] = torch.randn(300, generator=generator).half()
+    moved = {name: torch.zeros(tensor.shape) for name, tensor in start.items()}
+    with serving(tmp_path, start, codec, rounds=14) as server:
+        sites = clients(server, tmp_path, "a")
+        for number in range(1, 15):
+            assert sites["a"].next_round() == number
+            model = dict(sites["a"].pull())
+            if number == 5:  # something was lost on the way
+                assert (start["a"] - model["a"] - moved["a"]).abs().max() > 0.001
+            for name, tensor in model.items() if number <= 4 else ():
+                model[name] = (tensor.float() - torch.randn(tensor.shape, generator=generator)).to(tensor.dtype)
+                moved[name] += tensor.float() - model[name].float()
+            sites["a"].submit(model)
+        last = finish(server, sites)
+    for name in shapes:
+        torch.testing.assert_close(start[name] - last[name], moved[name], rtol=0, atol=1e-5)
+
+
+def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> None:
+    """The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1."""
+    with serving(tmp_path, **{"aggregation.max_update_norm": 1000.0}) as server:
+        site = clients(server, tmp_path, "a")["a"]
+        take_part(site, 1, 127.0, 0.4)
+        take_part(site, 2, 12700.0, 49.0)
+        assert server.status().refused == 1
+        take_part(site, 2, 127.0, 0.4)
+        assert take_part(site, 3, 0.0, 0.0) == [-254.0, -1.0]
+        site.close()
+
+
+# -- no site trains for nothing without hearing of it
+
+
+@dataclass(frozen=True)
+class Thousandths:
+    """A codec of whole multiples of 1/1000."""
+
+    feedback: bool = False
+    name = "thousandths"
+    elementwise = True
+    raw = False
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return 2 * numel
+
+    def encode_(self, source: Tensor, target: Tensor, dtype: torch.dtype) -> None:
+        target.view(torch.int16).copy_(source.mul(1000).round())
+
+    def decode_(self, source: Tensor, target: Tensor, dtype: torch.dtype) -> None:
+        target.copy_(source.view(torch.int16)).div_(1000)
+
+
+class Later(Thousandths):
+    name = "later"
+    feedback = True
+
+    def __init__(self) -> None:
+        pass
+
+
+def rounds_of(
+    folder: Path, codec: str | type, start: dict[str, Tensor], changes: list[dict[str, Tensor]]
+) -> list[list[str]]:
+    """What the status warns of behind each of some rounds that move the model by so much."""
+    own = {"aggregation.upload_codec.path": f"{__name__}:{codec.__name__}"} if isinstance(codec, type) else {}
+    shown = []
+    with plain_server(folder, start, sites=1, rounds=len(changes), **own or {"codec": codec}) as server:
+        with Client(server.url, site="a", folder=folder / "w") as site:
+            for change in changes:
+                site.next_round()
+                model = site.pull()
+                site.submit({name: (model[name] - change[name]).to(model[name].dtype) for name in model})
+                assert site._place.session.beat()
+                shown.append(server.status().warnings)
+    return shown
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Lines:
+    """Gives the warnings since its last call."""
+
+    def since() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return found
+
+    return since
+
+
+@pytest.mark.covers("L14")
+def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(tmp_path: Path, lines: Lines) -> None:
+    start = {"big": torch.zeros(9000), "small": torch.zeros(5), "still": torch.zeros(3)}
+    change = {"big": torch.full((9000,), 1e-4), "small": torch.full((5,), 0.25), "still": torch.zeros(3)}
+    shown = rounds_of(tmp_path, Thousandths, start, [change] * 3)
+    text = (
+        "a: 1 of the 2 tensors that training changed lose 100 % of their change when encoded as thousandths: big. "
+        "The change is too small for this codec. Use more local steps or a larger learning rate, or set "
+        "aggregation.upload_codec.name = 'none'."
+    )
+    assert lines() == [text]
+    assert shown == [[text]] * 3
+
+
+@pytest.mark.covers("L14")
+def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, lines: Lines) -> None:
+    """10⁻⁴² is a number of fp32, and 9.2·10⁻⁴¹ the smallest of bf16. Many small tensors are encoded as one."""
+    start = {f"w{index:02}": torch.zeros(7) for index in range(40)}
+    change = {name: torch.full((7,), 1e-42 if name in ("w13", "w14") else 1e-3) for name in start}
+    rounds_of(tmp_path, "bf16", start, [change])
+    (line,) = lines()
+    assert "2 of the 40 tensors that training changed lose 100 %" in line
+    assert "when encoded as bf16: w13, w14." in line
+
+
+@pytest.mark.covers("L14")
+def test_a_change_too_large_for_its_codec_is_not_told_as_lost(tmp_path: Path) -> None:
+    """Near the end of fp32, bf16 rounds to infinity: the server refuses it, and a larger rate is no remedy."""
+    assert rounds_of(tmp_path, "bf16", {"w": torch.zeros(64)}, [{"w": torch.full((64,), 3.4e38)}]) == [[]]
+
+
+@pytest.mark.covers("L14")
+def test_more_than_a_hundredth_arrives_or_it_is_told(tmp_path: Path, lines: Lines) -> None:
+    """Of a hundred 0.0004 and one 0.0006 the last arrives, as 0.001: √(101·16) of √(100·16 + 36) is lost, 99.4 %."""
+    start, change = {"w": torch.zeros(101)}, torch.full((101,), 4e-4)
+    change[100] = 6e-4
+    rounds_of(tmp_path / "1", Thousandths, start, [{"w": change}])
+    assert "lose 99.4 % of their change when encoded as thousandths: w." in lines()[0]
+    change[99] = 2e-3
+    rounds_of(tmp_path / "2", Thousandths, start, [{"w": change}])
+    assert lines() == []
+
+
+@pytest.mark.covers("L14")
+def test_with_error_feedback_it_is_told_when_nothing_arrives_three_times_in_a_row(tmp_path: Path, lines: Lines) -> None:
+    """0.3, 0.6 and 0.9 thousandths: the second arrives. 0.1, 0.2, 0.3 and 0.4: nothing ever does."""
+    start = {"w": torch.zeros(4), "v": torch.zeros(300_000)}
+    soon = {"w": torch.full((4,), 3e-4), "v": torch.full((300_000,), 3e-4)}
+    assert rounds_of(tmp_path / "1", Later, start, [soon] * 4) == [[]] * 4
+    assert lines() == []
+    shown = rounds_of(tmp_path / "2", Later, start, [soon | {"w": torch.full((4,), 1e-4)}] * 4)
+    (line,) = lines()
+    assert "lose 100 % of their change when encoded as later, 3 times in a row" in line
+    assert shown == [[], [], [line], [line]]
+
+
+@pytest.mark.covers("L14")
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
+def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, lines: Lines, codec: str) -> None:
+    """One value far above the others in its block; a tensor most of which stays; a single element; top-k's 98 %."""
+    start = {"w": torch.ones(9000), "e": torch.ones(600_000), "s": torch.ones(()), "h": torch.ones(300).half()}
+    generator = torch.Generator().manual_seed(0)
+    change = {name: 1e-2 * torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()}
+    change["w"][17] = 1e6
+    change["e"][:599_000] = 0
+    assert rounds_of(tmp_path, codec, start, [change] * 4) == [[]] * 4
+    assert lines() == []
+
+
+@pytest.mark.covers("L14")
+def test_weights_that_steps_do_not_move_are_shown_until_they_move(tmp_path: Path, lines: Lines) -> None:
+    """1 − 1/1000 is 1 in bf16, and the next smaller number there is 1 − 1/256."""
+    start = {"w": torch.ones(4, dtype=torch.bfloat16)}
+    tiny, enough = {"w": torch.full((4,), 1e-3)}, {"w": torch.full((4,), 0.5)}
+    shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])
+    said = lines()
+    assert said == shown[0] * 2
+    assert said[0].startswith(
+        "a: the pseudo-gradient is all zero. Check that the optimizer has this model's parameters"
+    )
+    assert "BF16 weights do not change if a step is smaller than about 1/256" in said[0]
+    assert shown[1:] == [shown[0], []]
+
+
+class Silence(Filter):
+    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
+        return torch.zeros_like(values)
+
+
+@pytest.mark.covers("L14")
+def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, lines: Lines) -> None:
+    with plain_server(tmp_path, START, sites=1, rounds=1) as server:
+        with Client(server.url, "a", folder=tmp_path / "w", filters=[Silence()]) as site:
+            take_part(site, 1, 1.0, 1.0)
+    assert "the pseudo-gradient is all zero after this site's filters. Check" in lines()[0]

@@ -1,0 +1,219 @@
+"""Metrics that a site reports: of which update they are part, and of which version they are said."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.proxy import BEFORE_HEADER, Fault, Proxy
+from kit import SITES, build_model, diloco, exported, serve, take_steps, tensors_digest, together
+from kit.servers import plain_server
+from torch import nn
+
+import atoll
+from atoll.testing.run import history
+
+H = 2
+DILOCO: dict[str, Any] = {"algorithm": "diloco", "H": H, "codec": "none", "sites": 1, "rounds": 4}
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    """Of each round, in their order."""
+    return [line["metrics"] for line in history(folder / "state")]
+
+
+# -- `DiLoCo.report`: a value is part of one round, whatever becomes of the update that was to carry it
+
+
+def train(url: str, folder: Path, reports: dict[int, dict[str, float]], site: str = "a") -> None:
+    """One site; `reports`: before this local step, these values."""
+    with diloco(url, folder, site) as loop:
+        take_steps(loop, site=site, during=lambda step: loop.report(**reports.get(step, {})))
+
+
+@pytest.mark.parametrize(
+    ("streaming", "expected"),
+    [
+        ({}, [{"loss": 5.0, "acc": 0.5}, {"loss": 4.0}, {}, {}]),
+        # fragment 0 is due after the first step, fragment 1 after the second, fragment 0 again after the third
+        ({"K": 2, "tau": 1}, [{"loss": 9.0, "acc": 0.5}, {"loss": 5.0}, {"loss": 4.0}]),
+    ],
+    ids=["whole", "streaming"],
+)
+def test_counts_a_reported_value_in_one_round(
+    tmp_path: Path, streaming: dict[str, int], expected: list[dict[str, float]]
+) -> None:
+    """Of two reports before one synchronisation the last counts; what is reported later comes later."""
+    with serve(tmp_path, **DILOCO, **streaming) as server:
+        train(server.url, tmp_path, {1: {"loss": 9.0, "acc": 0.5}, 2: {"loss": 5.0}, 3: {"loss": 4.0}})
+        server.run()
+    lines = sorted(history(tmp_path / "state"), key=lambda line: (line["round"], line["fragment"]))
+    assert [line["metrics"] for line in lines if line["metrics"]] == [each for each in expected if each]
+    assert streaming or metrics_of(tmp_path) == expected
+
+
+def test_counts_a_value_once_where_the_acknowledgement_was_lost(tmp_path: Path) -> None:
+    """The worker does not hear that its first update is in, trains on, and finds out at its next turn."""
+    with serve(tmp_path, **DILOCO) as server, Proxy(server.port) as proxy:
+        fault = Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset", wait=proxy.cut)
+        proxy.faults.append(fault)
+
+        def during(step: int) -> None:
+            if step == H + 1:
+                assert fault.reached.is_set()
+                proxy.heal()
+
+        with diloco(proxy.url, tmp_path, max_sync_retries=0) as loop:
+            loop.report(loss=5.0)
+            take_steps(loop, during=during)
+            assert loop.skipped == 1
+        server.run()
+    assert metrics_of(tmp_path) == [{"loss": 5.0}, {}, {}, {}]
+
+
+@pytest.mark.parametrize("later", [{}, {"loss": 4.0}], ids=["alone", "and a newer one"])
+def test_counts_a_value_with_the_next_update_where_the_first_was_refused(
+    tmp_path: Path, later: dict[str, float]
+) -> None:
+    """A newer report of the same name takes its place."""
+    with serve(tmp_path, **DILOCO | {"rounds": 2}, **{"aggregation.max_update_norm": 1e3}) as server:
+        with diloco(server, tmp_path) as loop:
+            loop.report(loss=5.0, acc=0.5)
+            nn.init.constant_(next(loop.model.parameters()), 1e4)
+            take_steps(loop, during=lambda step: loop.report(**later if step == H + 1 else {}))
+        assert server.status().refused == 1
+        server.run()
+    assert metrics_of(tmp_path) == [{"loss": 5.0, "acc": 0.5} | later, {}]
+
+
+def test_averages_a_round_over_the_sites_that_reported_in_it(tmp_path: Path) -> None:
+    """Site a reports in the first round alone: from then on the mean is that of b."""
+    reports = {"a": {1: {"loss": 1.0}}, "b": {1: {"loss": 3.0}, 3: {"loss": 3.0}}}
+    with serve(tmp_path, **DILOCO | {"sites": 2, "rounds": 2}) as server:
+        together(*(lambda site=site: train(server.url, tmp_path, reports[site], site) for site in "ab"))
+        server.run()
+    assert metrics_of(tmp_path) == [{"loss": 2.0}, {"loss": 3.0}]
+
+
+@pytest.mark.covers("L14")
+def test_a_reported_loss_that_becomes_nan_is_told_once_by_the_site_s_name_and_no_longer_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the last finite loss would stand for an update with a loss of NaN: 0.75 counts nowhere."""
+    losses = [1.0, 0.5, 0.75, math.nan]
+    with serve(tmp_path, **DILOCO | {"rounds": 2}) as server, diloco(server, tmp_path, "box-a") as loop:
+        take_steps(loop, during=lambda step: loop.report(loss=losses[step - 1], accuracy=0.25))
+        assert [line.metrics for line in server.status().history] == [
+            {"loss": 0.5, "accuracy": 0.25},
+            {"accuracy": 0.25},
+        ]
+    assert caplog.text.count("box-a: the metric 'loss' is nan, so it is not reported") == 1
+
+
+class Strict(torch.Tensor):
+    """Not to be asked for its value while it requires a gradient: torch warns of that once in a process."""
+
+    def __float__(self) -> float:
+        assert not self.requires_grad
+        return super().__float__()
+
+
+@pytest.mark.covers("L15")
+def test_metrics_are_as_the_script_has_them_and_those_not_finite_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Guards against a NaN that is passed on: the server refused the update for its loss."""
+    loss = torch.ones((), requires_grad=True).as_subclass(Strict) * 0.25
+    assert loss.requires_grad
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                metrics = {"loss": math.nan, "accuracy": 0.5, "of-torch": loss}
+                fl_round.submit(fl_round.load_into(nn.Linear(2, 1)), metrics=metrics)
+        assert server.status().history[0].metrics == {"accuracy": 0.5, "of-torch": 0.25}
+    assert "the metric 'loss' is nan, so it is not reported" in caplog.text
+
+
+# -- `DiLoCo(metrics=...)` measures global versions, and the server credits the numbers to those versions
+
+
+def norm(model: nn.Module) -> float:
+    """A number that no two versions have in common."""
+    return sum(float(each.detach().double().square().sum()) for each in model.parameters())
+
+
+class Run:
+    """A DiLoCo run of two sites; a hook measures the model that it sees.
+
+    Attributes:
+        seen: site → digests of the models that the hook saw, in order.
+        values: site → what it said of them.
+        status: of the server, at the end.
+    """
+
+    def __init__(self, folder: Path, *, measures: bool = True, **settings: Any) -> None:
+        self._folder, self._measures = folder, measures
+        self.seen: defaultdict[str, list[str]] = defaultdict(list)
+        self.values: defaultdict[str, list[float]] = defaultdict(list)
+        with serve(folder, **DILOCO | {"H": 3, "sites": 2} | settings) as server:
+            together(*(partial(self._work, server.url, site) for site in SITES))
+            server.run()
+            self.status = server.status()
+        self.result = tensors_digest(exported(folder))
+
+    def _work(self, url: str, site: str) -> None:
+        def measure() -> dict[str, float]:
+            self.seen[site].append(tensors_digest(loop.model.state_dict()))
+            self.values[site].append(norm(loop.model))
+            return {"norm": self.values[site][-1]}
+
+        metrics = measure if self._measures else None
+        loop = diloco(url, self._folder, site, metrics=metrics, weight=SITES[site])
+        with loop:
+            take_steps(loop, site=site)
+
+
+@pytest.mark.covers("X41")
+@pytest.mark.parametrize(
+    "settings", [{}, {"tau": 1, "alpha": 0.0}, {"tau": 1, "alpha": 0.5}], ids=["whole", "overlap", "mixed"]
+)
+def test_metrics_are_credited_to_the_version_that_was_measured(tmp_path: Path, settings: dict[str, Any]) -> None:
+    run = Run(tmp_path, **{"rounds.best_metric": "norm", "rounds.best_mode": "max"}, **settings)
+    a, b = (run.seen[site] for site in SITES)
+    assert a == b  # both saw the same global versions
+    assert len(set(a)) == len(a) == DILOCO["rounds"]
+    assert a[0] == tensors_digest(build_model().state_dict())
+    assert run.result not in a  # the result of the last round is not trained from
+    values = run.values["a"]
+    assert [metrics["norm"] for metrics in metrics_of(tmp_path)] == pytest.approx(values, rel=1e-12)
+    best = run.status.best
+    assert best is not None
+    assert (best.version, best.value) == (values.index(max(values)), pytest.approx(max(values), rel=1e-12))
+
+
+def test_fragments_are_measured_as_the_global_model_and_local_progress_stays(tmp_path: Path) -> None:
+    """With the hook the run comes to the bits that it has without."""
+    settings: dict[str, Any] = {"K": 3, "tau": 0, "alpha": 0.5}
+    run = Run(tmp_path / "measured", **settings)
+    a, b = (run.seen[site] for site in SITES)
+    assert a == b
+    assert len(set(a)) == len(a)
+    assert Run(tmp_path / "plain", measures=False, **settings).result == run.result
+
+
+def test_no_metric_travels_where_local_progress_was_carried_to_another_version(tmp_path: Path) -> None:
+    """A site that missed rounds never had the newer version alone: what it measured before is not of that one."""
+    settings = DILOCO | {"sites": 2, "rounds.quorum": 1, "rounds.deadline_s": 0.2}
+    with serve(tmp_path, **settings) as server:
+        late, early = (diloco(server, tmp_path, site, metrics=lambda site=site: {f"of_{site}": 1.0}) for site in "ba")
+        with late:  # it has version 0
+            with early:
+                take_steps(early, 4, "a")
+            take_steps(late, 4, "b")
+        assert server.status().version == 4
+    assert metrics_of(tmp_path) == [{"of_a": 1.0}, {"of_a": 1.0}, {}, {"of_b": 1.0}]

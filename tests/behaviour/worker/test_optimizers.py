@@ -1,0 +1,350 @@
+"""What a loop needs of optimizers and their model: several of them, a part of the parameters, moments that broke."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import wait_until
+from kit import SITES, DiLoCoSites, build_model, diloco, exported, local_step, serve, tensors_digest
+from kit.servers import plain_server
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import atoll
+from atoll.errors import UpdateRefused, UsageError
+
+Warned = Callable[[], list[str]]
+DILOCO: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 3, "sites": 1, "codec": "none"}
+
+
+@pytest.fixture(autouse=True)
+def _lines(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Warned:
+    """Gives what was warned of since its last call."""
+
+    def since() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        caplog.clear()
+        return found
+
+    return since
+
+
+# -- several
+
+
+def two(model: nn.Module) -> list[Optimizer]:
+    """SGD for matrices, AdamW for the others."""
+    matrices = [each for each in model.parameters() if each.dim() >= 2]
+    others = [each for each in model.parameters() if each.dim() < 2]
+    return [SGD(matrices, lr=0.05), AdamW(others, lr=0.01)]
+
+
+class Both(Optimizer):
+    """Two optimizers behind one step: what a list of them must come to."""
+
+    def __init__(self, inner: list[Optimizer]) -> None:
+        super().__init__([each for one in inner for group in one.param_groups for each in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner:
+            each.step()
+
+
+def gradients(model: nn.Module, site: str, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * step + ord(site[0]))
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.01 + torch.randn(parameter.shape, generator=generator)
+
+
+def trained(folder: Path, given: Callable[[list[Optimizer]], Any]) -> set[str]:
+    """Digests of a run's result, and of the models of its sites.
+
+    Args:
+        given: makes of the site's optimizers what `atoll.DiLoCo` gets.
+    """
+
+    def step(model: nn.Module, optimizer: Any, site: str, number: int) -> None:
+        gradients(model, site, number)
+        for each in (
+            [optimizer] if isinstance(optimizer, Both) else sorted(optimizer, key=lambda one: type(one) is AdamW)
+        ):
+            each.step()
+
+    with serve(folder, **DILOCO | {"rounds": 2, "sites": 2}) as server:
+        sites = DiLoCoSites(server.url, folder, 100, inner=lambda model: given(two(model)), step=step)
+        sites.join()
+        server.run()
+    assert [loop.step for loop in sites.loops.values()] == [4, 4]
+    return {
+        tensors_digest(state) for state in (exported(folder), *(each.state_dict() for each in sites.models.values()))
+    }
+
+
+@pytest.mark.covers("L2")
+def test_synchronises_after_the_last_of_several_optimizers(tmp_path: Path, warned: Warned) -> None:
+    run = trained(tmp_path / "one", Both)
+    assert len(run) == 1
+    assert trained(tmp_path / "list", list) == run
+    assert trained(tmp_path / "tuple", tuple) == run
+    assert not [text for text in warned() if "optimizer" in text]
+
+
+def test_warns_of_an_order_in_which_the_last_optimizer_steps_first(tmp_path: Path, warned: Warned) -> None:
+    trained(tmp_path, lambda optimizers: optimizers[::-1])
+    assert sum("AdamW" in text for text in warned()) == len(SITES)
+
+
+def freeze_vectors(model: nn.Module) -> None:
+    for parameter in (each for each in model.parameters() if each.dim() < 2):
+        parameter.requires_grad_(False)
+
+
+def require_named(found: list[str], count: int) -> None:
+    """So many warnings, each of two of six parameters that no optimizer trains."""
+    found = [each for each in found if "trainable parameters" in each]
+    assert len(found) == count
+    assert all("'0.bias'" in each and "2 of the model's 6" in each for each in found)
+
+
+def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(tmp_path: Path, warned: Warned) -> None:
+    model = build_model()
+    with serve(tmp_path, **DILOCO) as server:
+        for optimizers, count in ((two(model)[:1], 1), (two(model), 0)):
+            with diloco(server, tmp_path, "a", model, optimizers):
+                require_named(warned(), count)
+        freeze_vectors(model)
+        with diloco(server, tmp_path, "a", model, two(model)[0]):
+            require_named(warned(), 0)
+
+
+@pytest.mark.parametrize(("algorithm", "corrects"), [("fedprox", True), ("scaffold", True), ("fedavg", False)])
+def test_warns_of_a_correction_that_misses_a_part_of_the_parameters(
+    tmp_path: Path, warned: Warned, algorithm: str, corrects: bool
+) -> None:
+    def warned_of(part: bool, frozen: bool = False) -> list[str]:
+        """Of a site that takes part in two rounds of a run."""
+        model = build_model()
+        if frozen:
+            freeze_vectors(model)
+        optimizer = two(model)[0] if part else SGD(model.parameters(), lr=0.05)
+        folder = tmp_path / f"{part}-{frozen}"
+        with (
+            plain_server(folder, build_model(), algorithm=algorithm, sites=1, rounds=2) as server,
+            atoll.join(server.url, site="a", folder=folder / "workers") as worker,
+        ):
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with fl_round.correct(model, optimizer):
+                    gradients(model, "a", fl_round.number)
+                    optimizer.step()
+                fl_round.submit(model)
+        return warned()
+
+    said = warned_of(part=True)
+    require_named(said, corrects)  # once a run, not in each round
+    assert any("as a list" in each for each in said) == (algorithm == "fedprox")  # SCAFFOLD takes one optimizer
+    require_named(warned_of(part=False), 0)
+    require_named(warned_of(part=True, frozen=True), 0)
+
+
+@pytest.mark.parametrize("given", [[], [1], "sgd", {}, "twice"], ids=str)
+def test_refuses_what_is_no_optimizer_or_given_twice(given: Any) -> None:
+    model = build_model()
+    with pytest.raises(UsageError):
+        atoll.DiLoCo(model, 2 * [SGD(model.parameters(), lr=0.1)] if given == "twice" else given)
+
+
+def test_refuses_one_of_several_optimizers_that_trains_another_model(tmp_path: Path) -> None:
+    model = build_model()
+    of_another = SGD(build_model().parameters(), lr=0.1)
+    with serve(tmp_path, **DILOCO) as server:
+        with pytest.raises(UsageError):
+            diloco(server, tmp_path, "a", model, [SGD(model.parameters(), lr=0.1), of_another]).start()
+
+
+# -- a model whose tensors a script replaces
+
+
+def load_by_assignment(model: nn.Module) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def replace_weight(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(torch.zeros(40, 64))
+
+
+def grow(model: nn.Sequential) -> None:
+    model.append(nn.Linear(40, 2))
+
+
+def shrink(model: nn.Sequential) -> None:
+    model[2].bias = None
+
+
+def move_parameters(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def replace_buffers(model: nn.Sequential) -> None:
+    model[1].running_mean = model[1].running_mean + 1.0
+
+
+def changed(server: atoll.Server, folder: Path, change: Callable[[Any], None]) -> nn.Module:
+    """Change the model behind one step after the first synchronisation, and train to the end of the run."""
+    with diloco(server, folder) as loop:
+        for step in range(40):
+            if loop.finished:
+                break
+            if step == 3:
+                change(loop.model)
+            for parameter in loop.model.parameters():
+                parameter.grad = torch.full_like(parameter, 0.1)
+            loop.optimizer.step()  # type: ignore[union-attr]
+    assert loop.finished
+    return loop.model
+
+
+@pytest.mark.parametrize("settings", [{}, {"K": 2, "tau": 1, "alpha": 0.5}], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (load_by_assignment, "0.weight"),
+        (replace_weight, "2.weight"),
+        (nn.Module.half, "0.weight"),
+        (grow, "3.weight"),
+        (shrink, "2.bias"),
+    ],
+)
+def test_refuses_a_model_with_tensors_that_are_no_longer_trained(
+    tmp_path: Path, settings: dict[str, Any], change: Callable[[Any], None], named: str
+) -> None:
+    with serve(tmp_path, **DILOCO | settings) as server:
+        with pytest.raises(UsageError) as refused:
+            changed(server, tmp_path, change)
+        (worker,) = server.status().workers
+        assert worker.state == "failed"
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("change", [move_parameters, replace_buffers])
+def test_goes_on_with_moved_parameters_and_new_buffers(tmp_path: Path, change: Callable[[Any], None]) -> None:
+    with serve(tmp_path, **DILOCO) as server:
+        model = changed(server, tmp_path, change)
+        server.run()
+    assert tensors_digest(model.state_dict()) == tensors_digest(exported(tmp_path))
+
+
+# -- an update with NaN is refused; at the first one the site hears whether its optimizer can recover at all
+
+
+def poison(model: nn.Module, optimizer: Optimizer) -> None:
+    """A step as a loss of infinity leaves its gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, math.nan)
+    optimizer.step()
+
+
+def refusals_before_moments_are_named(caplog: pytest.LogCaptureFixture) -> list[int]:
+    """How many refusals the site had heard of at each line that names the moments."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "atoll"]
+    return [
+        sum("was refused" in before for before in lines[:place])
+        for place, line in enumerate(lines)
+        if "exp_avg" in line
+    ]
+
+
+def adam_site(server: atoll.Server, folder: Path, steps: int, step: Callable[..., None]) -> DiLoCoSites:
+    inner = partial(AdamW, lr=0.01)
+    return DiLoCoSites(server.url, folder, steps, ["a"], inner=lambda model: inner(model.parameters()), step=step)
+
+
+def shown(server: atoll.Server) -> list[str]:
+    """Warnings of the status that name moments."""
+    return [text for text in server.status().warnings if "exp_avg" in text]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_names_the_moments_at_the_first_refusal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fragments: int
+) -> None:
+    warned = []
+
+    def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
+        local_step(model, optimizer, site, number)
+        if number == 2:
+            poison(model, optimizer)
+        if server.status().refused and not warned:
+            warned.append(wait_until(lambda: shown(server), "the warning"))
+
+    with serve(tmp_path, **DILOCO | {"H": 4, "K": fragments}) as server:
+        with contextlib.suppress(UpdateRefused):  # the fifth
+            adam_site(server, tmp_path, 100, step).join()
+    assert refusals_before_moments_are_named(caplog)[:1] == [1]
+    assert "exp_avg_sq) contains NaN or Inf, so every further update will be refused" in caplog.text
+    assert warned, "status showed no warning"
+
+
+@pytest.mark.covers("X3")
+def test_takes_the_warning_back_when_the_state_is_cleared_and_an_update_counts(tmp_path: Path) -> None:
+    warned: list[list[str]] = []
+
+    def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
+        if server.status().refused and not warned:
+            warned.append(wait_until(lambda: shown(server), "the warning"))
+            optimizer.state.clear()
+        local_step(model, optimizer, site, number)
+        if number == 2:
+            poison(model, optimizer)
+        if number == 80:
+            wait_until(lambda: not shown(server), "no warning")
+
+    with serve(tmp_path, **DILOCO | {"H": 4, "rounds": 30}) as server:
+        adam_site(server, tmp_path, 81, step).join()
+    assert warned
+
+
+def test_says_nothing_of_moments_that_are_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Only the parameters broke: the site goes on from the global model."""
+
+    def step(model: nn.Module, optimizer: Optimizer, site: str, number: int) -> None:
+        local_step(model, optimizer, site, number)
+        if number == 2:
+            nn.init.constant_(next(model.parameters()), math.nan)
+
+    with serve(tmp_path, **DILOCO | {"H": 4}) as server:
+        DiLoCoSites(server.url, tmp_path, 100, ["a"], step=step).join()
+        assert server.status().refused == 1
+        assert server.status().finished
+    assert refusals_before_moments_are_named(caplog) == []
+
+
+@pytest.mark.covers("X3")
+def test_names_the_moments_of_a_corrected_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with serve(tmp_path, sites=1) as server, contextlib.suppress(UpdateRefused):
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with fl_round.correct(model, optimizer):
+                    poison(model, optimizer)
+                fl_round.submit(model)
+    # once: the next refusals are of the same moments
+    assert refusals_before_moments_are_named(caplog) == [1]

@@ -1,0 +1,287 @@
+"""Rounds of `atoll.join`: what a site may submit, arrays among it; what is refused by name; rounds that it missed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit import build_model, serve, tensors_digest, train_
+from kit.client import Client
+from kit.servers import plain_server
+from kit.sites import clients
+from torch import nn
+
+import atoll
+from atoll.errors import SchemaMismatch, UsageError
+
+
+class Mixed(nn.Module):
+    """A weight and its tied twin, a bf16 weight, and an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        self.twin = self.wide
+        self.small = nn.Parameter(torch.tensor([1.0, 1.0078125, -2.5], dtype=torch.bfloat16))
+        self.register_buffer("count", torch.tensor(7))
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    """A site in the first of two rounds of `Mixed`."""
+    with plain_server(tmp_path, Mixed(), rounds=2) as server:
+        with Client(server.url, "a", folder=tmp_path / "w") as client:
+            client.next_round()
+            yield client
+
+
+@pytest.fixture
+def round_of(client: Client) -> Any:
+    """The round of that site."""
+    return client.round
+
+
+# -- arrays of numpy and others against a torch model: what comes back is, bit for bit, what was given out
+
+
+class Foreign:
+    """An array of another library, as far as it can be seen: either protocol alone."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array)
+
+
+class ByArray(Foreign):
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        return self.array
+
+
+class ByDLPack(Foreign):
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.covers("P16")
+@pytest.mark.parametrize("wrap", [np.asarray, ByArray, ByDLPack], ids=["numpy", "__array__", "dlpack"])
+@pytest.mark.parametrize("tied", [("wide", "twin"), ("wide",)], ids=["both", "one"])
+def test_a_worker_receives_and_submits_arrays(client: Client, wrap: Any, tied: tuple[str, ...]) -> None:
+    """wide + 1, count + 1, small doubled: each exact in its dtype, so the next version has exactly these."""
+    arrays, tensors = client.pull(framework="numpy"), client.pull()
+    for name, array in arrays.items():
+        assert torch.equal(torch.from_numpy(array).to(tensors[name].dtype), tensors[name])
+    # numpy has no bf16; fp32 holds each of its values
+    kinds = {"wide": "float32", "twin": "float32", "small": "float32", "count": "int64"}
+    assert {name: str(array.dtype) for name, array in arrays.items()} == kinds
+    assert arrays["small"].tolist() == [1.0, 1.0078125, -2.5]
+    wide = wrap(arrays["wide"] + np.float32(1.0))
+    client.submit(dict.fromkeys(tied, wide) | {"small": wrap(arrays["small"] * 2), "count": wrap(arrays["count"] + 1)})
+    client.next_round()
+    model = client.round.load_into(Mixed())
+    assert model.wide.tolist() == model.twin.tolist() == [[2.0, 3.0], [4.0, 5.0]]
+    assert model.small.dtype == torch.bfloat16
+    assert model.small.tolist() == [2.0, 2.015625, -5.0]
+    assert model.count.item() == 8
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32)[::-1],
+        np.arange(6, dtype=">f4"),
+        np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        np.broadcast_to(np.float32(2.0), (3,)),
+        np.float32(5.0),
+    ],
+    ids=["reversed", "big-endian", "transposed", "read-only", "scalar"],
+)
+def test_arrays_of_every_make_keep_their_values(tmp_path: Path, array: Any, recwarn: pytest.WarningsRecorder) -> None:
+    with plain_server(tmp_path, {"x": torch.zeros(array.shape)}, rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+            round_ = worker.next_round()
+            round_.state_dict()
+            round_.submit({"x": array})
+            assert worker.next_round() is None
+            assert worker.load_into({"x": torch.zeros(array.shape)})["x"].tolist() == array.tolist()
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+@pytest.mark.covers("P16")
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ("text", "'small' is a str: neither a tensor, nor an object with DLPack or __array__"),
+        ([1.0, 2.0, 3.0], "'small' is a list: neither a tensor"),
+        (np.array(["a", "b", "c"]), "'small' is an array of <U1, which Atoll cannot send"),
+        (np.array([{}, {}, {}]), "'small' is an array of object, which Atoll cannot send"),
+        (np.ma.masked_array([1.0, 2.0, 3.0], [True, False, False]), "'small' is a masked array"),
+    ],
+    ids=["str", "list", "texts", "objects", "masked"],
+)
+def test_what_is_no_array_is_refused_by_name(round_of: Any, entry: Any, words: str) -> None:
+    state = round_of.state_dict("numpy")
+    with pytest.raises(UsageError, match=words):
+        round_of.submit({**state, "small": entry})
+    round_of.submit(state)
+
+
+@pytest.mark.covers("P16")
+def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> None:
+    state = round_of.state_dict("numpy")
+    for spoilt in (state["wide"].astype(np.float64), state["wide"][:1]):
+        with pytest.raises(SchemaMismatch, match="wide"):
+            round_of.submit({**state, "wide": spoilt, "twin": spoilt})
+    with pytest.raises(UsageError, match="'jax'"):
+        round_of.state_dict(framework="jax")
+    round_of.submit(state)
+
+
+# -- numbers beside an update, and what is no model
+
+
+@pytest.mark.covers("L15", "X3")
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"steps": -1}, "steps is -1"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": 2**62}, "steps is 4611686018427387904"),
+        ({"weight": 10**400}, "The weight is 1000"),
+        ({"weight": "3"}, "The weight is '3'. Give a positive, finite number"),
+        *(({"weight": weight}, "The weight is") for weight in (0.0, -1.0, math.inf, math.nan)),
+        ({"metrics": [0.5]}, "The metrics are list, not a dict"),
+        ({"metrics": {"loss": "low"}}, "The metric 'loss' is 'low'"),
+        ({"metrics": {1: 0.5}}, "'1' cannot be the name of a metric"),
+        ({"metrics": {129 * "m": 0.5}}, "'m+' cannot be the name of a metric"),
+        (
+            {"metrics": {str(number): 0.5 for number in range(257)}},
+            "There are 257 metrics; an update may have at most 256",
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_after_all(
+    tmp_path: Path, told: dict[str, Any], words: str
+) -> None:
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            fl_round = next(iter(worker))
+            model = fl_round.load_into(nn.Linear(2, 1))
+            with pytest.raises(UsageError, match=words):
+                fl_round.submit(model, **told)
+            assert not list(tmp_path.rglob("outbox.json")), "refused before anything is formed"
+            most = {64 * "m": 10**400} | {str(number): 0.5 for number in range(63)}
+            fl_round.submit(model, steps=2**62 - 1, metrics=most)
+        assert server.wait(30)
+        assert len(server.status().history[0].metrics) == 63
+
+
+@pytest.mark.covers("X3")
+def test_what_is_no_model_is_named(tmp_path: Path, round_of: Any) -> None:
+    with pytest.raises(UsageError, match="The model is the class Linear"):
+        plain_server(tmp_path / "other", nn.Linear).start()
+    model = round_of.load_into(Mixed())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="The model is of type SGD"):
+        round_of.load_into(optimizer)
+    for other in ([torch.ones(2)], None):
+        with pytest.raises(UsageError, match=f"The model is of type {type(other).__name__}"):
+            round_of.submit(other)
+    round_of.submit(model)
+    with pytest.raises(UsageError, match="The model is of type OrderedDict"):
+        atoll.DiLoCo(model.state_dict(), optimizer)  # type: ignore[arg-type]
+
+
+# -- a worker that has left its run: every call says so at once, and a new worker can join
+
+LATER: dict[str, Callable[[Any], object]] = {
+    "enter": lambda worker: worker.__enter__(),
+    "iterate": lambda worker: next(iter(worker)),
+    "load_into": lambda worker: worker.load_into(build_model()),
+    "run": lambda worker: (worker.task("any")(print), worker.run()),
+    "tasks": lambda worker: next(worker.tasks()),
+}
+
+
+@pytest.mark.parametrize(
+    ("join", "call"), [*(("join", call) for call in LATER), *(("tasks", call) for call in ("enter", "run", "tasks"))]
+)
+def test_refuses_every_call_of_a_worker_that_has_left(tmp_path: Path, join: str, call: str) -> None:
+    how = {"folder": tmp_path / "workers"} if join == "join" else {}
+    with serve(tmp_path, sites=1) as server:
+        with getattr(atoll, join)(server.url, site="a", **how) as worker:
+            pass
+        with pytest.raises(UsageError):
+            LATER[call](worker)
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as again:
+            again.load_into(build_model())
+
+
+@pytest.mark.parametrize("call", ["load_into", "submit", "state_dict"])
+def test_refuses_the_round_of_a_worker_that_has_left(client: Client, round_of: Any, call: str) -> None:
+    model = round_of.load_into(Mixed())
+    client.close()
+    with pytest.raises(UsageError):
+        getattr(round_of, call)(*([] if call == "state_dict" else [model]))
+
+
+# -- missed rounds
+
+
+def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) -> None:
+    """Site b trains in round 1 while two rounds are closed without it."""
+    settings = {"rounds.min_sites": 1, "rounds.quorum": 1, "rounds.deadline_s": 0.2, "rounds.total": 4}
+    model, seen = build_model(), build_model()
+    with serve(tmp_path, **settings) as server:
+        a, b = clients(server, tmp_path).values()
+        assert (a.next_round(), b.next_round()) == (1, 1)
+        b.pull(into=model)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        for number in (2, 3):
+            a.submit({name: value + 1 for name, value in a.pull().items()})
+            assert a.next_round() == number
+        b.worker.load_into(seen)
+        assert not torch.equal(seen.state_dict()["0.weight"], before["0.weight"])
+        assert tensors_digest(model.state_dict()) == tensors_digest(before)
+        train_(model, "b", 1)
+        b.submit(model)
+        assert (b.next_round() or 0) >= 3
+        for client in (a, b):
+            client.close()
+
+
+def test_loading_the_newest_model_serves_as_the_base_of_a_round_that_starts_from_it(tmp_path: Path) -> None:
+    model = build_model()
+    with serve(tmp_path, sites=1, rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                worker.load_into(model)
+                train_(model, "a", fl_round.number)
+                fl_round.submit(model)
+        server.run()
+
+
+def test_does_not_warn_about_an_update_that_was_never_formed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Site b left a round without an update: nothing did not count."""
+    with serve(tmp_path, **{"rounds.min_sites": 1}) as server:
+        join = partial(Client, server.url, folder=tmp_path / "workers")
+        with join("a") as a:
+            a.register()
+            with join("b") as b:
+                assert b.next_round() == 1  # and ends, as a script that breaks off while it trains
+            assert a.next_round() == 1
+            a.submit({name: value + 1 for name, value in a.pull().items()})
+            assert a.next_round() == 2
+            with join("b").register() as b:
+                a.submit({name: value + 1 for name, value in a.pull().items()})
+                assert b.next_round() == 3  # it came when round 2 was open already
+    told = [record for record in caplog.records if record.name == "atoll" and record.levelname == "WARNING"]
+    assert [record.getMessage() for record in told] == []
