@@ -185,7 +185,7 @@ def test_a_server_that_ends_is_told_with_its_last_words_and_no_worker_waits_for_
     assert all(process.poll() is not None for process in spawned.values())
 
 
-# -- the stress program: where updates are kept, and who aggregates them, makes no difference to a bit
+# -- the stress program: where updates are kept, and where they are aggregated, makes no difference to a bit
 
 RUNS = [
     pytest.param("--placement swarm", [("swarm", True)], id="disk"),

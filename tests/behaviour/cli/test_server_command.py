@@ -78,12 +78,20 @@ def mine(atoll_command: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.covers("L11")
+@pytest.mark.covers("L11", "F28", "F29")
 @pytest.mark.parametrize(
     ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
 )
-def test_a_stopped_server_says_that_it_can_go_on(mine, serve, number: signal.Signals, code: int) -> None:
+def test_a_server_is_alone_on_its_port_and_directory_and_says_when_stopped_that_it_can_go_on(
+    mine, atoll_command, serve, number: signal.Signals, code: int
+) -> None:
     served = serve()
+    by_port = ("--port", served.url.rsplit(":", 1)[1], "--dir", "other")
+    for flags, refused in ((by_port, 3), (("--port", "0"), 4)):
+        outcome = atoll_command("server", "mine/run.toml", *flags)
+        assert outcome.returncode == refused, outcome.stderr
+        assert outcome.stderr.startswith("atoll: ")
+        assert len(outcome.stderr.splitlines()) == 1
     served.process.send(number)
     assert served.end() == code
     assert "to continue the run, start the same command again" in served.lines[-1]
@@ -109,20 +117,6 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
     assert served.end() == 0
     assert "to serve the result to sites that have not downloaded it yet" in served.lines[-1], "".join(served.lines)
     client.close()
-
-
-@pytest.mark.slow
-@pytest.mark.covers("F28", "F29")
-def test_a_second_server_is_refused_by_port_and_by_directory(mine, atoll_command, serve) -> None:
-    served = serve()
-    port = served.url.rsplit(":", 1)[1]
-    by_port = atoll_command("server", "mine/run.toml", "--port", port, "--dir", "other")
-    assert by_port.returncode == 3, by_port.stderr
-    by_directory = atoll_command("server", "mine/run.toml", "--port", "0")
-    assert by_directory.returncode == 4, by_directory.stderr
-    for outcome in (by_port, by_directory):
-        assert outcome.stderr.startswith("atoll: ")
-        assert len(outcome.stderr.splitlines()) == 1
 
 
 # -- what it says

@@ -1,4 +1,4 @@
-"""`atoll status`: who does what, who is awaited and why; of a run that is over, or whose server is away."""
+"""`atoll status`: what each site does, which ones are awaited and why; a run that is over, a server that is away."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_json_is_the_message_itself_and_the_server_comes_from_the_environment(ca
 @pytest.mark.slow
 @pytest.mark.covers("L12")
 def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_the_end(tmp_path) -> None:
-    """The server ends right after the run; who watches it is told first."""
+    """The server ends right after the run; a command that watches it is told first."""
     options = {
         "algorithm.name": "fedavg",
         "rounds.total": 1,
@@ -152,7 +152,7 @@ def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path, line
         server.run()
         told = server.status()
         done = [site for line in told.history if line.round > 3 * (start - 1) for site in line.workers]
-        assert 3 < len(done) <= 6  # who comes later behind the restart may miss a round
+        assert 3 < len(done) <= 6  # a site that comes later behind the restart may miss one
         assert {worker.site: worker.gradient_bytes for worker in told.workers} == {
             site: done.count(site) * 4 * 16 for site in "ab"
         }
@@ -221,37 +221,43 @@ def test_an_asynchronous_run_says_how_far_behind_updates_were(known, lines) -> N
 # -- without a server, or with one that is to be found
 
 
-def status_of(nursery: Nursery, folder: Path, *words: str, **env: str) -> tuple[int, str]:
-    process = nursery.start("atoll", "status", *words, cwd=folder, env=env)
-    return process.wait(), process.output()
+@pytest.fixture
+def status_of(atoll_command) -> Callable[..., tuple[int, str]]:
+    """Run `atoll status`; its exit code, and what it printed."""
+
+    def run(*words: str, **env: str) -> tuple[int, str]:
+        outcome = atoll_command("status", *words, **env)
+        return outcome.returncode, outcome.stdout + outcome.stderr
+
+    return run
 
 
 @pytest.mark.covers("L13")
-def test_status_reads_the_state_directory_of_a_finished_run(nursery: Nursery, tmp_path: Path) -> None:
+def test_status_reads_the_state_directory_of_a_finished_run(status_of, tmp_path: Path) -> None:
     with serve(tmp_path, **{"run.name": "over"}) as server:
         FederatedSites(server.url, tmp_path).join()
         server.run()
         last = server.status()
     before = sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "state").rglob("*.sqlite"))
-    code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
+    code, said = status_of("--dir", "state", "--json")
     assert code == 0, said
     found = Status.model_validate_json(said)
     for key in ("run", "name", "algorithm", "policy", "finished", "rounds", "history", "deaths", "refused", "version"):
         assert getattr(found, key) == getattr(last, key), key
     assert [(each.site, each.rounds, each.state) for each in found.workers] == [("a", 3, "left"), ("b", 3, "left")]
     assert [fragment.phase for fragment in found.fragments] == ["finished"]
-    code, said = status_of(nursery, tmp_path, "--dir", "state")
+    code, said = status_of("--dir", "state")
     assert code == 0
     assert "over at state: fedavg" in said
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "state").rglob("*.sqlite")) == before
 
 
-def test_status_reads_the_default_state_directory_where_no_server_answers(nursery: Nursery, tmp_path: Path) -> None:
+def test_status_reads_the_default_state_directory_where_no_server_answers(status_of, tmp_path: Path) -> None:
     with serve(tmp_path, **{"rounds.sites": 1, "disk.state_dir": tmp_path / "atoll-run"}) as server:
         FederatedSites(server.url, tmp_path, ["a"]).join()
         server.run()
         run = server.status().run
-    code, said = status_of(nursery, tmp_path, "--server", f"http://127.0.0.1:{free_port()}")
+    code, said = status_of("--server", f"http://127.0.0.1:{free_port()}")
     assert code == 5  # that server was meant
     assert "--dir" in said
     with socket.socket() as held:  # bound, and not listening: no server answers at the default address
@@ -259,23 +265,25 @@ def test_status_reads_the_default_state_directory_where_no_server_answers(nurser
             held.bind(("127.0.0.1", 8512))
         except OSError:
             pytest.skip("port 8512 of this machine is in use")
-        code, said = status_of(nursery, tmp_path)
+        code, said = status_of()
     assert code == 0, said
     assert run[:8] in said
     assert "FINISHED" in said
 
 
-def test_status_says_that_no_server_answers_after_it_was_stopped(nursery: Nursery, tmp_path: Path) -> None:
+def test_status_says_that_no_server_answers_after_it_was_stopped(status_of, tmp_path: Path) -> None:
     with serve(tmp_path, **{"rounds.total": 0}):
         pass
-    code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
+    code, said = status_of("--dir", "state", "--json")
     assert code == 0, said
     (fragment,) = json.loads(said)["fragments"]
     assert fragment["phase"] == "gathering"
     assert "if no server runs, `atoll server` continues the run" in fragment["reason"]
 
 
-def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(
+    nursery: Nursery, status_of, tmp_path: Path
+) -> None:
     with ForkedServer(nursery, tmp_path, **{"rounds.sites": 1, "rounds.best_metric": "loss"}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             fl_round = next(iter(worker))
@@ -284,25 +292,23 @@ def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(nu
                 lambda: '"value":0.5' in (tmp_path / "state" / "status.json").read_text(), "that version 1 is saved"
             )
             server.kept.close()
-    code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
+    code, said = status_of("--dir", "state", "--json")
     assert code == 0, said
     assert json.loads(said)["best"]["value"] == 0.5
     assert json.loads(said)["bytes_up"] > 0
 
 
-def test_status_says_why_the_server_on_the_directory_cannot_be_asked(nursery: Nursery, tmp_path: Path) -> None:
+def test_status_says_why_the_server_on_the_directory_cannot_be_asked(status_of, tmp_path: Path) -> None:
     with serve(tmp_path, **write_certificate(tmp_path, "elsewhere.org")):
-        code, said = status_of(nursery, tmp_path, "--dir", "state", ATOLL_TLS_CA=str(tmp_path / "ca.pem"))
+        code, said = status_of("--dir", "state", ATOLL_TLS_CA=str(tmp_path / "ca.pem"))
     assert code == 0, said
     assert "cannot prove its identity" in said
 
 
-def test_status_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    code, said = status_of(nursery, tmp_path, "--dir", "state")
+def test_status_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(status_of) -> None:
+    code, said = status_of("--dir", "state")
     assert (code, "'state'" in said) == (2, True)
-    code, _ = status_of(nursery, tmp_path, "--dir", "state", "--server", "http://127.0.0.1:1")
+    code, _ = status_of("--dir", "state", "--server", "http://127.0.0.1:1")
     assert code == 2
 
 
@@ -315,21 +321,19 @@ def test_status_refuses_a_folder_without_a_run_and_an_address_beside_the_folder(
     ids=["fedavg", "diloco"],
 )
 def test_words_of_diloco_are_in_the_status_of_diloco_alone(
-    nursery: Nursery, tmp_path: Path, settings: dict[str, object], words: set[str]
+    status_of, tmp_path: Path, settings: dict[str, object], words: set[str]
 ) -> None:
     with serve(tmp_path, **settings) as server:
-        _, said = status_of(nursery, tmp_path, "--server", server.url)
+        _, said = status_of("--server", server.url)
     assert {word for word in ("sync every", "outer", "data-parallel", "fragment") if word in said} == words
 
 
 @pytest.mark.covers("L13")
-def test_status_asks_the_server_that_runs_on_the_state_directory_at_another_port(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_status_asks_the_server_that_runs_on_the_state_directory_at_another_port(status_of, tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         sites = FederatedSites(server.url, tmp_path, ["a"])  # the round waits for another
         wait_until(lambda: server.status().workers, "a site")
-        code, said = status_of(nursery, tmp_path, "--dir", "state", "--json")
+        code, said = status_of("--dir", "state", "--json")
         assert code == 0, said
         found = Status.model_validate_json(said)
         assert (found.address, found.run) == (server.url, server.status().run)

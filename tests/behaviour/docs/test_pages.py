@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 from pages import PAGES, ROOT, Commands, anchors, command_lines, inline_code, links, prose, require_command, table_rows
 from torch import nn
+from typer.testing import CliRunner
 
 import atoll
 from atoll import registry
 from atoll.aggregation.user_aggregator import Update
+from atoll.cli.main import app
 from atoll.config import FIELDS, GROUPS, NOT_SETTINGS, Settings
 from atoll.protocol.openapi import OPERATIONS
 from atoll.recipes import Recipe, RunResult
@@ -32,7 +34,23 @@ SETTINGS = atoll.Settings().by_key()
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 LEFTOVERS = re.compile(r"(?<![\w.])/(?:root|home|Users|mnt)/|\bTODO\b|\bFIXME\b|lorem ipsum", re.IGNORECASE)
-"""Paths of somebody's own machine, and what should have been finished or left out."""
+"""Paths of a writer's own machine, and what should have been finished or left out."""
+
+
+@pytest.fixture(scope="module")
+def commands() -> Commands:
+    """What `--help` says of each command."""
+    found: dict[str, frozenset[str]] = {}
+
+    def look(path: str) -> None:
+        text = CliRunner().invoke(app, [*path.split(), "--help"], env={"COLUMNS": "300"}).stdout
+        options = re.findall(r"^│[ *]+((?:--?[\w-]+[ /]+)+)", text, re.MULTILINE)
+        found[path] = frozenset(flag for line in options for flag in re.findall(r"--[\w-]+", line)) | {"--help"}
+        for below in re.findall(r"^│ (\w+) ", text.partition("─ Commands ─")[2], re.MULTILINE):
+            look(f"{path} {below}".strip())
+
+    look("")
+    return found
 
 
 @by_page

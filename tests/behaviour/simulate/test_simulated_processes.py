@@ -130,7 +130,9 @@ def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_
     assert process.wait(100) == 0, (tmp_path / "errors").read_text()
     assert json.loads(process.output())["worker_rounds"] == 8
     assert (tmp_path / "errors").read_text().count("trains --lr 0.1\n") == 8
-    assert len((tmp_path / "loaded").read_text().split()) == 2 + 1  # of both processes, and of who builds the model
+    assert (
+        len((tmp_path / "loaded").read_text().split()) == 2 + 1
+    )  # of both processes, and of the one that builds the model
     assert running_in(tmp_path) == []
 
 
