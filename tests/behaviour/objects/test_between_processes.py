@@ -243,15 +243,13 @@ def test_others_can_reach_a_publisher_only_with_tls(tmp_path: Path, monkeypatch:
 
 @pytest.mark.covers("P2", "D1")
 def test_neither_side_holds_more_than_a_few_chunks() -> None:
-    """96 MiB across their rows, in parts of 16 MiB: no part is ever whole in memory, though both sides are here."""
+    """96 MiB across their rows, in parts of 16 MiB. Both sides are here: one part at a time is written; two come."""
     tensor = torch.arange(96 * 2**18, dtype=torch.int32).reshape(1024, -1).t()
     into = {"w": torch.ones_like(tensor, memory_format=torch.contiguous_format)}
     kept: list[Any] = [atoll.objects.fetch(atoll.objects.publish({"small": torch.zeros(1)}))]  # what is loaded once
     refs: list[TensorRef] = []
-    for work in (
-        lambda: refs.append(atoll.objects.publish({"w": tensor}, chunk_bytes=16 * 2**20)),
-        lambda: kept.append(atoll.objects.fetch(refs[0], to_disk=True)),
-        lambda: kept.append(atoll.objects.fetch(refs[0], into=into)),
-    ):
-        assert peak_growth(work) < 16 * 2**20
+    part = 16 * 2**20
+    assert peak_growth(lambda: refs.append(atoll.objects.publish({"w": tensor}, chunk_bytes=part))) < part
+    assert peak_growth(lambda: kept.append(atoll.objects.fetch(refs[0], to_disk=True))) < 1.5 * part
+    assert peak_growth(lambda: kept.append(atoll.objects.fetch(refs[0], into=into))) < 1.5 * part
     assert torch.equal(into["w"], tensor)
