@@ -378,9 +378,9 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(nu
 
 def shown(nursery: Nursery, folder: Path, url: str) -> list[str]:
     """What `atoll status` prints of a server."""
-    command = nursery.start("atoll", "status", "--server", url, cwd=folder)
-    assert command.wait() == 0, command.output()
-    return command.output().splitlines()
+    outcome = command(nursery, folder, "status", "--server", url)
+    assert outcome.returncode == 0, outcome
+    return outcome.stdout.splitlines()
 
 
 @pytest.mark.covers("T11")
@@ -459,9 +459,9 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nu
         controller.send("a", "echo", 1, timeout_s=30)
 
     def export(*where: str) -> str:
-        command = nursery.start("atoll", "export", "model.safetensors", *where, cwd=tmp_path)
-        assert command.wait() == 2, command.output()
-        return " ".join(command.output().split())
+        outcome = command(nursery, tmp_path, "export", "model.safetensors", *where)
+        assert outcome.returncode == 2, outcome
+        return " ".join(outcome.stderr.split())
 
     with workflow_server(tmp_path, main) as server:
         with atoll.tasks(server.url, "a") as worker:

@@ -46,20 +46,27 @@ class One(nn.Module):
         self.register_buffer("b", torch.full((2,), value).to(dtype))
 
 
+def negate(folder: Path, kind: torch.dtype, value: float, **settings: Any) -> list[list[float]]:
+    """A run whose site submits the negative of what it loads; what it has loaded, round by round. None is refused."""
+    seen = []
+    with serve(folder, One(kind, value), **FEDAVG | settings) as server:
+        with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(One(kind, 0.0))
+                seen.append(model.w.float().tolist())
+                model.w.copy_(-model.w.float())
+                fl_round.submit(model)
+        server.run()
+        assert server.status().refused == 0
+    return seen
+
+
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_carries_a_change_that_the_models_dtype_cannot_hold(tmp_path: Path, dtype: str, codec: str) -> None:
     """From x to −x, and so by −2x. Each codec writes the largest value of a tile to 1 part in 256."""
     kind, value = DTYPES[dtype]
-    with serve(tmp_path, One(kind, value), **FEDAVG, **{"aggregation.upload_codec.name": codec}) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
-                model = fl_round.load_into(One(kind, 0.0))
-                assert model.w.float().tolist() == [value] * 3
-                model.w.copy_(-model.w.float())
-                fl_round.submit(model)
-        server.run()
-        assert server.status().refused == 0
+    assert negate(tmp_path, kind, value, **{"aggregation.upload_codec.name": codec}) == [[value] * 3]
     result = exported(tmp_path)
     assert result["w"].dtype == kind
     assert result["w"].float().tolist() == pytest.approx([-value] * 3, abs=0 if codec == "none" else 2 * value / 256)
@@ -69,23 +76,10 @@ def test_carries_a_change_that_the_models_dtype_cannot_hold(tmp_path: Path, dtyp
 @pytest.mark.parametrize("down", ["bf16", "int8"])
 def test_carries_such_a_change_down_to_the_next_round(tmp_path: Path, down: str) -> None:
     """The second round begins from −x, which goes down as the difference from x."""
-    seen = []
-    with serve(
-        tmp_path,
-        One(torch.float16, 40_000.0),
-        **FEDAVG | {"rounds.total": 2},
-        **{"aggregation.download_codec.name": down},
-    ) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
-            for fl_round in worker:
-                model = fl_round.load_into(One(torch.float16, 0.0))
-                seen.append(model.w.float().tolist())
-                model.w.copy_(-model.w.float())
-                fl_round.submit(model)
-        server.run()
-        assert server.status().refused == 0
-    assert seen[0] == [40_000.0] * 3
-    assert seen[1] == pytest.approx([-40_000.0] * 3, abs=80_000 / 256)
+    settings = {"rounds.total": 2, "aggregation.download_codec.name": down}
+    first, second = negate(tmp_path, torch.float16, 40_000.0, **settings)
+    assert first == [40_000.0] * 3
+    assert second == pytest.approx([-40_000.0] * 3, abs=80_000 / 256)
 
 
 def test_reports_a_change_that_cannot_be_carried_as_an_overflow(
