@@ -61,7 +61,7 @@ class TestFile(PayloadTypeContract):
 @pytest.mark.covers("T13")
 class TestQuantised(PayloadTypeContract):
     def make(self, folder: Path, nbytes: int) -> Any:
-        codes = torch.arange(max(nbytes, 1)).remainder(251).sub(125).to(torch.int8)[:nbytes].reshape(1, nbytes)
+        codes = torch.arange(-125, 126, dtype=torch.int8).repeat(-(-nbytes // 251))[:nbytes].reshape(1, nbytes)
         return Quantised(codes, torch.tensor([0.1]))
 
     def same(self, one: Any, other: Any) -> bool:
