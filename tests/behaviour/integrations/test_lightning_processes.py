@@ -145,7 +145,7 @@ def test_the_example_names_its_run_after_the_algorithm(
 ) -> None:
     """Two sites, two rounds, batch normalisation."""
     monkeypatch.chdir(tmp_path)
-    done = run_python(EXAMPLE, "--set", f"algorithm.name={algorithm}", "--rounds", "2")
+    done = run_python(EXAMPLE, "--algorithm", algorithm, "--rounds", "2")
     assert done.returncode == 0, done.stderr[-3000:]
     said = done.stdout.splitlines()
     assert said[0].startswith(f"run lightning-{algorithm} at http://127.0.0.1:")
