@@ -283,7 +283,10 @@ def _serve(channel: socket.socket) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     while True:
-        data, fds, _, _ = socket.recv_fds(channel, _MOST_BYTES, _MOST_FDS)
+        try:
+            data, fds, _, _ = socket.recv_fds(channel, _MOST_BYTES, _MOST_FDS)
+        except ConnectionResetError:  # the process that asks was killed before it had read an answer
+            os._exit(0)
         if not data:
             os._exit(0)
         request = json.loads(data)
