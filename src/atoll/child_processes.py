@@ -58,7 +58,7 @@ class Children:
         """Start a process that runs this Python with `argv`.
 
         Args:
-            name: name of the process in `processes`.
+            name: key of the process in the attribute `processes`.
             argv: arguments of the Python interpreter.
             environment: all environment variables of the process.
             log: file for its standard output and standard error.
@@ -149,7 +149,7 @@ class ProcessPipe:
     Any thread may call `send`; only one thread may call `receive`.
 
     Args:
-        end: one socket of `pair`. The pipe closes it.
+        end: one of the two sockets from `pair`. `close` closes the socket.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -241,9 +241,9 @@ class PipedProcess:
         self._popen.kill()
 
     def bury(self) -> int:
-        """Wait until the process has ended, kill the processes that it has forked, and return its exit code.
+        """Wait until the child has ended, kill the processes that the child has forked, and return its exit code.
 
-        Idempotent. The code is negative if a signal ended the process.
+        Idempotent. The code is negative if a signal ended the child.
         """
         with contextlib.suppress(ChildProcessError, ProcessLookupError):  # already waited for, or no fork left
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)

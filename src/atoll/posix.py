@@ -20,7 +20,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FolderTaken(Exception):
-    """Another process, or another part of this process, holds the lock. `str()` is the name in the locked file."""
+    """Another process, or another part of this process, holds the lock. `str()` is its name, from the lock file."""
 
 
 class OwnedFile:

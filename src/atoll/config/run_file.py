@@ -224,7 +224,7 @@ def variable_of(key: str) -> str:
 
 
 def _key_of(variable: str, fields: Fields) -> str:
-    """Return the key of the setting that a variable sets, or of an option in a table; empty for other variables."""
+    """Return the key that a variable sets (of a setting, or of an option in a table); empty for other variables."""
     if variable in OTHER_NAMES:
         return OTHER_NAMES[variable]
     parts = variable.removeprefix(ENV_PREFIX).lower().split("__")

@@ -126,7 +126,7 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a table that are arguments of its workflow, with their values. Leave out `_KEYS`.
+    """Return a table's arguments of the workflow: the keys that only workflows of this kind have, with their values.
 
     Raises:
         ConfigError: the table has an unknown key.
