@@ -231,7 +231,7 @@ class StepHooks:
         if rule is not None:
             if rule.keeps and version is not None and kept is None:
                 raise UsageError(
-                    f"{algorithm} keeps {', '.join(rule.keeps)} at each site, but this site has none.",
+                    f"{algorithm} keeps tensors ({', '.join(rule.keeps)}) at each site, but this site has none.",
                     "Start a new run.",
                 )
             zeros = _Zeros()

@@ -113,7 +113,7 @@ def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor
         rule: the outer optimizer.
         values: the parameter, then one gradient per round.
         whole: the parameter and its state after stepping the whole tensor.
-        cuts: the borders of the chunks, as element numbers.
+        cuts: first element of each chunk, in order, then the number of elements of the tensor.
     """
     pieces = [[value.reshape(-1)[start:stop] for value in values] for start, stop in pairwise(cuts)]
     try:

@@ -101,11 +101,11 @@ def staleness_weight(name: str) -> StalenessWeight:
             value = float(function(s))
         except Exception as error:
             raise ConfigError(
-                f"async.staleness_weight = {name!r} failed for {s}: {type(error).__name__}: {error}."
+                f"async.staleness_weight = {name!r} failed for a staleness of {s}: {type(error).__name__}: {error}."
             ) from error
         if not 0 < value <= 1:
             raise ConfigError(
-                f"async.staleness_weight = {name!r} returned {value!r} for {s} versions.",
+                f"async.staleness_weight = {name!r} returned {value!r} for a staleness of {s}.",
                 "Return a number above 0, at most 1.",
             )
         return value

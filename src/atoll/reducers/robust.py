@@ -52,7 +52,7 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
     Args:
         rows: k tensors [n]; overwritten.
         ranks: the wanted ranks, each below k; rank 0 holds the smallest values.
-        spare: scratch [n] with the dtype of the rows; overwritten. A returned row may use its memory.
+        spare: scratch [n] with the dtype of the rows; overwritten. A returned row may be in this memory.
     """
     held = list(rows)
     for low, high, wanted in network(len(held), ranks):

@@ -72,7 +72,7 @@ def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
     from atoll.reducers import staleness_weight
 
     weight = staleness_weight(f"{__name__}:above_one")
-    with pytest.raises(ConfigError, match=r"returned 2\.0 for 1 versions"):
+    with pytest.raises(ConfigError, match=r"returned 2\.0 for a staleness of 1"):
         weight(1)
 
 
