@@ -40,13 +40,13 @@ class Elementwise:
         return numel * ITEM_BYTES[self.stored(dtype)]
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Cast each element to `stored(dtype)`, and copy it to the CPU if it is on another device."""
+        """Write the elements of `source`, from any device, into `target`, cast to `stored(dtype)`."""
         from atoll.tensors.dtypes import torch_dtype  # here, so that offsets can be computed without torch
 
         target.view(torch_dtype(self.stored(dtype))).copy_(source)
 
     def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Cast each element from `stored(dtype)` to the dtype of `target`."""
+        """Write the elements of `source`, which are in `stored(dtype)`, into `target`, cast to its dtype."""
         from atoll.tensors.dtypes import torch_dtype
 
         target.copy_(source.view(torch_dtype(self.stored(dtype))))

@@ -150,9 +150,8 @@ class DifferenceWriter:
 
         Args:
             run: the range in the version, n elements.
-            values: [n]. For float parameters b, which is changed to b' in place; for other tensors the next version's
-                values.
-            theta: θ' [n] in the dtype of accumulation for float parameters; None for other tensors.
+            values: [n]. Of a float parameter: b, changed in place to b'. Of another tensor: the next version's values.
+            theta: θ' [n] of a float parameter, in the dtype of accumulation; None for other tensors.
         """
         there = self._downlink.runs.counterpart(run)
         memory = self._zeros(there.stop)[there.start - there.stop :]

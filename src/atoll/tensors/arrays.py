@@ -62,7 +62,7 @@ def as_tensor(name: str, value: object) -> Tensor:
 
 
 def require_model(given: object, *, mapping: bool = True) -> None:
-    """Check that a model is an `nn.Module`, or a mapping if `mapping` is True.
+    """Check that a model is an `nn.Module` or, if `mapping` is True, a mapping.
 
     Raises:
         UsageError: the model is neither. The message names its type.
@@ -96,8 +96,8 @@ def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """Convert a numpy array to a tensor.
 
-    The tensor shares the array's memory. It is a copy if the array is read-only, or has a negative stride or a foreign
-    byte order.
+    The tensor shares the array's memory, with one exception: if the array is read-only, or has a negative stride or a
+    foreign byte order, the tensor is a copy.
 
     Raises:
         TypeError: torch does not have the array's dtype.

@@ -111,12 +111,12 @@ class Run:
 
     @property
     def spec(self) -> TensorSpec:
-        """Tensor of the first piece. All pieces have its dtype and group."""
+        """The tensor of the first piece. The tensors of all pieces have the same dtype and group."""
         return self.pieces[0].segment.spec
 
     @property
     def codec(self) -> str:
-        """Codec of the first piece. All pieces have it if `item_bytes` is not 0."""
+        """Codec of the first piece. If `item_bytes` is not 0, all pieces have the same codec."""
         return self.pieces[0].segment.codec
 
     @property

@@ -47,7 +47,7 @@ AnyTensors = Mapping[str, Tensor | InPieces]
 
 
 def run_of(tensor: Tensor | InPieces, start: int, stop: int) -> Tensor:
-    """Return elements [start, stop) as a 1-D contiguous tensor on its device: a view if possible, else a copy."""
+    """Return elements [start, stop) as a 1-D contiguous tensor on the same device: a view if possible, else a copy."""
     if not isinstance(tensor, Tensor):
         return tensor.run(start, stop)
     if tensor.is_contiguous():

@@ -31,7 +31,7 @@ class Split:
 
     @classmethod
     def whole(cls, schema: Schema) -> Split:
-        """Return the model as one fragment."""
+        """Return a split with the whole model in one fragment."""
         return cls(schema, (0,) * len(schema.tensors))
 
     @property

@@ -115,7 +115,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
 
     @property
     def locals(self) -> dict[str, Tensor]:
-        """Name → this rank's rows of a sharded tensor, or the whole tensor."""
+        """Name → this rank's rows of the tensor; the whole tensor if it is not sharded."""
         return {name: held.local if isinstance(held, Shard) else held for name, held in self._held.items()}
 
     def gather_(self, swap: Swap) -> None:

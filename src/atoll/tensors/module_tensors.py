@@ -144,7 +144,7 @@ def named_tensors(
     """Return a model's tensors, each once, and the further names of tied tensors.
 
     Args:
-        model: a module, with the names of its `state_dict`; or a mapping name → tensor.
+        model: a module; the names are those of its `state_dict`. Or a mapping name → tensor.
         values: whether tensors must have values. If False, tensors on the meta device are allowed.
         sharded: whether DTensors are allowed. `atoll.tensors.fsdp_shards` handles them.
 
@@ -191,8 +191,9 @@ def schema_of(
         values, sharded: as for `named_tensors`.
 
     Returns:
-        Float parameters in the group `params`, all other tensors in `buffers`. In a mapping, `Told.buffers` says which
-        tensors are buffers. A name that is not in `Told.buffers` is a buffer if batch normalisation uses such names.
+        The schema: float parameters are in the group `params`, all other tensors in `buffers`. For a mapping,
+        `Told.buffers` says which tensors are buffers. A tensor that is not in `Told.buffers` is a buffer if it has a
+        name that batch normalisation uses for its buffers.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
     told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}

@@ -100,7 +100,7 @@ def name_beside(group: str, parameter: str) -> str:
 
 
 def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return the tensors of an algorithm's own group: one per parameter, of its shape, in fp32 (fp64 for fp64)."""
+    """Return the tensors of an algorithm's own group: one per parameter, of the same shape, in fp32 (fp64 for fp64)."""
     return [
         TensorSpec(name_beside(group, spec.name), "F64" if spec.dtype == "F64" else "F32", spec.shape, group)
         for spec in specs
