@@ -1,10 +1,10 @@
-"""Manifests: the part borders and part digests of a blob, so that each part can be checked alone. Also blob ids.
+"""Manifests and blob ids. A manifest lists the parts of a blob and their digests, so that each part is checked alone.
 
 Updates, versions, version differences, outer states and objects are blobs: immutable files that are sent in parts. The
-id of a blob is BLAKE3 over a digest of its part borders and over the digests of its parts.
+id of a blob is BLAKE3 over a digest of its division into parts and over the digests of the parts.
 
-If a file has a `Layout`, the part borders follow from the layout, which both sides know. All other files are divided by
-`Cuts`, which are sent with the file.
+If a file has a `Layout`, which both sides know, the layout determines the parts. All other files are divided by `Cuts`,
+and the cuts are sent with the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_PARTS = 400_000
 
 @dataclass(frozen=True)
 class Cuts:
-    """The part borders of a file: every `part_bytes` of the head, then every `part_bytes` of the rest.
+    """The division of a file into parts: a part ends after every `part_bytes` of the head, and then of the rest.
 
     Attributes:
         head_bytes: size of the head, in bytes; 0 for a file without a head. No part has bytes of both head and rest.
@@ -100,10 +100,10 @@ def state_id(region_digests: Sequence[bytes]) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The part borders of a blob, and the digest of each part.
+    """The division of a blob into parts, and the digest of each part.
 
     Attributes:
-        cuts: sizes of the file and its parts. They give the part borders only if the file has no `Layout`.
+        cuts: sizes of the file and its parts. They determine the parts only if the file has no `Layout`.
         layout_digest: digest of the layout; for a file without one, digest of the cuts.
         part_digests: BLAKE3 digest of each part.
     """

@@ -313,7 +313,7 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
 
 
 def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
-    """Return a tensor as an entry of the head. A `Stream` is read whole: `cut_of` only puts small ones in the head."""
+    """Return a tensor as an entry of an object's head. A `Stream` is read whole: only small ones are in heads."""
     if isinstance(tensor, Stream):
         with gc_as_usual():
             data = b"".join(tensor.runs())
@@ -324,7 +324,7 @@ def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
 
 
 def _from_text(name: str, entry: Plain, what: str) -> Tensor:
-    """Return the tensor of a head's entry.
+    """Return the tensor in an entry of an object's head.
 
     Raises:
         BadRequest: the entry is not a tensor.

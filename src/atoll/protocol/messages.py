@@ -263,7 +263,7 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    """The answer to `Heartbeat`: the durable versions, and whether the run is finished."""
+    """The answer to `Heartbeat`: the versions that survive a power loss, and whether the run is finished."""
 
     durable_versions: list[Count | None] = Field(
         description="Newest version of each fragment that survives a power loss of the server; null: none yet."

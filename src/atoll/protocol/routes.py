@@ -62,10 +62,10 @@ Common proxies have a longer idle timeout.
 
 
 def parts_of(ticket: int) -> Callable[[int], str]:
-    """Return a function: number of a part of the ticket's update → path of the part."""
+    """Return a function that takes the number of a part of the ticket's update and returns the part's URL path."""
     return lambda part: PART.format(ticket=ticket, part=part)
 
 
 def parts_of_object(object_id: str) -> Callable[[int], str]:
-    """Return a function: number of a part of the object → path of the part."""
+    """Return a function that takes the number of a part of the object and returns the part's URL path."""
     return lambda part: OBJECT_PART.format(object=object_id, part=part)

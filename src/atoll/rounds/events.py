@@ -97,7 +97,7 @@ class AggregatorLost:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBegins:
-    """The workflows before the rounds have ended. The first round opens when all sites have joined."""
+    """All workflows that come before the rounds have ended. The first round opens when all sites have joined."""
 
 
 @dataclass(frozen=True, slots=True)

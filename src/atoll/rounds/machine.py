@@ -196,7 +196,7 @@ def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -
 def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> None:
     round_ = draft.round(fragment)
     if version <= round_.head:
-        raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}; {version} cannot follow.")
+        raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}; version {version} cannot follow.")
     rounds = draft.state.rules.rounds
     for ticket in round_.tickets.values():
         if ticket.id in round_.frozen:

@@ -26,7 +26,7 @@ class Sampling:
 
     Args:
         fraction: C, share of the live sites; 1 for all.
-        minimum: fewest sites to draw, if there are as many.
+        minimum: fewest sites to draw; if fewer are live, all are drawn.
         seed: random seed of the draws.
     """
 
@@ -46,7 +46,7 @@ class Sampling:
             sites: the live sites.
             fragment: index of the fragment.
             base_version: version that the round starts from.
-            at_least: fewest sites to draw, if there are as many.
+            at_least: fewest sites to draw; if fewer are live, all are drawn.
         """
         count = max(at_least, self.size(len(sites)))
 

@@ -188,7 +188,7 @@ class FragmentSnapshot:
         head: newest version of the fragment.
         expected: expected sites of the open round; None if no round is open.
         frozen: numbers of the tickets that are to be reduced.
-        started: whether a round of the fragment was ever opened. If `expected` or `frozen` is set, one was.
+        started: whether a round of the fragment was ever opened. Read only if `expected` and `frozen` are not set.
         lost: number of lost versions up to `head`.
     """
 

@@ -13,7 +13,7 @@ from atoll.rounds.transitions import Ticket
 
 
 def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
-    """Return (site, time since which the open round waits for it) for each site that it waits for, sorted by site.
+    """Return the sites that the open round waits for, sorted: (site, time since which the round waits for the site).
 
     Empty if no round is open.
     """
