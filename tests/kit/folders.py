@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -23,6 +23,15 @@ def stop_group(pid: int) -> Iterator[None]:
         yield
     finally:
         os.killpg(group, signal.SIGCONT)
+
+
+def open_paths() -> list[str]:
+    """What the descriptors of this process lead to; a file without a name ends with `(deleted)`."""
+    found = []
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # closed by another thread meanwhile
+            found.append(os.readlink(f"/proc/self/fd/{entry}"))
+    return found
 
 
 def copy_folder(source: Path, target: Path) -> Path:

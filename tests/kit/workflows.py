@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from harness.processes import Nursery
 
 import atoll
 from atoll.testing.run import Threads
+from kit.folders import open_paths
 from kit.servers import new_server
 
 Handler = Callable[[Any], Any]
@@ -101,13 +100,8 @@ def kept_objects(folder: Path) -> list[str]:
 
 def files_of_objects(folder: Path) -> list[str]:
     """As `kept_objects`, and files without a name that this process has open."""
-    found = kept_objects(folder)
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            target = os.readlink(f"/proc/self/fd/{entry}")
-            if target.startswith(str(folder / "state" / "objects")):
-                found.append(target)
-    return found
+    objects = str(folder / "state" / "objects")
+    return kept_objects(folder) + [path for path in open_paths() if path.startswith(objects)]
 
 
 def plain(value: Any) -> Any:

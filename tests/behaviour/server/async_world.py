@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import safetensors.torch
 import torch
 from harness.processes import free_port, wait_until
-from kit.client import Client
 from kit.servers import new_server
-from torch import Tensor, nn
+from kit.sites import clients
+from torch import Tensor
+
+import atoll
 
 SITES = ("a", "b", "c")
 START = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
@@ -19,13 +22,12 @@ LR, MOMENTUM = 0.5, 0.5
 
 
 class Clients:
-    """A run with an fp64 weight, and three sites that a test moves one by one."""
+    """A run with an fp64 weight that begins with `start`, and sites that a test moves one by one."""
 
-    def __init__(self, folder: Path, stack: ExitStack, **settings: Any) -> None:
-        self.folder = folder
-        self.model = nn.Linear(3, 2, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            self.model.weight.copy_(START)
+    def __init__(
+        self, folder: Path, stack: ExitStack, sites: Iterable[str] = SITES, start: Tensor = START, **settings: Any
+    ) -> None:
+        self.folder, self.start = folder, start
         self.options: dict[str, Any] = {
             "algorithm.name": "diloco",
             "aggregation.upload_codec.name": "none",
@@ -37,14 +39,16 @@ class Clients:
             "disk.state_dir": folder / "state",
             **settings,
         }
-        self.server = new_server(self.model, **self.options).start()
+        self.server = new_server({"weight": start}, **self.options).start()
         stack.callback(lambda: self.server.stop())
-        self.clients = {
-            site: stack.enter_context(Client(self.server.url, site=site, folder=folder / "w")) for site in SITES
-        }
+        self.clients = clients(self.server, folder, sites)
         for client in self.clients.values():
-            client.register()
+            stack.enter_context(client)
         self.base: dict[str, Tensor] = {}
+
+    def restart(self) -> None:
+        self.server.stop()
+        self.server = new_server({"weight": self.start}, **self.options).start()
 
     def pull(self, *sites: str) -> None:
         for site in sites:
@@ -60,6 +64,9 @@ class Clients:
 
     def weight(self) -> Tensor:
         return safetensors.torch.load_file(self.server.save_state(self.folder / "now.safetensors"))["weight"]
+
+    def require_weight(self, expected: Tensor) -> None:
+        assert torch.allclose(self.weight(), expected, rtol=0, atol=1e-12)
 
     def behind(self) -> list[tuple[str, int]]:
         """(site, staleness) of every update that counted, in order."""
@@ -79,6 +86,10 @@ class Clients:
                 self.pull("b")
         self.submit("b", gradient(3))
         self.wait(4)
+
+
+def wait_until_durable(server: atoll.Server, version: int) -> None:
+    wait_until(lambda: server.status().durable_version == version, f"version {version} to be durable")
 
 
 def gradient(seed: int) -> Tensor:

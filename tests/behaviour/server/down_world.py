@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from kit.client import Client
 from kit.servers import plain_server
-from kit.sites import finish, play_round
+from kit.sites import clients, finish, play_round
 from torch import Tensor
 
 import atoll
@@ -159,28 +160,59 @@ def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(found[name], tensor), name
 
 
-def play(sites: dict[str, Client], number: int, reference: Reference) -> None:
-    """One round, in which every site holds what the reference says."""
-
-    def train(site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        require_equal(state, reference.held)
-        return trained(state, site, number)
-
-    play_round(sites, number, train, WEIGHTS)
-    reference.round(number, "".join(sites))
-
-
-def finish_as(reference: Reference, server: atoll.Server, sites: dict[str, Client]) -> None:
-    """The run is over, and what it exports is θ."""
-    require_equal(finish(server, sites), reference.exported)
-
-
 def down_bytes(client: Client) -> int:
     """Of tensors, that this client's process has received so far."""
     received: int = client.worker.bytes_down
     return received
 
 
-def pull_head(client: Client, reference: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The newest version, in tensors as those of the reference."""
-    return client.worker.load_into({name: torch.zeros_like(tensor) for name, tensor in reference.items()})
+class Run:
+    """A server and two sites, of which every one holds in each round what the reference says.
+
+    Args:
+        reference: of an earlier run in this folder, which goes on.
+        options: of the server. The codecs of both ways are the reference's, too.
+    """
+
+    def __init__(
+        self, folder: Path, model: dict[str, Tensor] | None = None, reference: Reference | None = None, **options: Any
+    ) -> None:
+        up, down = (options.get(f"aggregation.{way}load_codec.name") for way in ("up", "down"))
+        self.folder = folder
+        self.reference = reference or Reference(
+            model or start(), up or "none", down or "int8", options.get("aggregation.download_codec")
+        )
+        self.server = serve(folder, model, **options)
+
+    def __enter__(self) -> Run:
+        self.server.start()
+        self.sites = clients(self.server, self.folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self.sites.values():
+            client.close()
+        self.server.stop()
+
+    def play(self, *numbers: int, **about: Any) -> None:
+        """These rounds; `about` goes to `submit`."""
+        for number in numbers:
+            play_round(self.sites, number, partial(self._train, number), WEIGHTS, **about)
+            self.reference.round(number, "".join(self.sites))
+
+    def _train(self, number: int, site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        require_equal(state, self.reference.held)
+        return trained(state, site, number)
+
+    def begin(self, number: int) -> None:
+        """Every site has a ticket of this round, and has pulled nothing."""
+        for client in self.sites.values():
+            assert client.next_round() == number
+
+    def received(self) -> list[int]:
+        """Bytes of tensors that each site has received."""
+        return [down_bytes(client) for client in self.sites.values()]
+
+    def finish(self) -> None:
+        """The run is over, and what it exports is θ."""
+        require_equal(finish(self.server, self.sites), self.reference.exported)

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery, wait_until
-from kit.client import Client
 from kit.processes import command, export
 from kit.servers import plain_server
-from kit.sites import clients
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -27,19 +25,23 @@ def serve(folder: Path, **settings: Any) -> atoll.Server:
     return plain_server(folder, {"w": torch.zeros(2)}, **({"rounds.best_metric": "acc"} | settings))
 
 
-def work(server: atoll.Server, folder: Path, measured: list[dict[str, float]]) -> int:
+def work(server: atoll.Server, folder: Path, *measured: float | dict[str, float]) -> int:
     """One site: it validates what it pulled, adds 1 to it, submits. So version v is all v. Returns the rounds done.
+
+    `measured` are accuracies of the rounds, or metrics.
 
     In the end all of its rounds are committed, and the next one is open, or the run is finished.
     """
-    with Client(server.url, site="a", folder=folder / "workers") as client:
-        for done, metrics in enumerate(measured):
-            if client.next_round() is None:
-                return done
-            state = client.pull()
-            client.submit({"w": state["w"] + 1}, metrics=metrics)
-        client.next_round()
-    return len(measured)
+    done = 0
+    with atoll.join(server.url, site="a", folder=folder / "workers") as worker:
+        for fl_round in worker:
+            if done == len(measured):
+                break
+            metrics = measured[done]
+            moved = {"w": fl_round.state_dict()["w"] + 1}
+            fl_round.submit(moved, metrics={"acc": metrics} if isinstance(metrics, float) else metrics)
+            done += 1
+    return done
 
 
 def best_of(folder: Path) -> tuple[dict[str, Any], list[float]]:
@@ -63,7 +65,7 @@ def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tm
     exports = tmp_path / "saved"
     with serve(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
-        work(server, tmp_path, [{"acc": 0.1}, {"acc": 0.3}, {"acc": 0.8}, {"acc": 0.5}])
+        work(server, tmp_path, 0.1, 0.3, 0.8, 0.5)
         assert saved(server) == 2
         shown = command(nursery, tmp_path, "status", "--server", server.url).stdout
         assert "best acc 0.8: version 2, measured in round 3" in shown
@@ -74,15 +76,18 @@ def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tm
         best = server.status().best
         assert best is not None
         assert (best.version, best.value, best.stale) == (2, 0.8, 1)
-        work(server, tmp_path, [{"acc": 0.7}, {"acc": 0.9}])  # of version 4, which is no better, and of 5
+        work(server, tmp_path, 0.7, 0.9)  # of version 4, which is no better, and of 5
         assert saved(server) == 5
         assert best_of(exports)[1] == [5.0, 5.0]
         assert [path.name for path in exports.iterdir() if path.name.endswith(".tmp")] == []
+    out = tmp_path / "best.safetensors"
+    assert export(nursery, out, "--best", "--dir", str(tmp_path / "state")) == 5  # which says where its exports are
+    assert out.read_bytes() == (exports / "best.safetensors").read_bytes()
 
 
 def test_what_a_kill_left_out_is_written_at_the_next_start(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
-        work(server, tmp_path, [{"acc": 0.1}, {"acc": 0.3}])
+        work(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
     exports = tmp_path / "state" / "exports"
     before = (exports / "best.safetensors").read_bytes()
@@ -98,12 +103,12 @@ def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serve(tmp_path) as server:
-        work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}, {"acc": 0.3}, {"acc": 0.3}])
+        work(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
     (tmp_path / "state" / "exports" / "best.safetensors").unlink()
     with serve(tmp_path) as server:
         wait_until(lambda: "was deleted before it was saved" in caplog.text, "it is said")
-        work(server, tmp_path, [{"acc": 0.95}])
+        work(server, tmp_path, 0.95)
         assert saved(server) == 4
         assert best_of(server.exports)[1] == [4.0, 4.0]
 
@@ -113,8 +118,7 @@ def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: p
     caplog.set_level(logging.INFO, "atoll")
     why = "stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
     with serve(tmp_path, **{"rounds.early_stop_after": 2}) as server:
-        losses = [{"acc": value} for value in (0.5, 0.6, 0.6, 0.4, 0.9)]
-        assert work(server, tmp_path, losses) == 4  # there is no fifth round
+        assert work(server, tmp_path, 0.5, 0.6, 0.6, 0.4, 0.9) == 4  # there is no fifth round
         assert server.wait(30)
         status = server.status()
         assert (status.finished, status.stopped) == (True, why)
@@ -122,53 +126,23 @@ def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: p
         with safe_open(server.exports / "model.safetensors", framework="pt") as file:
             assert file.get_tensor("w").tolist() == [4.0, 4.0]
     assert f"the run is finished at version 4, {why}" in caplog.text
+    assert f"a: the run is finished at version 4 ({why}" in caplog.text, "the site is told, too"
     with serve(tmp_path, **{"rounds.early_stop_after": 2}) as server:  # it stays finished, and says so again
         assert server.wait(30)
         assert server.status().stopped == why
     with serve(tmp_path) as server:  # without patience it goes on
         assert not server.status().finished
-        assert work(server, tmp_path, [{"acc": 0.7}]) == 1
-
-
-def test_a_federated_worker_is_told_why_the_run_is_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "atoll")
-    rounds = 0
-    with (
-        serve(tmp_path, **{"rounds.early_stop_after": 1}) as server,
-        atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
-    ):
-        for fl_round in worker:
-            rounds += 1
-            fl_round.submit(fl_round.state_dict(), metrics={"acc": 0.5})
-    assert rounds == 2
-    assert "a: the run is finished at version 2 (stopped early: acc has not improved for 1 round;" in caplog.text
+        assert work(server, tmp_path, 0.7) == 1
 
 
 def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with serve(tmp_path, **{"rounds.early_stop_after": 1}) as server:
-        work(server, tmp_path, [{"loss": 1.0}, {}, {"acc": float("nan")}, {"acc": 0.5}])
+        work(server, tmp_path, {"loss": 1.0}, {}, float("nan"), 0.5)
         assert saved(server) == 3
     said = [record.message for record in caplog.records if "no finite value of 'acc'" in record.message]
     assert len(said) == 1
     assert "its metrics: loss" in said[0]
     assert said[0].endswith("submit(model, metrics={'acc': …})")
-
-
-def test_the_mean_over_the_workers_decides(tmp_path: Path) -> None:
-    # weights 1 and 3: round 1 (0.9 + 3·0.1) / 4 = 0.3, round 2 (0.2 + 3·0.6) / 4 = 0.5
-    with serve(tmp_path, **{"rounds.sites": 2}) as server:
-        sites = clients(server, tmp_path)
-        for metrics in ((0.9, 0.1), (0.2, 0.6)):
-            for client in sites.values():
-                client.next_round()
-            for client, value, weight in zip(sites.values(), metrics, (1.0, 3.0), strict=True):
-                client.submit(client.pull(), weight=weight, metrics={"acc": value})
-        sites["a"].next_round()
-        best = server.status().best
-        assert best is not None
-        assert (best.version, best.value) == (1, pytest.approx(0.5))
-        for client in sites.values():
-            client.close()
 
 
 def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
@@ -183,14 +157,14 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
     with serve(tmp_path) as server:
         at = ("--server", server.url)
         require_refused(Gone, "No round has reported the metric 'acc'", *at)
-        work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}, {"acc": 0.3}, {"acc": 0.3}])
+        work(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
         assert exported(*at) == 0
         original = (server.exports / "best.safetensors").read_bytes()
         assert out.read_bytes() == original
         (server.exports / "best.safetensors").rename(tmp_path / "elsewhere")  # as on another machine
         require_refused(Gone, r"Copy .*best\.safetensors on the server's machine", *at)
-        work(server, tmp_path, [{"acc": 0.95}])  # of version 4, which is still kept to be pulled
+        work(server, tmp_path, 0.95)  # of version 4, which is still kept to be pulled
         assert saved(server) == 4
         other = {"version": "4", "acc": "0.1"}  # of another run, which is on this machine under the same path
         save_file({"w": torch.zeros(2)}, server.exports / "best.safetensors", other)
@@ -204,15 +178,6 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
         assert out.read_bytes() == original
     with serve(tmp_path / "other", **{"rounds.best_metric": None}) as server:
         require_refused(UsageError, "does not track a best version", "--server", server.url)
-
-
-def test_exports_the_best_of_a_directory_that_has_its_exports_elsewhere(tmp_path: Path, nursery: Nursery) -> None:
-    out = tmp_path / "best.safetensors"
-    with serve(tmp_path, **{"disk.export_dir": tmp_path / "elsewhere"}) as server:
-        work(server, tmp_path, [{"acc": 0.9}, {"acc": 0.3}])
-        assert saved(server) == 0
-    assert export(nursery, out, "--best", "--dir", str(tmp_path / "state")) == 0
-    assert out.read_bytes() == (tmp_path / "elsewhere" / "best.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -245,10 +210,10 @@ def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_
         replace(source, target)
         done.append(("name", Path(target).name))
 
-    with serve(tmp_path, **{"rounds.total": 9, "disk.export_every": 0}) as server:
+    with serve(tmp_path, rounds=9, **{"disk.export_every": 0}) as server:
         monkeypatch.setattr(Journal, "sync", synced)
         monkeypatch.setattr(os, "replace", replaced)
-        work(server, tmp_path, [{"acc": 0.5}])
+        work(server, tmp_path, 0.5)
         saved(server)
         names = (".best.json.tmp", "best.json", server.exports.name)
         found = [each for each in list(done) if each[1] in names]

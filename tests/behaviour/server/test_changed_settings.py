@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -35,77 +34,65 @@ def serve(folder: Path, **settings: Any) -> atoll.Server:
     return plain_server(folder, model, **({"algorithm.name": "diloco"} | settings))
 
 
+FRAGMENTS = ("diloco.num_fragments", "diloco.fragment_sync_delay", "diloco.fragment_update_alpha")
+ASYNC: dict[str, Any] = {"async.enabled": True}
+TOPK: dict[str, Any] = {"aggregation.upload_codec.name": "topk"}
+FEDPROX: dict[str, Any] = {"algorithm.name": "fedprox", "algorithm.mu": 0.1}
+
+
 @pytest.mark.covers("L11")
 @pytest.mark.parametrize(
-    ("first", "other", "told"),
+    ("first", "key", "was", "sets"),
     [
-        (STREAMING, {"diloco.sync_every": 80}, "diloco.sync_every = 40, but this start sets 80"),
-        (
-            STREAMING,
-            {"diloco.num_fragments": 1, "diloco.fragment_sync_delay": 0, "diloco.fragment_update_alpha": 0.0},
-            "diloco.num_fragments = 2, but this start sets 1",
-        ),
-        (STREAMING, {"diloco.fragment_sync_delay": 8}, "diloco.fragment_sync_delay = 4, but this start sets 8"),
-        (
-            STREAMING,
-            {"diloco.fragment_update_alpha": 0.0},
-            "diloco.fragment_update_alpha = 0.5, but this start sets 0.0",
-        ),
-        (STREAMING, {"diloco.max_inflight": 2}, "diloco.max_inflight = 1, but this start sets 2"),
-        ({}, {"async.enabled": True}, "async.enabled = False, but this start sets True"),
-        (
-            {"async.enabled": True},
-            {"async.sync_rounds_first": 9},
-            "async.sync_rounds_first = 0, but this start sets 9",
-        ),
-        ({}, {"algorithm.name": "fedavg"}, "algorithm.name = 'diloco', but this start sets 'fedavg'"),
-        (
-            {},
-            {"aggregation.upload_codec.name": "int8"},
-            "aggregation.upload_codec.name = 'bf16', but this start sets 'int8'",
-        ),
-        (
-            {"aggregation.upload_codec.name": "topk"},
-            {"aggregation.upload_codec.density": 0.5},
-            "aggregation.upload_codec.density = None, but this start sets 0.5",
-        ),
-        (
-            {},
-            {"aggregation.download_codec.name": "int8"},
-            "aggregation.download_codec.name = 'none', but this start sets 'int8'",
-        ),
-        ({}, {"network.part_bytes": 2**17}, "network.part_bytes = 16777216, but this start sets 131072"),
-        ({}, {"model.ranks": 2}, "model.ranks = 1, but this start sets 2"),
-        (
-            {},
-            {"algorithm.outer_optimizer.lr": 0.3},
-            "algorithm.outer_optimizer = {'lr': 0.7}, but this start sets {'lr': 0.3}",
-        ),
-        (
-            {},
-            {"algorithm.outer_lr_of": {"0.*": 0.3}},
-            "algorithm.outer_optimizer = {}, but this start sets {'lrs': {'0.*': 0.3}}",
-        ),
-        (
-            {"algorithm.name": "fedprox", "algorithm.mu": 0.1},
-            {"algorithm.mu": 0.2},
-            "algorithm.mu = 0.1, but this start sets 0.2",
-        ),
+        (STREAMING, "diloco.sync_every", 40, 80),
+        (STREAMING, FRAGMENTS, 2, (1, 0, 0.0)),
+        (STREAMING, "diloco.fragment_sync_delay", 4, 8),
+        (STREAMING, "diloco.fragment_update_alpha", 0.5, 0.0),
+        (STREAMING, "diloco.max_inflight", 1, 2),
+        ({}, "async.enabled", False, True),
+        (ASYNC, "async.sync_rounds_first", 0, 9),
+        ({}, "algorithm.name", "diloco", "fedavg"),
+        ({}, "aggregation.upload_codec.name", "bf16", "int8"),
+        (TOPK, "aggregation.upload_codec.density", None, 0.5),
+        ({}, "aggregation.download_codec.name", "none", "int8"),
+        ({}, "network.part_bytes", 2**24, 2**17),
+        ({}, "model.ranks", 1, 2),
+        (FEDPROX, "algorithm.mu", 0.1, 0.2),
     ],
-    ids=lambda value: "" if isinstance(value, str) else "-".join(value) or "defaults",
+    ids=str,
 )
 def test_what_a_run_lives_by_is_refused_by_name(
-    tmp_path: Path, first: Mapping[str, Any], other: Mapping[str, Any], told: str
+    tmp_path: Path, first: dict[str, Any], key: str | tuple[str, ...], was: object, sets: Any
 ) -> None:
-    with serve(tmp_path, **first):
+    """Of several changed settings the first is named."""
+    other = {key: sets} if isinstance(key, str) else dict(zip(key, sets, strict=True))
+    named, value = next(iter(other.items()))
+    require_refused(tmp_path, first, other, f"{named} = {was!r}, but this start sets {value!r}")
+
+
+@pytest.mark.covers("L11")
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"algorithm.outer_optimizer.lr": 0.3}, "{'lr': 0.7}, but this start sets {'lr': 0.3}"),
+        ({"algorithm.outer_lr_of": {"0.*": 0.3}}, "{}, but this start sets {'lrs': {'0.*': 0.3}}"),
+    ],
+    ids=["rate", "rates"],
+)
+def test_another_outer_optimizer_is_refused_with_the_options_that_differ(
+    tmp_path: Path, other: dict[str, Any], told: str
+) -> None:
+    require_refused(tmp_path, {}, other, f"algorithm.outer_optimizer = {told}")
+
+
+def require_refused(folder: Path, first: dict[str, Any], other: dict[str, Any], told: str) -> None:
+    """A start with other settings is refused; with the first ones the run goes on."""
+    with serve(folder, **first):
         pass
-    with (
-        pytest.raises(ConfigError, match=re.escape(f" has {told}.")) as caught,
-        serve(tmp_path, **(first | other)),
-    ):
-        pass
+    with pytest.raises(ConfigError, match=re.escape(f" has {told}.")) as caught:
+        serve(folder, **(first | other)).start()
     assert "Start with the old value, or start a new run in another disk.state_dir" in caught.value.remedy
-    with serve(tmp_path, **first) as again:  # as it was begun, it goes on
+    with serve(folder, **first) as again:
         assert again.status().epoch >= 2
 
 
@@ -147,13 +134,13 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
 def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_workers(tmp_path: Path) -> None:
     """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
-    with serve(tmp_path, **run, **{"rounds.total": 1, "rounds.min_sites": 2}) as server:
+    with serve(tmp_path, **run, rounds=1, **{"rounds.min_sites": 2}) as server:
         sites = clients(server, tmp_path)
         for client in sites.values():
             one_round(client)
         wait_until(lambda: server.finished, "the end of its one round")
     changed = {"rounds.min_sites": 1, "aggregation.reducer.name": "median", "aggregation.max_update_norm": 0.5}
-    with serve(tmp_path, **run, **changed, **{"rounds.total": 2}) as server:
+    with serve(tmp_path, **run, **changed, rounds=2) as server:
         a, b = sites.values()
         for client in (a, b):
             assert client.next_round() == 2

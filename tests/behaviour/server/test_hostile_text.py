@@ -1,4 +1,4 @@
-"""What peers write is data: in logs, in status and on a terminal nothing of it is obeyed, and it makes no line."""
+"""What peers write is data: in logs, in status, on a terminal and in names nothing of it is obeyed or makes a line."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.processes import wait_until
 from kit import build_model, joined, post, serve
+from kit.client import Client
+from kit.requests import get
+from torch import nn
 
 import atoll
-from atoll.errors import AuthError
+from atoll.errors import AuthError, ConfigError
 
 HOSTILE = {
     "escape": "\x1b[2J\x1b]0;owned\x07",
@@ -37,13 +41,12 @@ HOSTILE = {
     "zero width": "a\u200b\ufeffb",
     "null": "a\x00b",
 }
+
+
 ALL = "".join(HOSTILE.values())
+
+
 MARKUP = "[bold red]m[/bold red][link=http://evil.example]l[/link]"
-
-
-def status_json(url: str) -> str:
-    with urllib.request.urlopen(url + "/v1/status", timeout=30) as reply:
-        return json.dumps(json.loads(reply.read()), ensure_ascii=False)
 
 
 def strings(value: object) -> list[str]:
@@ -75,7 +78,7 @@ def on_terminal(url: str) -> str:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[atoll.Server]:
     """A server that waits for more sites than join; each test has a site of its own."""
-    with serve(tmp_path_factory.mktemp("hostile"), **{"rounds.sites": 100}) as server:
+    with serve(tmp_path_factory.mktemp("hostile"), sites=100) as server:
         yield server
 
 
@@ -97,7 +100,7 @@ def test_hosts_labels_states_warnings_and_errors_are_escaped(
     told = [worker.host, worker.doing, *strings(dict(worker.labels)), *worker.metrics, *server.status().warnings]
     assert [each[0] for each in (worker.host, worker.doing, *worker.metrics)] == ["h", "s", "m"]
     assert post(server.url, "/v1/workers/leave", {"error": f"e{text}"}, lease)[0] == 204
-    told += strings(json.loads(status_json(server.url)))
+    told += strings(get(server.url, "/v1/status")[1])
     assert all(each.isprintable() for each in told), told
     assert any("e" + text[:1] in each or "\\" in each for each in told)
     assert all(record.getMessage().isprintable() for record in caplog.records)
@@ -126,7 +129,7 @@ def test_what_scripts_report_is_escaped_in_rounds_and_errors(tmp_path: Path, cap
     """Through the library: metrics, labels, notes, and the error that ends a script."""
     caplog.set_level(logging.DEBUG, "atoll")
     model = build_model()
-    with serve(tmp_path, **{"rounds.sites": 1}) as server:
+    with serve(tmp_path, sites=1) as server:
         with (
             contextlib.suppress(RuntimeError),
             atoll.join(server.url, site="a", folder=tmp_path / "w", labels={"l": ALL}) as worker,
@@ -194,3 +197,75 @@ def test_what_a_server_says_is_escaped_at_the_site(tmp_path: Path) -> None:
         thread.join()
     assert refused.value.message.startswith("m\\x1b")
     assert str(refused.value).isprintable()
+
+
+HOSTILE_NAMES = {
+    "slash": "a/b",
+    "parent": "../a",
+    "absolute": "/tmp/a",
+    "backslash": "a\\b",
+    "dot": ".",
+    "dots": "..",
+    "hidden": ".a",
+    "option": "-a",
+    "underscore": "_a",
+    "space": "a b",
+    "padded": " a",
+    "newline": "a\n",
+    "line within": "a\nb",
+    "return": "a\r",
+    "nul": "a\x00b",
+    "escape": "a\x1b[31m",
+    "colon": "a:1",
+    "percent": "a%2fb",
+    "quote": "a'b",
+    "markup": "<b>a",
+    "pipe": "a|b",
+    "letter of Latin-1": "klinikä",
+    "full-width letter": "\uff41",
+    "Arabic digit": "\u0663",
+    "zero width": "a\u200bb",
+    "65 letters": "a" * 65,
+}
+
+
+FINE = ["a", "0", "A-1_b.c", "a..b", "a-", "a" * 64]
+
+
+@pytest.mark.covers("F39")
+def test_the_server_admits_no_site_of_a_hostile_name(tmp_path: Path) -> None:
+    with serve(tmp_path) as server:
+
+        def join(site: str) -> int:
+            """As a program that checks nothing would."""
+            return post(server.url, "/v1/workers", {"protocol": 1, "site": site})[0]
+
+        answers = {case: join(site) for case, site in {"empty": "", **HOSTILE_NAMES}.items()}
+        assert answers == dict.fromkeys(answers, 400)
+        assert server.status().workers == []
+        assert [join(site) for site in FINE] == [200] * len(FINE)
+        assert [worker.site for worker in server.status().workers] == sorted(FINE)
+
+
+@pytest.mark.covers("F39")
+@pytest.mark.parametrize("site", HOSTILE_NAMES.values(), ids=HOSTILE_NAMES.keys())
+def test_a_site_of_a_hostile_name_does_not_start(tmp_path: Path, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is asked or written: no server is at this address."""
+    nowhere, folder = "http://127.0.0.1:1", tmp_path / "workers"
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "1")
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    starts: list[Callable[[], object]] = [
+        lambda: atoll.join(nowhere, site=site, folder=folder),
+        lambda: atoll.DiLoCo(model, optimizer, server=nowhere, site=site, folder=folder).start(),
+        lambda: Client(nowhere, site=site, folder=folder).register(),
+        lambda: atoll.tasks(nowhere, site),
+    ]
+    if "\x00" not in site:  # no environment can hold it
+        monkeypatch.setenv("ATOLL_SITE", site)
+        starts.append(lambda: atoll.join(nowhere, folder=folder))
+    for start in starts:
+        with pytest.raises(ConfigError) as refused:
+            start()
+        assert repr(site) in str(refused.value)
+    assert list(tmp_path.iterdir()) == []

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from kit import (
+    SITES,
+    DiLoCoSites,
+    FederatedSites,
+    Threads,
+    build_model,
+    exported,
+    local_step,
+    serve,
+    tensors_digest,
+)
 from kit.requests import get
 from kit.servers import plain_server
 from kit.sites import federated
@@ -16,8 +30,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import atoll
 from atoll import Settings
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, SchemaMismatch
 
 
 class Scaled(nn.Module):
@@ -51,40 +66,27 @@ def groups(schema: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.covers("P7", "P17")
 def test_calls_code_by_name_with_its_arguments(begun: Callable[..., Begun]) -> None:
     assert begun(f"{__name__}:Scaled", args={"size": 2, "by": 3.0})[0] == {"w": [3.0, 3.0]}
-
-
-def test_names_code_with_wrong_arguments(begun: Callable[..., Begun]) -> None:
     with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model\.args"):
         begun(f"{__name__}:Scaled", args={"length": 2})
 
 
-@pytest.fixture
-def parts(tmp_path: Path) -> Path:
-    """A model in two files, as large ones are saved."""
+@pytest.mark.covers("P7")
+def test_a_run_begins_with_all_files_of_a_folder_beside_the_run_file(
+    tmp_path: Path, begun: Callable[..., Begun]
+) -> None:
+    """As large models are saved; a folder without a model and one with two are refused."""
     folder = tmp_path / "model"
     folder.mkdir()
+    with pytest.raises(ConfigError, match=r"no \.safetensors file.*save_file"):
+        begun(folder)
     save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
     save_file({"b": torch.full((3,), 2.0)}, folder / "model-00002-of-00002.safetensors")
-    return folder
-
-
-@pytest.mark.covers("P7")
-def test_a_run_begins_with_all_files_of_a_folder_beside_the_run_file(parts: Path, begun: Callable[..., Begun]) -> None:
-    assert begun(parts)[0] == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
-    run_file = parts.parent / "run.toml"
-    run_file.write_text('algorithm.name = "fedavg"\nmodel.source = "model"\n')
-    assert Settings.read(run_file, environ={}).model.source == str(parts)
-
-
-def test_a_folder_without_a_model_and_one_with_two_are_refused(
-    parts: Path, tmp_path: Path, begun: Callable[..., Begun]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"no \.safetensors file.*save_file"):
-        begun(tmp_path / "empty")
-    save_file({"b": torch.zeros(1)}, parts / "other.safetensors")
+    assert begun(folder)[0] == {"a": [1.0, 1.0], "b": [2.0, 2.0, 2.0]}
+    (tmp_path / "run.toml").write_text('algorithm.name = "fedavg"\nmodel.source = "model"\n')
+    assert Settings.read(tmp_path / "run.toml", environ={}).model.source == str(folder)
+    save_file({"b": torch.zeros(1)}, folder / "other.safetensors")
     with pytest.raises(ConfigError, match=r"other\.safetensors.*contains the tensor 'b'"):
-        begun(parts)
+        begun(folder)
 
 
 @pytest.mark.covers("P17", "X2")
@@ -96,7 +98,7 @@ def test_a_pickle_is_refused_with_what_converts_it(name: str, begun: Callable[..
 
 def begins(model: nn.Module | str, folder: Path, build: Callable[[], nn.Module]) -> Any:
     """A run of one round from a model, whose worker has it as a module and changes nothing."""
-    with plain_server(folder, model, **{"rounds.total": 1}) as server:
+    with plain_server(folder, model, rounds=1) as server:
         trained = federated(server, folder, lambda module: None, build)
         assert server.wait(30)
     return trained
@@ -171,3 +173,105 @@ def test_a_list_of_buffers_that_is_no_longer_the_files_leaves_the_names_of_batch
     assert found["w"] == "params"
     assert found["own"] == ("buffers" if "own" in told else "params")
     assert found["bn.running_mean"] == ("params" if told == "[]" else "buffers")
+
+
+def scaffold(url: str, folder: Path, site: str) -> None:
+    model = build_model()
+    with atoll.join(url, site=site, folder=folder / "workers") as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            with fl_round.correct(model, optimizer):
+                for step in range(3):
+                    local_step(model, optimizer, site, step)
+            fl_round.submit(model)
+
+
+DILOCO = {"algorithm.name": "diloco", "diloco.sync_every": 4}
+STREAMING = {"diloco.num_fragments": 2, "diloco.fragment_update_alpha": 0.5, "diloco.fragment_sync_delay": 1}
+SCAFFOLD = {"algorithm.name": "scaffold", "algorithm.outer_optimizer.momentum": 0.0}
+RUNS: dict[str, tuple[dict[str, Any], Callable[[str, Path], Any]]] = {
+    "fedavg": ({}, FederatedSites),
+    "scaffold": (SCAFFOLD, lambda url, folder: Threads(*(partial(scaffold, url, folder, site) for site in SITES))),
+    "diloco": (DILOCO, lambda url, folder: DiLoCoSites(url, folder, 12)),
+    "streaming": (DILOCO | STREAMING, lambda url, folder: DiLoCoSites(url, folder, 12)),
+}
+
+
+def saved(folder: Path) -> str:
+    """The model as safetensors saves it: by size of the elements and then by name, biases before weights."""
+    save_file(build_model().state_dict(), folder / "initial.safetensors")
+    return str(folder / "initial.safetensors")
+
+
+def run(folder: Path, model: str | None, name: str) -> str:
+    settings, sites = RUNS[name]
+    with serve(folder, model, **settings) as server:
+        taking_part = sites(server.url, folder)
+        server.run()
+        taking_part.join()
+    return tensors_digest(exported(folder))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sites_bring_the_module_of_a_run_that_began_with_its_file(name: str, tmp_path: Path) -> None:
+    """Streaming, other tensors may be in a fragment than with the module, so that the values may be others, too."""
+    by_file = run(tmp_path / "file", saved(tmp_path), name)
+    assert name == "streaming" or by_file == run(tmp_path / "module", None, name)
+
+
+def test_a_run_that_began_with_a_file_goes_on_with_its_module(tmp_path: Path) -> None:
+    with serve(tmp_path, saved(tmp_path), sites=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            fl_round = next(iter(worker))
+            fl_round.submit(fl_round.load_into(build_model()))
+    with serve(tmp_path, build_model(), sites=1) as server:
+        FederatedSites(server.url, tmp_path, ["a"]).join()
+        server.run()
+
+
+built: list[str] = []
+wide = 3
+
+
+def build(counts: bool = False) -> nn.Module:
+    """A tied model; with `counts`, one that looks at its own values."""
+    embed, head = nn.Embedding(5, wide), nn.Linear(wide, 5, bias=False)
+    head.weight = embed.weight
+    if counts:
+        head.weight.sum().item()
+    built.append(head.weight.device.type)
+    return nn.Sequential(embed, nn.BatchNorm1d(wide), head)
+
+
+@pytest.mark.covers("F30")
+@pytest.mark.parametrize(("counts", "devices"), [(False, ["meta"]), (True, ["cpu"])])
+def test_a_restart_compares_the_model_without_making_it_where_that_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: bool, devices: list[str]
+) -> None:
+    """A large model is not made anew in memory only to see that it is the run's; another one is found all the same."""
+
+    def start() -> atoll.Server:
+        return plain_server(tmp_path, f"{__name__}:build", **{"model.args": {"counts": counts}}).start()
+
+    start().stop()
+    built.clear()
+    start().stop()
+    assert built == devices
+    monkeypatch.setattr(sys.modules[__name__], "wide", 4)
+    with pytest.raises(SchemaMismatch, match=r"0\.weight F32\[5, 4\].*0\.weight F32\[5, 3\]"):
+        start()
+
+
+def test_a_restart_reads_only_the_header_of_an_initial_models_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict(), file)
+    plain_server(tmp_path, str(file)).start().stop()
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "load_file", lambda path: pytest.fail(f"{path} is read"))
+        plain_server(tmp_path, str(file)).start().stop()
+    save_file(nn.Linear(2, 3).state_dict(), file)
+    with pytest.raises(SchemaMismatch, match="this start"):
+        plain_server(tmp_path, str(file)).start()

@@ -1,23 +1,40 @@
-"""A lease speaks for its site by 128 secret bits: the site's name and the number alone open nothing."""
+"""A lease, and the tickets and parts under it, belong to one process of a site, which has the secret of the lease."""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
+import socket
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from harness.processes import free_port, wait_until
 from kit import joined, post, serve
+from kit.requests import answer, begin_request
+from kit.wire import WireSite, WireUpdate, heard
 
 import atoll
+from atoll.errors import Superseded
 from atoll.testing.run import failpoints
 
 SECRET_DIGITS = 32
 
 
-def state_of(server: atoll.Server, site: str) -> str:
-    return next(worker.state for worker in server.status().workers if worker.site == site)
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    with serve(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def update(server: atoll.Server) -> WireUpdate:
+    """Of a, not sent yet."""
+    a, _ = WireSite(server.url, "a", process="one"), WireSite(server.url, "b")
+    return a.train()
 
 
 def guesses(lease: str) -> dict[str, str]:
@@ -37,48 +54,36 @@ def guesses(lease: str) -> dict[str, str]:
 
 @pytest.mark.covers("F19")
 @pytest.mark.parametrize("process", ["", "0123456789abcdef"], ids=["no id", "an id"])
-def test_refuses_a_lease_without_its_secret(tmp_path: Path, process: str) -> None:
-    with serve(tmp_path) as server:
-        lease = joined(server.url, "a", process=process)
-        for what, guess in guesses(lease).items():
-            for path, body in (("/v1/workers/leave", {}), ("/v1/heartbeat", {"state": "x"}), ("/v1/tickets", {})):
-                status, reply = post(server.url, path, body, guess)
-                assert status in (400, 409), (what, path, reply)
-                assert reply["code"] in ("lease_lost", "superseded", "bad_request"), (what, reply)
-        assert state_of(server, "a") == "alive"
-        assert all(worker.doing != "x" for worker in server.status().workers)
-        assert post(server.url, "/v1/workers/leave", {}, lease)[0] == 204
-        assert state_of(server, "a") == "left"
-
-
-@pytest.mark.covers("F19")
-def test_honours_a_lease_after_the_server_was_started_again(tmp_path: Path) -> None:
-    port = free_port()
-    with serve(tmp_path, **{"network.port": port}) as server:
-        lease = joined(server.url, "a", process="1")
-    with serve(tmp_path, **{"network.port": port}) as server:
-        for guess in guesses(lease).values():
-            assert post(server.url, "/v1/heartbeat", {}, guess)[0] in (400, 409)
-        assert post(server.url, "/v1/heartbeat", {}, lease)[0] == 200
+def test_refuses_a_lease_without_its_secret(server: atoll.Server, process: str) -> None:
+    lease = joined(server.url, "a", process=process)
+    for what, guess in guesses(lease).items():
+        for path, body in (("/v1/workers/leave", {}), ("/v1/heartbeat", {"state": "x"}), ("/v1/tickets", {})):
+            status, reply = post(server.url, path, body, guess)
+            assert status in (400, 409), (what, path, reply)
+            assert reply["code"] in ("lease_lost", "superseded", "bad_request"), (what, reply)
+    (worker,) = server.status().workers
+    assert (worker.state, worker.doing != "x") == ("alive", True)
+    assert post(server.url, "/v1/workers/leave", {}, lease)[0] == 204
+    assert server.status().workers[0].state == "left"
 
 
 def test_counts_what_a_site_pulls_only_under_its_lease(tmp_path: Path) -> None:
-    with serve(tmp_path, **{"rounds.sites": 1}) as server:
-        lease = joined(server.url, "a", process="1")
-        _, reply = post(server.url, "/v1/tickets", {"wait_s": 5.0}, lease)
-        path = f"{server.url}/v1/fragments/0/versions/0/{reply['ticket']['base_digest']}"
+    with serve(tmp_path, sites=1) as server:
+        site = WireSite(server.url, process="1")
+        path = f"{server.url}/v1/fragments/0/versions/0/{site.ticket()['base_digest']}"
 
-        def pull(sent: str) -> int:
-            with urllib.request.urlopen(urllib.request.Request(path, headers={"Atoll-Lease": sent}), timeout=30) as got:
-                return len(got.read())
+        def pull(lease: str) -> int:
+            request = urllib.request.Request(path, headers={"Atoll-Lease": lease})
+            with urllib.request.urlopen(request, timeout=30) as reply:
+                return len(reply.read())
 
         def counted() -> int:
             return server.status().workers[0].bytes_down
 
-        for guess in guesses(lease).values():
+        for guess in guesses(site.lease).values():
             assert pull(guess) > 0
         assert counted() == 0
-        nbytes = pull(lease)
+        nbytes = pull(site.lease)
         wait_until(lambda: counted() == nbytes, "the bytes to be counted")
 
 
@@ -103,10 +108,141 @@ def test_the_secret_is_in_no_log_status_or_file(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.covers("F25")
-def test_a_join_that_the_journal_cannot_take_leaves_the_lease_before_it(tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
-        lease = joined(server.url, "a", process="1")
-        with failpoints("journal.commit=enospc"):
-            status, _ = post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "process": "2"})
-        assert status == 507
-        assert post(server.url, "/v1/heartbeat", {}, lease)[0] == 200
+def test_a_join_that_the_journal_cannot_take_leaves_the_lease_before_it(server: atoll.Server) -> None:
+    lease = joined(server.url, "a", process="1")
+    with failpoints("journal.commit=enospc"):
+        assert post(server.url, "/v1/workers", {"protocol": 1, "site": "a", "process": "2"})[0] == 507
+    assert post(server.url, "/v1/heartbeat", {}, lease)[0] == 200
+
+
+def begun(server: atoll.Server, update: WireUpdate) -> socket.socket:
+    """The request of part 0, of which 1000 bytes have arrived."""
+    raw = update.begin(0, update.body(0)[:1000])
+    wait_until(lambda: server.status().bytes_up == 1000, "the first bytes")
+    return raw
+
+
+@pytest.mark.covers("F19")
+def test_another_sites_request_does_not_touch_a_recorded_part(server: atoll.Server, update: WireUpdate) -> None:
+    """`put_part` without its first `require_open`: `begin_part` forgets the part before it is checked."""
+    assert update.put(0)[0] == 204
+    assert replace(update, site=WireSite(server.url, "b")).put(0)[1]["code"] == "ticket_closed"
+    assert update.state()["parts"] == [0]
+
+
+@pytest.mark.covers("F19")
+def test_a_process_that_is_superseded_while_its_part_is_on_its_way_leaves_no_part(
+    server: atoll.Server, update: WireUpdate
+) -> None:
+    """`put_part` without its second `require_open`."""
+    raw = begun(server, update)
+    newer = WireSite(server.url, "a", process="two")
+    raw.sendall(update.body(0)[1000:])
+    assert answer(raw)[1]["code"] == "superseded"
+    assert replace(update, site=newer).state()["parts"] == []
+
+
+def test_a_part_with_a_broken_connection_frees_its_slot(tmp_path: Path) -> None:
+    """`put_part` without `writer.abandon()`: the part is not sent again, and the slot is never free for another."""
+    with serve(tmp_path, sites=1, rounds=0) as server:
+        a = WireSite(server.url)
+        update = a.train()
+        begun(server, update).close()
+        update.submit()
+        for _ in range(3):
+            a.train().submit()
+        assert len(list((tmp_path / "state" / "slots").glob("spool-*"))) == 1, "rounds later need no other file"
+
+
+@pytest.mark.covers("F19")
+def test_a_process_that_is_superseded_while_it_completes_is_not_accepted(
+    server: atoll.Server, update: WireUpdate
+) -> None:
+    """`complete` without `require_open`."""
+    message = json.dumps(update.push().message).encode()
+    headers = {"Atoll_Lease": update.site.lease, "Content_Type": "application/json", "Content_Length": len(message)}
+    line = f"POST /v1/tickets/{update.ticket}/complete"
+    raw = heard(server, "a", lambda: begin_request(server.port, line, **headers))  # the lease was looked at
+    newer = WireSite(server.url, "a", process="two")
+    raw.sendall(message)
+    assert answer(raw)[1]["code"] == "superseded"
+    assert replace(update, site=newer).state()["outcome"]["state"] == "open"
+
+
+@pytest.mark.covers("F19")
+def test_the_older_of_two_processes_does_not_take_the_place_back_after_a_restart(tmp_path: Path) -> None:
+    """A process that slept while another joined under its name, and wakes up to a server that was started again."""
+    port = free_port()
+
+    def beat(site: WireSite) -> tuple[int, str]:
+        status, reply = site.post("/v1/heartbeat", {})
+        return status, reply.get("code", "")
+
+    with serve(tmp_path, **{"network.port": port}) as server:
+        older, newer = (WireSite(server.url, "a", process=16 * digit) for digit in "0f")
+    with serve(tmp_path, **{"network.port": port}):
+        assert beat(older) == (409, "superseded")
+        assert beat(newer) == (200, "")
+        # granted, and the server dies before its answer is read
+        unheard = WireSite(server.url, "a", process=16 * "f")
+    with serve(tmp_path, **{"network.port": port}):
+        assert beat(newer) == (409, "lease_lost")
+        assert beat(unheard) == (200, "")
+
+
+@pytest.mark.covers("F19")
+def test_reports_both_hosts_of_one_site_name_and_that_a_living_process_was_displaced(
+    server: atoll.Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll.server")
+    first = WireSite(server.url, host="ward-1", process="one")
+    first.beat()
+    second = WireSite(server.url, host="ward-2", process="two")
+    (report,) = [record.message for record in caplog.records if "ward-1" in record.message]
+    assert "ward-2" in report
+    assert server.status().warnings == []  # the first one may have ended
+    status, refused = first.post("/v1/heartbeat", {})
+    assert (status, refused["code"]) == (409, "superseded")
+    assert "ward-2" in refused["message"]
+    second.beat()
+    (told,) = server.status().warnings
+    assert "ward-1" in told
+    assert "ward-2" in told
+    assert first.post("/v1/heartbeat", {})[1]["code"] == "superseded"
+    assert [record.message for record in caplog.records].count(told) == 1
+
+
+def test_a_site_that_is_started_again_on_its_machine_is_no_second_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "atoll.server")
+    with serve(tmp_path, sites=3) as server:
+        WireSite(server.url, host="ward-1", process="one")
+        WireSite(server.url, host="ward-1", process="two").beat()
+        for _ in range(2):
+            with atoll.join(server.url, "b", folder=tmp_path / "w"):
+                pass
+        assert server.status().warnings == []
+    assert caplog.records == []
+
+
+def test_each_displaced_process_is_known_also_after_a_third_join(server: atoll.Server) -> None:
+    first, second, _ = (WireSite(server.url, host=f"ward-{each}", process=each) for each in ("one", "two", "three"))
+    for displaced, host in ((first, "ward-one"), (second, "ward-two")):
+        displaced.post("/v1/heartbeat", {})
+        assert f"on {host} and on ward-three" in server.status().warnings[0]
+
+
+def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    with serve(tmp_path, **{"network.heartbeat_interval_s": 0.1}) as server:
+        with atoll.join(server.url, "a", folder=tmp_path / "one") as first:
+            assert "replaces the process" not in caplog.text
+            with atoll.join(server.url, "a", folder=tmp_path / "two"):
+                assert "a: replaces the process on " in caplog.text, "in the log of the newer one"
+                with pytest.raises(Superseded):
+                    next(iter(first))
+            (told,) = server.status().warnings
+    assert "a" in told

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 from harness.processes import wait_until
 from kit.client import Client
+from kit.folders import open_paths
 from kit.servers import plain_server
-from kit.sites import clients, federated, finish, play_round
+from kit.sites import clients, federated
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -29,26 +27,18 @@ START = {"w": torch.arange(3.0), "bn.running_mean": torch.ones(1)}
 class Shelf:
     """A persistor of a test; `Shelf.handed` is what it was given."""
 
-    handed: list[tuple[str, dict[str, Tensor], dict[str, Any]]] = []  # noqa: RUF012 (shared with the test)
+    handed: ClassVar[list[tuple[dict[str, Tensor], dict[str, Any]]]] = []
     initial: Any = None
     loads = 0
 
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
     def load(self) -> Any:
         Shelf.loads += 1
-        if isinstance(Shelf.initial, Exception):
+        if isinstance(Shelf.initial, BaseException):
             raise Shelf.initial
         return Shelf.initial
 
     def save(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
-        Shelf.handed.append(("save", state, info))
-        if self.fails:
-            raise OSError("the shelf is full")
-
-    def save_best(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
-        Shelf.handed.append(("best", state, info))
+        Shelf.handed.append((state, info))
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +46,8 @@ def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Shelf, "handed", [])
     monkeypatch.setattr(Shelf, "initial", START)
     monkeypatch.setattr(Shelf, "loads", 0)
+    monkeypatch.setattr(Slow, "handed", [])
+    Slow.go.clear()
 
 
 def server_of(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
@@ -63,17 +55,16 @@ def server_of(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
     return plain_server(folder, model, **(settings | options))
 
 
-def play(server: atoll.Server, folder: Path, rounds: int) -> None:
+def play(server: atoll.Server, folder: Path) -> None:
     """One site that adds the round's number to every element."""
-    sites = clients(server, folder, "a")
-    for number in range(1, rounds + 1):
-        added = lambda _, state: {name: tensor + number for name, tensor in state.items()}  # noqa: B023, E731
-        play_round(sites, number, added, metrics={"loss": 0.5})
-    finish(server, sites)
+    with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+        for fl_round in worker:
+            moved = {name: tensor + fl_round.number for name, tensor in fl_round.state_dict().items()}
+            fl_round.submit(moved, metrics={"loss": 0.5})
     server.run()
 
 
-def measure(client: Client, accuracies: list[float]) -> None:
+def measure(client: Client, *accuracies: float) -> None:
     """A round for each accuracy; every element grows by 1."""
     for accuracy in accuracies:
         assert client.next_round() is not None
@@ -83,11 +74,11 @@ def measure(client: Client, accuracies: list[float]) -> None:
 @pytest.mark.covers("D14", "D11")
 def test_it_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_path: Path) -> None:
     with server_of(tmp_path) as server:
-        play(server, tmp_path, 2)
+        play(server, tmp_path)
     assert Shelf.loads == 1
-    told = [(info["version"], info["round"], info["final"], info["metrics"]) for _, _, info in Shelf.handed]
+    told = [(info["version"], info["round"], info["final"], info["metrics"]) for _, info in Shelf.handed]
     assert told == [(0, 0, False, {}), (1, 1, False, {"loss": 0.5}), (2, 2, True, {"loss": 0.5})]
-    for (_, state, _), added in zip(Shelf.handed, (0, 1, 3), strict=True):
+    for (state, _), added in zip(Shelf.handed, (0, 1, 3), strict=True):
         assert state.keys() == START.keys()
         for name, tensor in state.items():
             assert isinstance(tensor, Tensor)
@@ -95,30 +86,13 @@ def test_it_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_p
 
 
 @pytest.mark.covers("D14")
-def test_it_gets_real_tensors_also_when_nothing_was_aggregated(tmp_path: Path) -> None:
-    with server_of(tmp_path):
-        pass
-    assert [info["version"] for _, _, info in Shelf.handed] in ([], [0])  # the end may come before its thread begins
-    Shelf.handed.clear()
-    with server_of(tmp_path, **{"rounds.best_metric": "accuracy", "rounds.best_mode": "max"}) as server:
-        measure(clients(server, tmp_path, "a")["a"], [0.5])
-        wait_until(lambda: any(kind == "best" for kind, _, _ in Shelf.handed), "the best version, which is the first")
-    assert Shelf.loads == 1  # the second start found the run
-    _, state, info = next(each for each in Shelf.handed if each[0] == "best")
-    assert (info["version"], info["best"]) == (0, {"accuracy": 0.5})
-    for _, state, info in Shelf.handed:
-        assert {type(value) for value in state.values()} == {Tensor}
-        assert torch.equal(state["w"], START["w"] + info["version"])
-
-
-@pytest.mark.covers("D14")
 def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_path: Path) -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
-    with server_of(tmp_path, model, **{"algorithm.name": "scaffold"}) as server:
+    with server_of(tmp_path, model, algorithm="scaffold") as server:
         assert server.status().version == 0
         wait_until(lambda: Shelf.handed, "version 0")
-    _, state, _ = Shelf.handed[-1]
+    state, _ = Shelf.handed[-1]
     assert state.keys() == {"one.weight", "two.weight"}
     assert state["one.weight"] is state["two.weight"]
     assert Shelf.loads == 0  # the program gave a model
@@ -147,14 +121,17 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
     mine = Tied()
     Shelf.initial = as_a_file_has_it(mine)
     Shelf.initial.pop(left_out, None)
-    with server_of(tmp_path, model=f"{__name__}:Tied", **{"rounds.total": 1}) as server:
+    named = {"model": f"{__name__}:Tied", "rounds": 1}
+    with failpoints("slot.create=enospc"), pytest.raises(DiskFull):
+        server_of(tmp_path, **named).start()
+    with server_of(tmp_path, **named) as server:
         model = federated(server, tmp_path, lambda model: None, Tied)
         assert torch.equal(model.head.weight, mine.head.weight)
         assert model.head.weight is model.table.weight
         assert server.wait(30)
-    with server_of(tmp_path, model=f"{__name__}:Tied", **{"rounds.total": 1}) as server:
+    with server_of(tmp_path, **named) as server:
         assert server.wait(30)
-    assert Shelf.loads == 1
+    assert Shelf.loads == 2  # again where the first start ended before its first version; the third found the run
 
 
 @pytest.mark.covers("D14")
@@ -162,69 +139,45 @@ def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Pat
     Shelf.initial = as_a_file_has_it(Tied()) | {"table.weight": torch.zeros(5, 2)}
     with pytest.raises(ConfigError, match=r"different values for 'table\.weight' and 'head\.weight', which are tied"):
         server_of(tmp_path, model=f"{__name__}:Tied").start()
-    assert not (tmp_path / "state" / "slots").exists() or not list((tmp_path / "state" / "slots").iterdir())
-
-
-@pytest.mark.covers("D14")
-def test_it_gives_the_same_two_again_where_the_run_was_killed_before_its_first_version(
-    tmp_path: Path,
-) -> None:
-    Shelf.initial = as_a_file_has_it(Tied())
-    with failpoints("slot.create=enospc"), pytest.raises(DiskFull):
-        server_of(tmp_path, model=f"{__name__}:Tied").start()
-    with server_of(tmp_path, model=f"{__name__}:Tied") as server:
-        assert server.status().fragments[0].version == 0
-    assert Shelf.loads == 2
+    assert list(tmp_path.glob("state/slots/*")) == []
 
 
 @pytest.mark.covers("D14", "F30")
 def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(Tied())
     with server_of(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-        with pytest.raises(
-            SchemaMismatch, match=r"worker a ties table\.weight to head\.weight, but the server has two"
-        ):
+        with pytest.raises(SchemaMismatch, match=r"a ties table\.weight to head\.weight, but the server has two"):
             next(iter(worker)).load_into(Tied())
 
 
 @pytest.mark.covers("D14")
-def test_an_exception_of_save_is_told_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.ERROR, "atoll.server"),
-        server_of(tmp_path, **{"model.persistor.fails": True}) as server,
-    ):
-        play(server, tmp_path, 2)
-    assert len(Shelf.handed) == 3
-    assert "save() of the persistor" in caplog.text
-    assert "failed at version 2: OSError: the shelf is full. The run continues." in caplog.text
-
-
-@pytest.mark.covers("D14")
-def test_one_that_exits_ends_its_own_call_and_not_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(OSError("the shelf is full"), "OSError: the shelf is full"), (SystemExit(3), "SystemExit: 3")],
+    ids=["raises", "exits"],
+)
+def test_one_that_fails_ends_its_own_call_and_not_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException, told: str
 ) -> None:
-    monkeypatch.setattr(Shelf, "save", lambda *_: sys.exit(3))
-    with caplog.at_level(logging.ERROR, "atoll.server"), server_of(tmp_path) as server:
-        play(server, tmp_path, 2)
-    assert "failed at version 2: SystemExit: 3. The run continues." in caplog.text
-    monkeypatch.setattr(Shelf, "load", lambda _: sys.exit(4))
-    with pytest.raises(ConfigError, match="Shelf' failed: SystemExit: 4"):
-        server_of(tmp_path / "other").start()
+    save = Mock(side_effect=error)
+    monkeypatch.setattr(Shelf, "save", save)
+    with server_of(tmp_path) as server:
+        play(server, tmp_path)
+    assert save.call_count == 3
+    assert "save() of the persistor" in caplog.text
+    assert f"failed at version 2: {told}. The run continues." in caplog.text
 
 
 @pytest.mark.parametrize(
     ("initial", "options", "words"),
     [
         (ValueError("no shelf"), {}, "load.. of the persistor .*Shelf' failed: ValueError: no shelf"),
+        (SystemExit(4), {}, "Shelf' failed: SystemExit: 4"),
         ([1, 2], {}, "must return a dict of tensors, but returned a list"),
         ({"w": 1}, {}, "must return a dict of tensors, but returned a dict"),
         (None, {}, "The run has no initial model"),
         (START, {"model.persistor.shelves": 3}, "Write its keyword arguments next to the path in model.persistor"),
-        (
-            START,
-            {"model.persistor.path": "json:loads"},
-            "is a function without load, save and save_best",
-        ),
+        (START, {"model.persistor.path": "json:loads"}, "is a function without load, save and save_best"),
     ],
 )
 def test_one_that_cannot_be_used_ends_the_start(
@@ -242,24 +195,8 @@ def test_one_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: 
         assert torch.equal(load_file(server.save_state(tmp_path / "now.safetensors"))["w"], START["w"])
 
 
-@pytest.mark.covers("D14", "X41")
-def test_it_gets_each_version_that_is_the_best_so_far(tmp_path: Path) -> None:
-    """Accuracies 0.5, 0.9, 0.7 are of versions 0, 1, 2, which the rounds started from: version 2 is no new best."""
-    with server_of(
-        tmp_path, **{"rounds.total": 3, "rounds.best_metric": "accuracy", "rounds.best_mode": "max"}
-    ) as server:
-        sites = clients(server, tmp_path, "a")
-        measure(sites["a"], [0.5, 0.9, 0.7])
-        finish(server, sites)
-        server.run()
-    best = [
-        (info["version"], info["best"], state["w"].tolist()) for kind, state, info in Shelf.handed if kind == "best"
-    ]
-    assert best == [(0, {"accuracy": 0.5}, [0.0, 1.0, 2.0]), (1, {"accuracy": 0.9}, [1.0, 2.0, 3.0])]
-
-
 class Slow:
-    """Its first `save_best` lasts until the test lets it go."""
+    """Its first `save_best` lasts until the test lets it go; each test begins anew."""
 
     begun, go, handed = threading.Event(), threading.Event(), list[tuple[int, list[float], dict[str, Any]]]()
     busy = 0
@@ -282,24 +219,20 @@ def slow_server(folder: Path, rounds: int) -> atoll.Server:
         "rounds.best_metric": "accuracy",
         "disk.export_every": 0,
     }
-    return server_of(folder, START, **{"rounds.total": rounds}, **named)
+    return server_of(folder, START, rounds=rounds, **named)
 
 
 @pytest.mark.covers("D14", "X41")
-def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp_path: Path) -> None:
     """Versions 0, 1, 2 are each the best so far. While 0 is being saved, 1 is overtaken by 2: it is passed over.
 
     When the turn of 2 comes, the run is at version 5 and keeps two.
     """
-    monkeypatch.setattr(Slow, "handed", [])
-    Slow.go.clear()
     with slow_server(tmp_path, rounds=5) as server:
         (client,) = clients(server, tmp_path, "a").values()
-        measure(client, [0.5])
+        measure(client, 0.5)
         assert Slow.begun.wait(30)
-        measure(client, [0.7, 0.9, 0.1, 0.1])
+        measure(client, 0.7, 0.9, 0.1, 0.1)
         assert client.next_round() is None
         client.close()
         assert not server.finished
@@ -308,30 +241,17 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(
         assert server.wait(30)
         server.run()
     assert Slow.handed == [(0, [0.0, 1.0, 2.0], {"accuracy": 0.5}), (2, [2.0, 3.0, 4.0], {"accuracy": 0.9})]
-    assert [link for link in open_files() if "best.safetensors" in link] == []  # nor that of the one passed over
-
-
-def open_files() -> list[str]:
-    """What the descriptors of this process lead to."""
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # closed by another thread meanwhile
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
-    return found
+    assert [link for link in open_paths() if "best.safetensors" in link] == []  # nor that of the one passed over
 
 
 @pytest.mark.covers("D14", "X41")
-def test_the_next_server_hands_over_a_best_version_that_was_due(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_server_hands_over_a_best_version_that_was_due(tmp_path: Path) -> None:
     """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""
-    monkeypatch.setattr(Slow, "handed", [])
-    Slow.go.clear()
     with slow_server(tmp_path, rounds=9) as server:
         with Client(server.url, site="a", folder=tmp_path / "w") as client:
-            measure(client, [0.5])
+            measure(client, 0.5)
             assert Slow.begun.wait(30)
-            measure(client, [0.9, 0.1, 0.1, 0.1])
+            measure(client, 0.9, 0.1, 0.1, 0.1)
         stopping = threading.Thread(target=server.stop)
         stopping.start()
         persistor = server._run.behind.persistor  # type: ignore[union-attr]

@@ -1,26 +1,32 @@
-"""What the server says no to: each refusal has a test that fails without it."""
+"""What the server says no to: each refusal has a test that fails without it, and the interface documents it."""
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from harness.processes import wait_until
+import schemathesis
+from hypothesis import HealthCheck, settings
+from kit import serve
 from kit.requests import get, post
 from kit.servers import plain_server
 from kit.wire import WireSite, WireUpdate
+from schemathesis.specs.openapi.checks import positive_data_acceptance
 from torch import nn
 
 import atoll
+from atoll.errors import UpdateRefused
 
 VERSION_0 = "/v1/fragments/0/versions/0"
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with plain_server(tmp_path, nn.Linear(8, 4), **{"rounds.sites": 2}) as server:
+    with plain_server(tmp_path, nn.Linear(8, 4), sites=2) as server:
         yield server
 
 
@@ -104,19 +110,6 @@ def test_a_void_lease_may_not_even_beat(server: atoll.Server, a: WireSite, b: Wi
     assert all("Atoll-Lease header" in post(server.url, path, {})[1]["message"] for path in leased)
 
 
-@pytest.mark.covers("L9")
-def test_a_heartbeat_is_a_sign_of_life(tmp_path: Path) -> None:
-    """Guards against a heartbeat that does not reach the round machine."""
-    settings = {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
-    with (
-        plain_server(tmp_path, nn.Linear(8, 4), **settings) as server,
-        atoll.join(server.url, site="a", folder=tmp_path / "w"),
-    ):
-        begin_s = server.status().uptime_s
-        wait_until(lambda: server.status().uptime_s > begin_s + 2.5, "twice the timeout to pass")
-        assert server.status().deaths == 0
-
-
 @pytest.mark.covers("P3")
 def test_ranges_are_of_the_version_that_was_asked_for(server: atoll.Server) -> None:
     """Guards against an ETag that is not the digest; If-Range ignored."""
@@ -134,7 +127,7 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
     """Several parts are on their way at once, and from several ranks: which answer comes first must not decide whether
     the worker goes back to the global model, or trains on from what was refused.
     """
-    with plain_server(tmp_path, nn.Linear(2000, 20), **{"network.part_bytes": 2**16}) as server:
+    with plain_server(tmp_path, nn.Linear(2000, 20), part_bytes=2**16) as server:
         site = WireSite(server.url)
         update = site.train(lambda tensors: tensors["weight"].fill_(float("nan")))
         assert len(update.parts) == 3
@@ -143,3 +136,149 @@ def test_whatever_of_a_refused_update_comes_later_is_told_that_it_is_refused(tmp
         (message,) = {told["message"] for _, told in replies}
         assert "of a was refused: weight contains NaN or Inf" in message
         assert server.status().refused == 1
+
+
+COUNTED: dict[str, Any] = {
+    "rounds.total": 0,
+    "aggregation.max_weight": 10.0,
+    "network.heartbeat_interval_s": 0,
+    "network.heartbeat_timeout_s": 0,
+}
+
+
+def refused(site: WireSite) -> str:
+    """What the site hears of an update that is refused for its weight; then it asks for the next ticket."""
+    status, told = site.train(weight=11.0).push().complete()
+    assert (status, told["code"]) == (422, "update_refused")
+    return str(told["message"]) + str(told["remedy"])
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(("min_sites", "waits"), [(None, True), (1, False)])
+def test_says_that_the_round_waits_where_no_other_update_suffices(
+    tmp_path: Path, min_sites: int | None, waits: bool
+) -> None:
+    with serve(tmp_path, **COUNTED, **{"rounds.min_sites": min_sites}) as server:
+        a, _ = (WireSite(server.url, site) for site in "ab")
+        told, status = refused(a), server.status().fragments[0]
+    assert ("The round waits" in told, "continues with the other updates" in told) == (waits, not waits)
+    assert (status.version, status.phase) == (0, "open")
+
+
+def test_a_full_stop_is_between_the_cause_and_the_remedy() -> None:
+    assert str(UpdateRefused("it ended: no such column", "Look at the data.")) == (
+        "it ended: no such column. Look at the data."
+    )
+    assert str(UpdateRefused("Is it there?", "Look.")) == "Is it there? Look."
+    assert str(UpdateRefused("It is refused.", "Look.")) == "It is refused. Look."
+    assert str(UpdateRefused("it is refused")) == "it is refused"
+
+
+@pytest.mark.covers("F31", "F6")
+def test_sends_a_site_away_after_five_refusals_in_a_row(tmp_path: Path) -> None:
+    """The site is stubborn: it joins again. Atoll's own loops end after the fifth."""
+
+    def states_after(site: WireSite, count: int) -> list[str]:
+        """The site's state at the server after each of so many refused updates."""
+        states = []
+        for _ in range(count):
+            refused(site)
+            states += [worker.state for worker in server.status().workers]
+        return states
+
+    with serve(tmp_path, sites=1, **COUNTED) as server:
+        site = WireSite(server.url)
+        assert "it needs 1 update (rounds.min_sites)" in refused(site)
+        assert states_after(site, 3) == ["alive"] * 3
+        assert "5 updates in a row were refused; check" in refused(site), "the last that the site hears"
+        assert [worker.state for worker in server.status().workers] == ["failed"]
+        assert server.status().refused == 5
+        # to join again starts no new count: the next refusal is one too many
+        assert states_after(WireSite(server.url), 1) == ["failed"]
+        # an accepted update does: it is the updates in a row that count
+        site = WireSite(server.url)
+        site.train().submit()
+        assert states_after(site, 5) == ["alive"] * 4 + ["failed"]
+        assert server.status().refused == 11
+    with serve(tmp_path, sites=1, **COUNTED) as server:
+        assert server.status().refused == 11, "counted over restarts, too"
+
+
+@pytest.mark.covers("F31")
+def test_a_site_that_is_refused_again_and_again_ends_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three that are refused, a good one, from which on it is counted anew, and five that are refused."""
+    nan, trained = float("nan"), 0
+    values = iter([nan] * 3 + [0.0] + [nan] * 5)
+
+    def work() -> None:
+        nonlocal trained
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(nn.Linear(2, 2))
+                nn.init.constant_(model.weight, next(values))
+                trained += 1
+                fl_round.submit(model)
+
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
+        with pytest.raises(UpdateRefused, match="weight contains NaN or Inf"):
+            work()
+        assert (trained, server.status().refused) == (9, 8)
+    said = [record.message for record in caplog.records if record.name == "atoll.server"]
+    assert sum("a: update refused: weight contains NaN or Inf" in line for line in said) == 8
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("openapi")
+    # no heartbeat timeout: workers that schemathesis makes up come and go as it likes
+    options = {"network.heartbeat_interval_s": 0, "network.heartbeat_timeout_s": 0, "rounds.sites": 10_000}
+    with plain_server(folder, nn.Linear(2, 2), **options) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def api(url: str) -> object:
+    return schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+
+schema = schemathesis.pytest.from_fixture("api")
+
+
+def few_cases(most: int) -> settings:
+    return settings(max_examples=most, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@pytest.mark.covers("F38", "F39")
+@schema.parametrize()
+@few_cases(4)
+def test_every_answer_is_a_documented_one(case: schemathesis.Case) -> None:
+    require_documented(case)
+
+
+@pytest.mark.long
+@schema.parametrize()
+@few_cases(24)
+def test_every_answer_to_more_requests_is_a_documented_one(case: schemathesis.Case) -> None:
+    require_documented(case)
+
+
+def require_documented(case: schemathesis.Case) -> None:
+    # a made-up lease, ticket or version is well-formed and still refused (409, 410): that is not a fault
+    case.call_and_validate(timeout=30.0, excluded_checks=[positive_data_acceptance])
+
+
+def test_every_problem_has_a_status() -> None:
+    """That every operation has a handler, each start of a server shows."""
+    from atoll.protocol.openapi import OPERATIONS, STATUS_OF
+
+    assert {code for operation in OPERATIONS for code in operation.problems} <= STATUS_OF.keys()
+
+
+def test_the_document_defines_what_it_refers_to_and_no_more(url: str) -> None:
+    _, document = get(url, "/openapi.json")
+    referred = set(re.findall(r"'#/components/schemas/(\w+)'", str(document)))
+    assert referred | {"Problem"} == set(document["components"]["schemas"])
+    names = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert len(names) == len(set(names)) >= len(document["paths"])

@@ -1,7 +1,8 @@
-"""A disk that is slower than the rounds: versions become durable later, no more of them are kept, and none is lost."""
+"""Versions that reach the disk late or never: sites send again what was lost; and a run with nothing on disk."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,17 +11,48 @@ from typing import Any
 
 import pytest
 import torch
-from async_world import START, Clients, gradient
-from harness.processes import wait_until
-from kit import serve
+from async_world import START, Clients, gradient, wait_until_durable
+from harness.process_figures import memory_files_bytes
+from harness.processes import free_port, wait_until
+from kit import FederatedSites, ask_journal, flip_bit, serve
 from kit.client import Client
-from kit.servers import new_server
-from test_fall_back import begun_at, damage_head, wait_until_durable
+from kit.models import wide_model
+from kit.servers import new_server, plain_server
+from kit.wire import WireSite
 from torch import nn
 
 import atoll
+from atoll.errors import ConfigError
 from atoll.store.journal import Journal
 from atoll.store.versions import Versions
+
+
+def begun_at(folder: Path) -> dict[str, Any]:
+    """Settings of a run of three rounds whose server is started again at the same port."""
+    where = {"network.port": free_port(), "disk.state_dir": folder / "state"}
+    return {"algorithm.name": "fedavg", "rounds.total": 3} | where
+
+
+def damage_head(state: Path) -> None:
+    """Flip a byte of the newest version, as a page that never reached the disk would."""
+    ((slot,),) = ask_journal(state.parent, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
+    (path,) = (state / "slots").glob(f"version-*-{slot}.safetensors")
+    flip_bit(path, -1)
+
+
+def add_one(client: Client) -> None:
+    """Train and submit."""
+    client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
+
+
+@pytest.mark.covers("F42")
+def test_an_update_trained_from_another_version_than_the_runs_is_not_taken(tmp_path: Path) -> None:
+    """As after an old backup: the ticket's number is right, and the base is not what the server has."""
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
+        update = WireSite(server.url).train(1.0).push()
+        status, told = update.complete(base_digest="0" * 64)
+        assert (status, update.state()["outcome"]["state"]) == (410, "open"), told
+        update.submit()
 
 
 @pytest.mark.covers("F26")
@@ -46,21 +78,18 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
     monkeypatch.setattr(Journal, "sync", slow)
     waits.set()
     versions = set()
-    with serve(
-        tmp_path, nn.Linear(4, 3), **{"algorithm.name": "fedavg", "rounds.total": 7, "rounds.sites": 1}
-    ) as server:
+    with plain_server(tmp_path, nn.Linear(4, 3), rounds=7) as server:
         with Client(server.url, site="a", folder=tmp_path / "workers") as client:
             while (number := client.next_round()) is not None:
                 if number == 2:
                     wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
                     waits.clear()
-                state = client.pull()
                 versions.add(len(list((tmp_path / "state" / "slots").glob("version-*"))))
                 if number == 7:
                     assert server.status().durable_version == 1
                     waits.set()
                     wait_until(lambda: server.status().durable_version == 6, "the newest version to be durable")
-                client.submit({name: tensor + 1.0 for name, tensor in state.items()})
+                add_one(client)
     assert most_at_once == 1
     assert max(versions) <= 5
     assert synced <= 4  # versions 1, 2, 6 and 7; fewer where the first write begins late
@@ -128,7 +157,10 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
 
 @pytest.mark.covers("F41")
 def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) -> None:
-    """Guards against an outbox that is rewritten for the ticket of a version that the server has lost."""
+    """Guards against an outbox that is rewritten for the ticket of a version that the server has lost.
+
+    A number of a version is never used again, that of a round is.
+    """
     options = begun_at(tmp_path)
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 0.0)
@@ -149,7 +181,13 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
                 fl_round.submit(model)
             assert worker.load_into(model).weight.item() == 18.0
         server.run()
+    assert [(row.round, row.version) for row in server.status().history] == [(1, 1), (2, 3), (3, 4)]
     assert trained == [(0.0, 16.0), (16.0, 17.0), (17.0, 18.0), (17.0, 18.0)]  # round 2 only once
+    with new_server(None, **options) as server:  # it still knows that three rounds are done, not four
+        assert (server.status().finished, server.status().version) == (True, 4)
+        assert [(each.version, each.staleness) for each in server.status().workers] == [(3, 1)]
+    with new_server(None, **options | {"rounds.total": 4}) as server:
+        assert not server.status().finished
 
 
 @pytest.mark.covers("L3", "F41")
@@ -167,11 +205,50 @@ def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
         run.pull("b")
         run.server.stop()
         damage_head(tmp_path / "state")
-        run.server = new_server(run.model, **run.options).start()
+        run.server = new_server({"weight": START}, **run.options).start()
         assert run.server.status().fragments[0].version == 1
         run.pull("b")  # sends again first
         run.pull("a")  # its ticket was of a version that may have been lost, too
         run.submit("a", gradient(2))
         wait_until(lambda: len(run.server.status().history) == 3, "three updates")
         expected = START - gradient(0) - gradient(1) - gradient(2)
-        assert torch.allclose(run.weight(), expected, rtol=0, atol=1e-12)
+        run.require_weight(expected)
+
+
+IN_MEMORY: dict[str, Any] = {"disk.in_files": False}
+
+
+def bits_of_a_run(folder: Path, **settings: Any) -> tuple[bytes, list[str]]:
+    """The export, and the digest of every version."""
+    model = wide_model()
+    nbytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    with serve(folder, model, codec="bf16", **{"algorithm.outer_optimizer": {"name": "adam"}}, **settings) as server:
+        in_memory = memory_files_bytes(os.getpid())
+        assert in_memory >= nbytes if settings else in_memory == 0
+        FederatedSites(server.url, folder, build=wide_model).join()
+        wait_until(lambda: server.finished, "the last commit")
+        digests = [digest for (digest,) in ask_journal(folder, "SELECT digest FROM history ORDER BY seq")]
+        server.run()
+    assert len(digests) == 4
+    return (server.exports / "model.safetensors").read_bytes(), digests
+
+
+@pytest.mark.covers("D8", "D12")
+def test_in_memory_the_bits_are_the_same_and_no_tensor_is_on_disk(tmp_path: Path) -> None:
+    assert bits_of_a_run(tmp_path / "disk") == bits_of_a_run(tmp_path / "memory", **IN_MEMORY)
+    assert list((tmp_path / "memory" / "state" / "slots").iterdir()) == []
+    assert memory_files_bytes(os.getpid()) == 0
+
+
+@pytest.mark.covers("D12")
+def test_a_run_in_memory_ends_with_its_server_and_says_so(tmp_path: Path) -> None:
+    def start(**settings: Any) -> atoll.Server:
+        return plain_server(tmp_path, nn.Linear(1, 1), **settings).start()
+
+    start(**IN_MEMORY).stop()
+    with pytest.raises(ConfigError, match=r"a stopped run cannot continue\. Start a new run in another disk.state_dir"):
+        start(**IN_MEMORY)
+    with pytest.raises(ConfigError, match=r"disk\.in_files = False, but this start sets True"):
+        start()
+    with pytest.raises(ConfigError, match="data in memory does not survive a power loss"):
+        start(**IN_MEMORY, **{"disk.durability": "power"})

@@ -1,26 +1,179 @@
-"""A run with an aggregator of the user's own, over the real path: what it is given, and what comes of its mistakes."""
+"""A run with another reducer than the mean, or with an aggregator of the user's own, over the real path."""
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from down_world import Run
 from harness.processes import free_port, wait_until
 from kit.client import Client
 from kit.servers import plain_server
 from kit.sites import clients, finish
-from own_world import MEAN, write
 from safetensors.torch import load_file
+from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, RunFailed
+from atoll.errors import ConfigError, RunFailed, UsageError
+from atoll.reducers import NormalisedMean, RoundFacts
+from atoll.testing.contracts import ReducerContract
 
+ONE = {"w": torch.zeros(1), "bn.running_mean": torch.zeros(1)}
+"""θ₀ = 0 and the outer step is w ← w − g, so the new model is the reduction of what the sites became."""
+
+
+class TestNormalisedMean(ReducerContract):
+    reducer = NormalisedMean()
+
+
+def of_reducer(**options: Any) -> dict[str, Any]:
+    return {f"aggregation.reducer.{key}": value for key, value in options.items()}
+
+
+def submit_value(client: Client, value: float, **how: Any) -> None:
+    client.submit({name: torch.tensor([value]) for name in client.pull()}, **how)
+
+
+def after_one_round(
+    folder: Path, values: dict[str, float], how: dict[str, dict[str, Any]] | None = None, **settings: Any
+) -> tuple[float, float]:
+    """What models of these values become together: a parameter and a buffer. `how` a site submits it."""
+    with plain_server(folder, ONE, **settings, sites=len(values), rounds=1) as server:
+        sites = clients(server, folder, values)
+        for client in sites.values():
+            assert client.next_round() == 1
+        for site, client in sites.items():
+            submit_value(client, values[site], **(how or {}).get(site, {}))
+        model = finish(server, sites)
+    return model["w"].item(), model["bn.running_mean"].item()
+
+
+@pytest.mark.parametrize(
+    ("reducer", "parameter", "buffer"),
+    [
+        ({"name": "median"}, 2.0, 2.0),  # of −1e3, 1, 2, 3, 1e3
+        ({"name": "trimmed_mean", "trim": 0.2}, 2.0, 2.0),  # one at each end goes, 1 + 2 + 3 over three is left
+        # norms 1, 2, 3, 1e3, 1e3; C = 3: (1 + 2 + 3 + 3 − 3) / 5. Buffers are not clipped: the hostile two cancel
+        ({"name": "clipped_mean"}, 6 / 5, pytest.approx(6 / 5, rel=1e-4)),  # fp32 beside a thousand
+    ],
+    ids=["median", "trimmed", "clipped"],
+)
+def test_two_hostile_sites_of_five_are_bounded(
+    tmp_path: Path, reducer: dict[str, Any], parameter: float, buffer: float
+) -> None:
+    values = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 1e3, "e": -1e3}
+    assert after_one_round(tmp_path, values, **of_reducer(**reducer)) == (pytest.approx(parameter), buffer)
+
+
+@pytest.mark.covers("X43")
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        # p = ¼, ¾; x = 0 and the sites end at −4 and −6, so u = 4, 6
+        ((2, 6), -6.25),  # τ_eff = ¼·2 + ¾·6 = 5;  5 · (¼·4/2 + ¾·6/6)
+        ((6, 2), -7.25),  # τ_eff = ¼·6 + ¾·2 = 3;  3 · (¼·4/6 + ¾·6/2) = ½ + 27/4
+        ((3, 3), -5.5),  # FedAvg: ¼·4 + ¾·6
+    ],
+    ids=["few and many", "many and few", "equal"],
+)
+def test_updates_count_per_step(tmp_path: Path, steps: tuple[int, int], expected: float) -> None:
+    """Buffers are averaged as they are."""
+    how = {"a": {"weight": 1.0, "steps": steps[0]}, "b": {"weight": 3.0, "steps": steps[1]}}
+    found = after_one_round(tmp_path, {"a": -4.0, "b": -6.0}, how, algorithm="fednova")
+    assert found == (pytest.approx(expected, rel=1e-6), -5.5)
+
+
+def test_the_normalised_mean_serves_other_algorithms(tmp_path: Path) -> None:
+    how = {"a": {"steps": 5}}
+    assert after_one_round(tmp_path, {"a": -4.0}, how, **of_reducer(name="normalised_mean")) == (-4.0, -4.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (of_reducer(name="median", trim=0.1), r"aggregation\.reducer"),
+        (of_reducer(name="medain"), "median"),
+        ({"algorithm": "fednova"} | of_reducer(name="median"), r"aggregation.reducer = 'median'.*fednova"),
+    ],
+    ids=["option", "name", "fednova"],
+)
+def test_a_wrong_reducer_ends_the_start_and_is_named(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        plain_server(tmp_path, ONE, **settings).start()
+
+
+@pytest.mark.covers("X43")
+def test_an_update_without_steps_is_refused_and_the_round_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    settings = {"rounds.sites": 2, "rounds.total": 2, "rounds.min_sites": 1}
+    with plain_server(tmp_path, ONE, algorithm="fednova", **settings) as server:
+        a, b = (sites := clients(server, tmp_path)).values()
+        assert a.next_round() == b.next_round() == 1
+        submit_value(b, -100.0)
+        submit_value(a, -4.0, steps=2)
+        assert a.next_round() == b.next_round() == 2  # closed with a alone: −4
+        status = server.status()
+        assert (status.refused, status.history[-1].workers) == (1, ["a"])
+        submit_value(a, -5.0, steps=1)
+        submit_value(b, -8.0, steps=3)
+        # u = 1, 4 from −4; p = ½, ½; τ_eff = 2: 2 · (½·1/1 + ½·4/3) = 7/3
+        assert finish(server, sites)["w"].item() == pytest.approx(-4 - 7 / 3, rel=1e-6)
+    assert "The update of b was refused: it reports no number of local steps" in caplog.text
+    assert "submit(model, steps=…)" in caplog.text
+
+
+def test_correct_counts_the_steps(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with (
+        plain_server(tmp_path, model, algorithm="fednova", rounds=1) as server,
+        atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
+    ):
+        for fl_round in worker:
+            fl_round.load_into(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with fl_round.correct(model, optimizer):
+                for _ in range(7):
+                    model(torch.ones(1, 1)).sum().backward()
+                    optimizer.step()
+            fl_round.submit(model)
+        assert server.status().refused == 0
+        assert server.status().fragments[0].version == 1
+
+
+def test_steps_below_one_have_no_mean() -> None:
+    with pytest.raises(UsageError, match=r"\[2, 0\]"):
+        NormalisedMean().weigh(RoundFacts([1.0, 1.0], [1.0, 1.0], [2, 0]))
+
+
+MEAN = """
+def mean(updates):
+    total = sum(update.weight for update in updates)
+    for name in updates[0].tensors:
+        result = None
+        for update in updates:
+            tensor = update.tensors[name].float()
+            if result is None:
+                result = tensor * (update.weight / total)
+            else:
+                result.add_(tensor, alpha=update.weight / total)
+        yield name, result
+"""
+"""The built-in weighted mean, written by hand."""
 START = {"w": torch.zeros(2, 3), "v": torch.zeros(4), "bn.running_mean": torch.zeros(1)}
+
+
 SITES = {"a": 1.0, "b": 3.0}
 """Site → weight of its updates."""
+
+
+def write(folder: Path, text: str) -> None:
+    (folder / "mine.py").write_text(f"import json, os, torch\nHERE = {str(folder)!r}\n{text}")
 
 
 def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **options: Any) -> atoll.Server:
@@ -42,10 +195,20 @@ def submit(client: Client, site: str, number: int) -> None:
     client.submit(moved, weight=SITES[site], metrics={"loss": 1.0 / number})
 
 
+def play_first(server: atoll.Server, folder: Path, order: str = "ab") -> dict[str, Client]:
+    """Round 1; the sites."""
+    sites = clients(server, folder, order)
+    for client in sites.values():
+        assert client.next_round() == 1
+    for site, client in sites.items():
+        submit(client, site, 1)
+    return sites
+
+
 def play(server: atoll.Server, folder: Path, rounds: int, order: str = "ab", holds_at_the_end: int = 0) -> None:
     """All rounds of a run; sites submit in this order."""
-    sites = clients(server, folder, order)
-    for number in range(1, rounds + 1):
+    sites = play_first(server, folder, order)
+    for number in range(2, rounds + 1):
         for client in sites.values():
             assert client.next_round() == number
         for site, client in sites.items():
@@ -55,12 +218,17 @@ def play(server: atoll.Server, folder: Path, rounds: int, order: str = "ab", hol
     server.run()
 
 
-@pytest.mark.covers("D7")
-@pytest.mark.parametrize(("codec", "dtype"), [("none", "bfloat16"), ("bf16", "float32")])
+@pytest.mark.covers("D7", "D12")
+@pytest.mark.parametrize(
+    ("codec", "dtype", "in_files"), [("none", "bfloat16", True), ("bf16", "float32", True), ("none", "float32", False)]
+)
 def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
-    tmp_path: Path, codec: str, dtype: str
+    tmp_path: Path, codec: str, dtype: str, in_files: bool
 ) -> None:
-    """Each element comes through the codec as the pass decodes it, and no rounding is added to a bf16 model."""
+    """Each element comes through the codec as the pass decodes it, and no rounding is added to a bf16 model.
+
+    The aggregator reads updates in files and in memory.
+    """
     write(tmp_path, MEAN)
     start = {name: tensor.to(getattr(torch, dtype)) for name, tensor in START.items()}
     results = []
@@ -69,6 +237,7 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
             "aggregation.upload_codec.name": codec,
             "rounds.total": 2,
             "disk.state_dir": folder / "state",
+            "disk.in_files": in_files,
         }
         with serve(tmp_path, "mean", start=start, **(options | extra)) as server:
             play(server, folder, 2)
@@ -79,6 +248,13 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
         assert torch.equal(tensor, built_in[name]), name
         assert bool((tensor != 0).all())
     assert own_norm == built_in_norm
+
+
+def test_the_result_of_an_aggregator_steps_the_master_of_versions_that_go_down_as_differences(tmp_path: Path) -> None:
+    write(tmp_path, MEAN)
+    with Run(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as run:
+        run.play(1, 2, 3)
+        run.finish()
 
 
 @pytest.mark.covers("D7")
@@ -101,7 +277,7 @@ class Keeper:
         return {name: -self.factor * torch.ones(updates[0].tensors.ref(name).shape) for name in updates[0].tensors}
 """,
     )
-    with serve(tmp_path, "Keeper", **{"aggregation.aggregator.factor": 2.0, "rounds.total": 2}) as server:
+    with serve(tmp_path, "Keeper", rounds=2, **{"aggregation.aggregator.factor": 2.0}) as server:
         play(server, tmp_path, 2, "ba", holds_at_the_end=4)
         model = load_file(server.exports / "model.safetensors")
     assert holds(server, "aggregator") == 0  # the pins went with the process
@@ -135,13 +311,11 @@ def test_the_other_form_gets_updates_as_they_arrive_and_keeps_no_more_than_allow
         """
 class AsTheyArrive:
     def __init__(self):
-        self.order, self.kept, self.log = [], [], []
+        self.order, self.kept = [], []
 
     def say(self, *words):
-        self.log.append(words)
-        with open(os.path.join(HERE, "said.tmp"), "w") as file:
-            json.dump(self.log, file)
-        os.replace(os.path.join(HERE, "said.tmp"), os.path.join(HERE, "said.json"))
+        with open(os.path.join(HERE, "said.json"), "a") as file:
+            file.write(json.dumps(words) + "\\n")
 
     def accept(self, update):
         self.order.append(update)
@@ -166,9 +340,9 @@ class AsTheyArrive:
 
     def said() -> list[list[Any]]:
         path = tmp_path / "said.json"
-        return json.loads(path.read_text()) if path.exists() else []
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    with serve(tmp_path, "AsTheyArrive", **{"rounds.total": 2, "aggregation.max_kept_updates": 1}) as server:
+    with serve(tmp_path, "AsTheyArrive", rounds=2, **{"aggregation.max_kept_updates": 1}) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2):
             for site in "ba":
@@ -194,10 +368,7 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     port = free_port()
     server = serve(tmp_path, "mean", **{"network.port": port}).start()
-    sites = clients(server, tmp_path)
-    for site, client in sites.items():
-        assert client.next_round() == 1
-        submit(client, site, 1)
+    sites = play_first(server, tmp_path)
     with pytest.raises(RunFailed) as raised:
         server.wait(60)
     line = (tmp_path / "mine.py").read_text().splitlines().index('        raise ValueError("no such luck")') + 1
@@ -217,28 +388,21 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
     assert torch.allclose(model["v"], 2.5 * torch.linspace(0.1, 1, 4))
 
 
-FAILURES = [
-    pytest.param(
-        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with signal 9", id="killed"
-    ),
-    pytest.param("os._exit(3)", "its process ended with exit code 3", id="exits"),
-    pytest.param(
-        "import threading; threading.Event().wait()", "neither read nor returned a tensor for 1 s", id="hangs"
-    ),
-    pytest.param(
-        "return {'w': torch.zeros(3, 2)}", "returned 'w' with the shape [3, 2], the model has [2, 3]", id="shape"
-    ),
-]
-
-
 @pytest.mark.covers("D7")
-@pytest.mark.parametrize(("body", "words"), FAILURES)
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with signal 9"),
+        ("os._exit(3)", "its process ended with exit code 3"),
+        ("import threading; threading.Event().wait()", "neither read nor returned a tensor for 1 s"),
+        ("return {'w': torch.zeros(3, 2)}", "returned 'w' with the shape [3, 2], the model has [2, 3]"),
+    ],
+    ids=["killed", "exits", "hangs", "shape"],
+)
 def test_one_that_cannot_give_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
-    server = serve(tmp_path, "bad", **{"rounds.sites": 1, "aggregation.aggregator_timeout_s": 1.0}).start()
-    (client,) = clients(server, tmp_path, "a").values()
-    assert client.next_round() == 1
-    submit(client, "a", 1)
+    server = serve(tmp_path, "bad", sites=1, **{"aggregation.aggregator_timeout_s": 1.0}).start()
+    play_first(server, tmp_path, "a")
     with pytest.raises(RunFailed) as raised:
         server.wait(60)
     assert "mine.py:bad' failed" in raised.value.message
@@ -263,17 +427,15 @@ def waits(updates):
 """,
     )
     port = free_port()
-    server = serve(tmp_path, "waits", **{"rounds.sites": 1, "network.port": port}).start()
-    (client,) = clients(server, tmp_path, "a").values()
-    assert client.next_round() == 1
-    submit(client, "a", 1)
+    server = serve(tmp_path, "waits", sites=1, **{"network.port": port}).start()
+    client = play_first(server, tmp_path, "a")["a"]
     pid = tmp_path / "pid"
     wait_until(lambda: pid.exists() and pid.read_text(), "the aggregation")
     server.stop()
     assert not Path(f"/proc/{pid.read_text()}").exists()
     assert server.status().fragments[0].version == 0
     (tmp_path / "go").write_text("")
-    with serve(tmp_path, "waits", **{"rounds.sites": 1, "network.port": port}) as server:
+    with serve(tmp_path, "waits", sites=1, **{"network.port": port}) as server:
         assert client.next_round() is None
         client.close()
         assert server.wait(60)

@@ -1,9 +1,10 @@
-"""A codec of a user's own, from the run file to the model; and what a server cannot have a site run."""
+"""Codecs of the way up: one of the user's own, and bytes that no codec has written."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from kit.servers import plain_server
 from kit.sites import clients, finish, play_round
+from torch import Tensor
 
 import atoll
-from atoll.codecs import build_codecs
+from atoll.codecs import Codec, build_codecs
 from atoll.errors import ConfigError, StoreError
 
 OWN = '''
@@ -143,7 +145,7 @@ def test_what_is_no_codec_is_refused_before_anything_moves(
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
     with serving(tmp_path, codec) as server:
-        (site,) = clients(server, tmp_path, "a").values()
+        site = clients(server, tmp_path, "a")["a"]
         site.next_round()
         model = site.pull()
         shutil.rmtree(tmp_path / "w")
@@ -151,7 +153,71 @@ def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> 
             site.submit({"w": model["w"] - 1})
         site.close()
         again = clients(server, tmp_path, "a")
-        play_round(again, 1, lambda _, state: {"w": state["w"] - 1})
-        assert again["a"].next_round() == 2
-        assert again["a"].pull()["w"].tolist() == [-1.0] * 3
-        again["a"].close()
+        for number in (1, 2):
+            play_round(again, number, lambda _, state: {"w": state["w"] - 1})
+        assert finish(server, again)["w"].tolist() == [-2.0] * 3
+
+
+class Forged:
+    """A codec with changed bytes."""
+
+    elementwise, raw, feedback = False, False, True
+
+    def __init__(self, codec: Codec, change: Callable[[Tensor], Any]) -> None:
+        self.name, self.encoded_bytes, self.decode_ = codec.name, codec.encoded_bytes, codec.decode_
+        self._codec, self._change = codec, change
+
+    def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        self._codec.encode_(source, target, dtype)
+        if source.numel() == 300:
+            self._change(target)
+
+
+def scale(value: float) -> Callable[[Tensor], Any]:
+    return lambda encoded: encoded[4:8].view(torch.float32).fill_(value)
+
+
+def same_places(encoded: Tensor) -> None:
+    """Every one of the 64 the last of the tile, behind the 300th; three bytes for two of them."""
+    encoded[8 : 8 + 96] = 255
+
+
+def all_ones(encoded: Tensor) -> None:
+    encoded[8:] = 255
+
+
+FORGED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "int8-nan": (scale(float("nan")), "w contains NaN or Inf"),
+    "int8-inf": (scale(-float("inf")), "w contains Inf, which"),
+    "int8-overflow": (scale(3e38), "w contains Inf, which"),
+    "int8-huge": (scale(1e30), "its norm is"),
+    "int8-negative": (scale(-1.0), ""),
+    "int4-inf": (scale(float("inf")), "w contains Inf, which"),
+    "int4-ones": (all_ones, ""),
+    "topk-inf": (scale(float("inf")), "w contains Inf, which"),
+    "topk-same-places": (same_places, ""),
+    "topk-ones": (all_ones, ""),
+}
+"""Codec and change of its bytes → the change, and why the update is refused."""
+
+
+@pytest.mark.covers("L16", "X3")
+@pytest.mark.parametrize("forged", FORGED)
+def test_bytes_that_no_codec_has_written_are_refused_or_finite(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, forged: str
+) -> None:
+    """The server refuses them with the tensor's name, or has finite values of them."""
+    codec, (change, refused) = forged.partition("-")[0], FORGED[forged]
+    with plain_server(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, rounds=2, codec=codec) as server:
+        site = clients(server, tmp_path, "a")["a"]
+        codecs, honest = site._place.exchange.local.layouts.codecs, build_codecs(codec, {})[codec]
+        moved = {"w": torch.linspace(1, 2, 300), "v": torch.ones(5)}
+        rounds = [Forged(honest, change), honest] + [honest] * bool(refused)  # a refused update is a round that was not
+        for used in rounds:
+            codecs[codec] = used
+            assert site.next_round() is not None
+            site.submit({name: tensor - moved[name] for name, tensor in site.pull().items()})
+            assert server.status().refused == bool(refused)
+        found = finish(server, {"a": site})
+    assert (refused in caplog.text) if refused else ("refused" not in caplog.text)
+    assert all(bool(tensor.isfinite().all()) for tensor in found.values())

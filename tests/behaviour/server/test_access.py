@@ -1,14 +1,18 @@
-"""Who may join, and which TLS both ends speak."""
+"""What a server admits: sites that fit the run, tokens, certificates, and requests for this machine's own name."""
 
+from __future__ import annotations
+
+import http.client
+import json
 import os
 import re
 import socket
 import ssl
 import threading
-import urllib.error
-import urllib.request
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -18,8 +22,31 @@ from kit.tls import write_certificate
 from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, ServerUnreachable
+from atoll.errors import AuthError, ConfigError, ServerUnreachable
 from atoll.testing.run import status
+
+
+def asked(
+    port: int,
+    host: str = "localhost",
+    authorization: str | None = None,
+    *,
+    path: str = "/v1/status",
+    method: str = "GET",
+    address: str = "127.0.0.1",
+) -> tuple[int, str]:
+    """Status and code of a request with exactly these headers."""
+    connection = http.client.HTTPConnection(address, port, timeout=30)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    connection.putheader("Host", host)
+    if authorization is not None:
+        connection.putheader("Authorization", authorization)
+    connection.endheaders()
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    is_problem = reply.status != 200 and reply.headers.get_content_type() == "application/json"
+    return reply.status, json.loads(body)["code"] if is_problem else ""
 
 
 def join(url: str, **fields: object) -> tuple[int, str]:
@@ -30,7 +57,7 @@ def join(url: str, **fields: object) -> tuple[int, str]:
 
 @pytest.mark.covers("F30")
 def test_the_server_itself_refuses_a_site_that_does_not_fit(tmp_path: Path) -> None:
-    with plain_server(tmp_path, nn.Linear(2, 1), **{"algorithm.name": "diloco", "diloco.sync_every": 5}) as server:
+    with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5) as server:
         assert re.search("^config: .*every 6 steps, but the run every 5", join(server.url, sync_every=6)[1])
         mine = get(server.url, "/v1/run")[1]["schema_digest"][:12]
         assert re.search(
@@ -46,23 +73,23 @@ def test_a_model_without_controls_fits_a_run_that_has_them(tmp_path: Path) -> No
     """A worker may name the schema of its own model, or the run's as it has read it."""
     digests = []
     for algorithm in ("fedavg", "scaffold"):
-        with plain_server(tmp_path / algorithm, nn.Linear(2, 1), **{"algorithm.name": algorithm}) as server:
+        with plain_server(tmp_path / algorithm, nn.Linear(2, 1), algorithm=algorithm) as server:
             digests.append(get(server.url, "/v1/run")[1]["schema_digest"])
             assert [join(server.url, schema_digest=digest)[0] for digest in digests] == [200] * len(digests)
     assert len(set(digests)) == 2
 
 
 @pytest.mark.covers("X2")
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o666])
-def test_a_secret_that_more_than_its_owner_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_more_than_its_owner_may_read_or_write_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("secret\n")
-    file.chmod(mode)
-    with pytest.raises(ConfigError, match=f"{mode:04o}"):
-        plain_server(tmp_path, nn.Linear(2, 1), **{"network.token_file": file}).start()
+    for mode in (0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o666):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match=f"{mode:04o}"):
+            plain_server(tmp_path, nn.Linear(2, 1), **{"network.token_file": file}).start()
     file.chmod(0o600)
     with plain_server(tmp_path, nn.Linear(2, 1), **{"network.token_file": file}) as server:
-        assert [asked(server.url, sent) for sent in (None, "Bearer secret")] == [401, 200]
+        assert [asked(server.port, authorization=sent)[0] for sent in (None, "Bearer secret")] == [401, 200]
 
 
 @pytest.mark.covers("X2")
@@ -97,27 +124,16 @@ def test_both_ends_speak_tls_1_3_only(tmp_path: Path, monkeypatch: pytest.Monkey
     assert refused == ["UNSUPPORTED_PROTOCOL"]
 
 
-def asked(url: str, sent: str | None) -> int:
-    """Status of a request with this Authorization."""
-    request = urllib.request.Request(f"{url}/v1/run", headers={} if sent is None else {"Authorization": sent})
-    try:
-        with urllib.request.urlopen(request, timeout=20) as reply:
-            return int(reply.status)
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code
-
-
 @pytest.mark.covers("X2")
 def test_nothing_but_the_whole_token_opens_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOLL_TOKEN", "secret")
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         wrong = [None, "", "Bearer", "Bearer ", "Bearer secre", "Bearer secret1", "Basic secret"]
-        assert [asked(server.url, sent) for sent in wrong] == [401] * len(wrong)
+        assert [asked(server.port, authorization=sent) for sent in wrong] == [(401, "auth")] * len(wrong)
         with socket.create_connection(("127.0.0.1", server.port), timeout=20.0) as raw:
             raw.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
             assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
-        assert asked(server.url, "Bearer secret") == 200
+        assert asked(server.port, authorization="Bearer secret")[0] == 200
 
 
 @pytest.mark.covers("X3")
@@ -139,7 +155,7 @@ def test_a_token_that_no_header_can_carry_is_refused_where_it_is_read(
         server().start()
     monkeypatch.setenv("ATOLL_TOKEN", " secret\n")
     with server() as running:
-        assert asked(running.url, "Bearer secret") == 200
+        assert asked(running.port, authorization="Bearer secret")[0] == 200
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +206,121 @@ def test_a_tls_connection_that_ends_early_is_no_matter_of_certificates() -> None
 
     error = ssl.SSLEOFError(8, "EOF occurred in violation of protocol")
     assert "does not answer (eof occurred in violation of protocol)" in str(network_error("https://here", 1.0, error))
+
+
+LOCAL = [
+    "127.0.0.1",
+    "127.0.0.1:8512",
+    "127.0.0.1:1",
+    "127.8.9.10",
+    "localhost",
+    "LocalHost:9000",
+    "localhost.",
+    "[::1]",
+    "[::1]:8512",
+    "[0:0:0:0:0:0:0:1]:1",
+]
+
+
+FOREIGN = [
+    "evil.example",
+    "evil.example:8512",
+    "127.0.0.1.evil.example",
+    "localhost.evil.example",
+    "notlocalhost",
+    "192.168.0.7:8512",
+    "0.0.0.0",
+    "[2001:db8::1]:8512",
+    "[::]:8512",
+    "evil@localhost",
+    "localhost@evil.example",
+    "127.0.0.1:8512:evil",
+    "127.0.0.1/evil.example",
+    "127.0.0.1, evil.example",
+    "2130706433",
+    "[::1",
+    "",
+    None,
+]
+"""None: the request has no Host."""
+
+
+@pytest.mark.parametrize("host", LOCAL + FOREIGN)
+def test_the_gate_itself_tells_loopback_names_from_others(host: str | None) -> None:
+    """Also what no HTTP library passes on, such as several hosts."""
+    from atoll.server.http.auth import Gate
+
+    gate, named = Gate(None, local=True), [] if host is None else [host]
+    for hosts in (named, ["localhost", *named]):
+        if host in LOCAL:
+            gate.require_host(hosts)
+        elif hosts != ["localhost"]:
+            with pytest.raises(AuthError):
+                gate.require_host(hosts)
+    Gate(None, local=False).require_host(named)
+    Gate("t0ken", local=True).require_host(named)
+
+
+@pytest.fixture(scope="module")
+def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Of a server on loopback without a token."""
+    with plain_server(tmp_path_factory.mktemp("host"), nn.Linear(2, 1)) as server:
+        yield server.port
+        assert server.status().workers == []
+
+
+PATHS = ["/v1/status", "/v1/run", "/v1/schema", "/v1/workers", "/metrics", "/openapi.json", "/healthz", "/nothing"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_refuses_a_foreign_name_at_every_path(port: int, path: str) -> None:
+    for method in ("GET", "POST"):
+        assert asked(port, "evil.example", path=path, method=method) == (401, "auth")
+
+
+def test_two_host_headers_are_not_taken_for_a_local_one(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+        raw.sendall(b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\nConnection: close\r\n\r\n")
+        answer = raw.makefile("rb").readline()
+    assert answer.split()[1] in (b"400", b"401")
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+IPV6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+
+
+@pytest.mark.parametrize(
+    ("settings", "token", "host", "authorization", "status"),
+    [
+        ({}, "", "127.0.0.1", None, 200),
+        ({}, "", "LocalHost:9000", None, 200),
+        # a page of another name does not know the token, and a proxy in front of the server may pass on any name
+        ({}, "t0ken", "runs.example", "Bearer t0ken", 200),
+        ({}, "t0ken", "evil.example", None, 401),
+        # beyond loopback a token and TLS are needed, or `insecure`, which says that the network is trusted
+        ({"network.host": "0.0.0.0", "network.insecure": True}, "", "runs.example", None, 200),
+        pytest.param({"network.host": "::1"}, "", "[::1]:1", None, 200, marks=IPV6),
+        pytest.param({"network.host": "::1"}, "", "evil.example", None, 401, marks=IPV6),
+    ],
+)
+def test_the_name_decides_on_loopback_without_a_token(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    token: str,
+    host: str,
+    authorization: str | None,
+    status: int,
+) -> None:
+    monkeypatch.setenv("ATOLL_TOKEN", token)
+    address = "::1" if settings.get("network.host") == "::1" else "127.0.0.1"
+    with plain_server(tmp_path, nn.Linear(2, 1), **settings) as server:
+        assert asked(server.port, host, authorization, address=address) == (status, "auth" if status == 401 else "")

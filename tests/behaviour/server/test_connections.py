@@ -1,0 +1,356 @@
+"""Connections that are too many, break off, stall or send too much: they disturb no other and take little memory."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import resource
+import socket
+import ssl
+import struct
+import tracemalloc
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from harness.processes import wait_until
+from kit.client import Client
+from kit.requests import answer, begin_request, get
+from kit.servers import plain_server
+from kit.tls import write_certificate
+from kit.wire import DIGEST_BYTES, WireSite
+from safetensors.torch import load_file
+from torch import nn
+
+import atoll
+from atoll.transport import listener
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers take 20 connections."""
+    monkeypatch.setattr(
+        "atoll.server.serve.raise_files_limit", lambda: listener.RESERVED_FILES + 20 * listener.FILES_OF_ONE
+    )
+
+
+def healthy(connection: http.client.HTTPConnection) -> bool:
+    connection.request("GET", "/healthz")
+    return connection.getresponse().read() == b"ok\n"
+
+
+def wait_until_let_in(connect: Callable[[], http.client.HTTPConnection]) -> None:
+    def let_in() -> bool:
+        with contextlib.closing(connect()) as late, contextlib.suppress(OSError, http.client.HTTPException):
+            return healthy(late)
+        return False
+
+    wait_until(let_in, "a connection")
+
+
+def test_connected_clients_stay_and_others_come_in_when_there_is_room(
+    few: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server, contextlib.ExitStack() as stack:
+        worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+        stack.callback(worker.close)
+        assert healthy(worker)
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(30)]
+        for turned_away in silent[19:]:
+            turned_away.settimeout(30)
+            with contextlib.suppress(ConnectionResetError):
+                assert turned_away.recv(1) == b""
+        assert healthy(worker)
+        said = [record for record in caplog.records if "ulimit -n" in record.getMessage()]
+        assert [record.getMessage().partition(",")[0] for record in said] == ["there are 20 connections"]
+        for one in silent:
+            one.close()
+        wait_until_let_in(lambda: http.client.HTTPConnection("127.0.0.1", server.port, timeout=30))
+
+
+def test_as_many_files_as_the_system_allows_may_be_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = listener.MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, listener.MOST_FILES)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, hard))
+        assert listener.raise_files_limit() == most
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_unfinished_handshake_takes_no_place_for_ever(few: None, tmp_path: Path) -> None:
+    context = ssl._create_unverified_context()
+    with plain_server(tmp_path, nn.Linear(2, 2), **write_certificate(tmp_path)) as server:
+        for word in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+            for one in silent:
+                one.sendall(word)
+                one.close()
+        port = server.port
+        wait_until_let_in(lambda: http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context))
+
+
+BEGUN = 300_000
+
+
+@contextmanager
+def quiet_server(folder: Path, log: pytest.LogCaptureFixture) -> Iterator[atoll.Server]:
+    """A server that logs no warning and no error until it has ended, and with it every request."""
+    log.set_level(logging.INFO)
+    with plain_server(folder, nn.Linear(4000, 2000)) as server:
+        yield server
+        with urllib.request.urlopen(f"{server.url}/healthz") as answer:
+            assert answer.read() == b"ok\n"
+    assert [record for record in log.records if record.levelno >= logging.WARNING or record.exc_info] == []
+
+
+def reset(raw: socket.socket) -> None:
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.close()
+
+
+ENDS: tuple[Callable[[socket.socket], None], ...] = (socket.socket.close, reset)
+
+
+def test_a_worker_that_goes_away_within_a_part(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Past the HTTP parser, and through aiohttp's streams."""
+    with quiet_server(tmp_path, caplog) as server:
+        update = WireSite(server.url).train()
+        for headers, end in product(({}, {"Connection": "keep-alive"}), ENDS):
+            had = server.status().bytes_up
+            raw = update.begin(0, update.body(0)[:BEGUN], **headers)
+            wait_until(lambda: server.status().bytes_up == had + BEGUN, "the bytes")  # noqa: B023
+            end(raw)
+            assert update.put(0)[0] == 204  # nothing of the first request is in its way
+
+
+def test_a_worker_that_goes_away_within_a_download(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with quiet_server(tmp_path, caplog) as server:
+        path = "/v1/fragments/0/versions/0"
+        digest = get(server.url, path)[1]["digest"]
+        for headers, end, _ in product(({}, {"Range": "bytes=0-900000"}), ENDS, range(3)):
+            raw = begin_request(server.port, f"GET {path}/{digest}", **headers)
+            raw.recv(100)
+            end(raw)
+
+
+def test_answers_other_protocols_with_an_http_error_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with quiet_server(tmp_path, caplog) as server:
+        for words in (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"SSH-2.0-x\r\n"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as raw:
+                raw.sendall(words)
+                assert raw.recv(100).startswith(b"HTTP/1.")
+
+
+PART_BYTES, MOST_PARTS = 2**16, 4
+"""Parts of one site that the server takes at a time over one connection."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[atoll.Server]:
+    settings = {"network.part_bytes": PART_BYTES, "network.connections": 1}
+    with plain_server(tmp_path, nn.Linear(300, 300), **settings) as server:
+        yield server
+
+
+@pytest.mark.covers("D1", "F37")
+def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server) -> None:
+    update = WireSite(server.url).train()
+    with contextlib.ExitStack() as ends:
+        first = [ends.enter_context(update.begin(part, b"x")) for part in range(MOST_PARTS)]
+        wait_until(lambda: server.status().bytes_up == len(first), "their first bytes")
+        status, told = answer(update.begin(MOST_PARTS, b"x"))
+        assert status == 429
+        assert "a is sending 4 parts already" in told["message"]
+        ends.enter_context(update.begin(0, b"x"))  # again: it takes the place of the one before
+        with contextlib.suppress(ConnectionResetError):
+            assert first[0].recv(1) == b""
+        wait_until(lambda: server.status().bytes_up == len(first) + 1, "its first byte")
+    update.submit()  # nothing of it is in the way of an update
+    wait_until(lambda: server.status().fragments[0].version == 1, "the round")
+
+
+@pytest.mark.parametrize("nbytes", [1, PART_BYTES, 2 * (PART_BYTES + DIGEST_BYTES)])
+def test_a_request_brings_one_whole_part(server: atoll.Server, nbytes: int) -> None:
+    status, told = answer(WireSite(server.url).train().begin(0, nbytes=nbytes))
+    assert status == 400
+    assert f"a Content-Length of {nbytes} bytes, not {PART_BYTES + DIGEST_BYTES}" in told["message"]
+
+
+@pytest.mark.covers("L9")
+def test_a_part_that_has_arrived_is_a_sign_of_life(tmp_path: Path) -> None:
+    """The request for it is one, too; the site sends nothing else. A second of silence is worth a word here."""
+    settings = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": 0}
+    with plain_server(tmp_path, nn.Linear(64, 64), **settings) as server:
+
+        def silent() -> bool:
+            return "no heartbeat from a" in server.status().fragments[0].reason
+
+        update = WireSite(server.url).train()
+        raw = update.begin(0)
+        wait_until(silent, "the word")
+        raw.sendall(update.body(0))
+        assert answer(raw)[0] == 204
+        assert not silent()
+
+
+@pytest.mark.covers("D1")
+def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against buffers that are large for every request, since those of parts under TLS have to be."""
+    from atoll.transport import serve_range
+
+    limits: list[int] = []
+    serve = serve_range.serve_file
+
+    async def spied(request: web.Request, *arguments: Any, **options: Any) -> web.StreamResponse:
+        limits.append(request.content.get_read_buffer_limits()[1])
+        return await serve(request, *arguments, **options)
+
+    monkeypatch.setattr("atoll.server.http.byte_routes.serve_file", spied)
+    path = "/v1/fragments/0/versions/0"
+    digest = get(server.url, path)[1]["digest"]
+    with begin_request(server.port, f"GET {path}/{digest}", Content_Length=1000000) as raw:
+        assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
+    assert limits == [2**17]
+
+
+def test_only_so_many_transfers_move_large_runs() -> None:
+    from atoll.transport import request_body
+
+    with contextlib.ExitStack() as ends:
+        wide = [ends.enter_context(request_body._run_bytes()) for _ in range(request_body.WIDE)]
+        with request_body._run_bytes() as one_more:
+            assert (set(wide), one_more) == ({request_body.WIDE_BYTES}, request_body.NARROW_BYTES)
+    with request_body._run_bytes() as later:
+        assert later == request_body.WIDE_BYTES
+
+
+@pytest.mark.covers("D1")
+@pytest.mark.parametrize("wide", [0, 1])
+def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wide: int
+) -> None:
+    """And what is held for each of them keeps to it."""
+    from atoll.transport import request_body, serve_range
+
+    monkeypatch.setattr(request_body, "WIDE", wide)
+    limits: set[int] = set()
+    receive = request_body.receive_part
+
+    async def spied(request: web.Request, *arguments: Any, **options: Any) -> bytes:
+        digest = await receive(request, *arguments, **options)
+        limits.add(request.content.get_read_buffer_limits()[1])
+        return digest
+
+    written: set[int] = set()
+    write = web.StreamResponse.write
+
+    async def spied_write(response: web.StreamResponse, data: memoryview) -> None:
+        written.add(len(data))
+        await write(response, data)
+
+    monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
+    monkeypatch.setattr(web.StreamResponse, "write", spied_write)
+    tls = write_certificate(tmp_path)
+    monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
+    model = nn.Linear(1000, 1000)
+    options: dict[str, Any] = {"rounds.total": 1, "network.part_bytes": 2**20 + 2**10, "network.connections": 1}
+    with plain_server(tmp_path, model, **options, **tls) as server:
+        with atoll.join(f"https://localhost:{server.port}", site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                copy = fl_round.load_into(nn.Linear(1000, 1000))
+                assert torch.equal(copy.weight, model.weight)
+                nn.init.zeros_(copy.weight)
+                fl_round.submit(copy)
+        server.run()
+        assert load_file(server.exports / "model.safetensors")["weight"].count_nonzero() == 0
+    assert max(written) == serve_range.TLS_RUN_BYTES
+    assert limits == ({request_body.WIDE_BYTES} if wide else {2 * 2**16})
+
+
+def rest_of(raw: socket.socket, got: bytes) -> bytes:
+    with raw, contextlib.suppress(ConnectionResetError):
+        while chunk := raw.recv(1 << 16):
+            got += chunk
+    return got.partition(b"\r\n\r\n")[2]
+
+
+@pytest.mark.covers("P3")
+def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> None:
+    """Readers stall in versions 0, 1 and 2; two may be pinned beyond those that are kept: the oldest is revoked."""
+    model = nn.Linear(3000, 1000, bias=False)  # 12 MB: more than the sockets between the two can hold
+    readers: list[tuple[socket.socket, bytes]] = []
+    versions: list[bytes] = []
+    with plain_server(tmp_path, model, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 2}) as server:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
+            for number in range(8):
+                assert client.next_round() == number + 1
+                state = client.pull()
+                if number < 3:
+                    (base,) = (tmp_path / "w").rglob("base.safetensors")
+                    note = json.loads(base.with_suffix(".json").read_text())
+                    versions.append(base.read_bytes())
+                    path = f"/v1/fragments/0/versions/{number}/{note['digest']}"
+                    raw = begin_request(server.port, f"GET {path}", receive_bytes=4096, Connection="close")
+                    readers.append((raw, raw.recv(1000)))
+                client.submit({name: tensor + 1.0 for name, tensor in state.items()})
+                # a version that is kept because the next is not durable yet would take the place of a pull
+                wait_until(lambda: server.status().durable_version == number + 1, "it to be durable")  # noqa: B023
+            client.next_round()
+            bodies = [rest_of(*reader) for reader in readers]
+    for body, version in zip(bodies, versions, strict=True):
+        assert version.startswith(body), "bytes of another version arrived"
+    assert [body == version for body, version in zip(bodies, versions, strict=True)] == [False, True, True]
+
+
+def ask_for_ever(talk: socket.socket) -> None:
+    while True:
+        talk.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_ends_a_client_that_never_reads_its_answers(tmp_path: Path, tls: bool) -> None:
+    options = write_certificate(tmp_path) if tls else {}
+    with plain_server(tmp_path, nn.Linear(2, 2), **{"network.idle_timeout_s": 0.2}, **options) as server:
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(30)
+        raw.connect(("127.0.0.1", server.port))
+        talk = ssl._create_unverified_context().wrap_socket(raw) if tls else raw
+        with talk, pytest.raises((ConnectionError, ssl.SSLError)):
+            ask_for_ever(talk)
+
+
+CONNECTIONS, MOST_BYTES = 50, 105_000
+"""Of Python's memory, for each connection; asyncio's own buffer has 262,144."""
+
+
+def test_keeps_a_small_buffer_for_a_tls_connection_that_asked_nothing(tmp_path: Path) -> None:
+    """Any machine that reaches the port can open many, before it shows a token."""
+    context = ssl._create_unverified_context()
+    with plain_server(tmp_path, nn.Linear(2, 2), **write_certificate(tmp_path)) as server:
+        with contextlib.ExitStack() as opened:
+
+            def shake() -> None:
+                raw = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+                opened.enter_context(context.wrap_socket(raw))
+
+            shake()
+            tracemalloc.start()
+            opened.callback(tracemalloc.stop)
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(CONNECTIONS):
+                shake()
+            each = (tracemalloc.get_traced_memory()[0] - before) / CONNECTIONS
+    assert 2**14 < each <= MOST_BYTES, each

@@ -1,0 +1,424 @@
+"""Versions that go down as differences: the bits, the bytes, which site gets what, beside whatever else a run has."""
+
+from __future__ import annotations
+
+import logging
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from down_world import Run, down_bytes, mixed, require_equal, serve, start, through, trained
+from harness.processes import Nursery
+from harness.proxy import Fault, Proxy
+from kit import flip_bit
+from kit.client import Client
+from kit.processes import export
+from kit.sites import clients, finish, play_round
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import atoll
+from atoll.codecs import build_codecs
+from atoll.errors import Gone, StateCorrupt
+from atoll.filters import NormClip
+
+PART_BYTES = 2**16
+
+
+def whole_bytes(folder: Path) -> int:
+    """Of a version: a safetensors file, as the sites keep it."""
+    return next((folder / "w").rglob("base.safetensors")).stat().st_size
+
+
+def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
+    """Of a delta of the small model: encoded parameters and new buffers, each from a multiple of 64 on."""
+    encoding = build_codecs(codec, options or {})[codec]
+    sizes = [
+        tensor.nbytes if name.startswith("bn.") else encoding.encoded_bytes(tensor.numel(), "F32")
+        for name, tensor in start().items()
+    ]
+    return sum(-(-size // 64) * 64 for size in sizes)
+
+
+@pytest.mark.covers("L16")
+@pytest.mark.parametrize(
+    ("up", "down", "options"),
+    [
+        ("none", "int8", {}),
+        ("none", "int4", {}),
+        ("none", "topk", {"density": 0.05}),
+        ("none", "bf16", {}),
+        ("int8", "int8", {}),
+        ("int4", "topk", {}),
+    ],
+    ids=["int8", "int4", "topk", "bf16", "int8-both-ways", "int4-up-topk-down"],
+)
+def test_every_site_holds_what_the_formula_says_bit_for_bit(
+    tmp_path: Path, up: str, down: str, options: dict[str, float]
+) -> None:
+    """θ ← step, b ← b + dec(D(θ − b)), written down for whole tensors; and what comes down is counted."""
+    codecs = {"upload_codec.name": up, "download_codec.name": down, "download_codec": options}
+    in_files = down != "bf16"  # without a disk the bits are the same
+    settings = {f"aggregation.{key}": value for key, value in codecs.items()}
+    with Run(tmp_path, **settings, **{"disk.in_files": in_files}) as run:
+        run.play(1, 2, 3, 4)
+        received = run.received()
+        assert received == 2 * [whole_bytes(tmp_path) + 3 * delta_bytes(down, options)]
+        status = run.server.status()
+        assert status.bytes_down == sum(received)
+        assert [worker.bytes_down for worker in status.workers] == received
+        run.finish()
+    reference = run.reference
+    assert not torch.equal(reference.held["large"], reference.exported["large"])  # something was lost on the way
+
+
+@pytest.mark.parametrize("down", ["int8", "topk"])
+@pytest.mark.parametrize(
+    ("name", "optimizer", "options"),
+    [
+        ("sgd", torch.optim.SGD, {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        ("adam", torch.optim.Adam, {"lr": 0.01}),
+        ("torch.optim:Adafactor", torch.optim.Adafactor, {"lr": 0.01}),
+    ],
+    ids=["momentum", "adam", "whole-tensors"],
+)
+def test_all_dtypes_under_other_outer_optimizers(
+    tmp_path: Path, down: str, name: str, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]
+) -> None:
+    """fp64, bf16 and fp16, empty and 0-d tensors, buffers and integers; Adafactor sees whole tensors."""
+    model = mixed()
+    if optimizer is torch.optim.Adafactor:  # takes its default eps of the first parameter's dtype
+        model = {key: value for key, value in model.items() if value.dtype != torch.float64}
+    settings = {
+        "aggregation.download_codec.name": down,
+        "algorithm.outer_optimizer": {"path" if ":" in name else "name": name, **options},
+    }
+    with Run(tmp_path, model, rounds=3, **settings) as run:
+        run.reference.outer(optimizer, **options)
+        run.play(1, 2, 3)
+        run.finish()
+
+
+def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -> None:
+    """With keep_versions = 2 that is two differences; a site further behind pulls whole."""
+    with Run(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as run:
+
+        def pulled_anew() -> int:
+            """Another process of b pulls the head; how many bytes came."""
+            with Client(run.server.url, site="b", folder=tmp_path / "w") as client:
+                found = client.worker.load_into({n: torch.zeros_like(t) for n, t in run.reference.held.items()})
+                require_equal(found, run.reference.held)
+                return down_bytes(client)
+
+        run.play(1)
+        run.sites.pop("b").close()  # its base file has version 0
+        run.play(2)
+        run.begin(3)
+        assert pulled_anew() == 2 * delta_bytes("int8")
+        run.play(3, 4, 5)
+        run.begin(6)
+        assert pulled_anew() == whole_bytes(tmp_path)
+
+
+def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
+    """As DiLoCo does it when it missed a version: the old base stays, the new one lies beside it."""
+    from atoll.tensors.layout import version_layout
+    from atoll.tensors.module_tensors import schema_of
+
+    (first, *_) = version_layout(schema_of(start(), ("bn.*",)), PART_BYTES).parts
+    with Run(tmp_path) as run:
+        run.play(1)
+        run.begin(2)
+        client = run.sites["a"]
+        place = client._place
+        before, received = place.exchange.base.digest(first), down_bytes(client)
+        head = place.exchange.ask(wait_s=0.0)
+        place.exchange.pull(head.head, None, beside=True)
+        moved = place.exchange.files.beside()
+        assert place.exchange.base.digest(first) == before
+        assert down_bytes(client) - received == delta_bytes("int8")
+        assert moved.holds(place.session.info.run, head.head.digest)
+        require_equal(load_file(moved.path), run.reference.held)
+
+
+def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a difference is added to is not what it was: the digests tell, and that part alone is pulled whole."""
+    with Run(tmp_path) as run:
+        run.play(1)
+        (base,) = (tmp_path / "w" / "a").rglob("base.safetensors")
+        flip_bit(base, PART_BYTES * 3 // 2)  # within the second part
+        received = down_bytes(run.sites["a"])
+        run.play(2)
+        assert 0 < down_bytes(run.sites["a"]) - received - delta_bytes("int8") <= PART_BYTES
+    told = "a: 1 of 4 parts of version 1 did not match after adding the difference, and are downloaded in full"
+    assert told in caplog.text
+
+
+def newest_slot(folder: Path, kind: str) -> Path:
+    return max((folder / "state" / "slots").glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_delta_that_is_damaged_is_not_needed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
+) -> None:
+    """Version 1 is there, and no site has pulled it; a start drops what is damaged."""
+    caplog.set_level(logging.INFO)
+    with Run(tmp_path) as run:
+        run.play(1)
+        run.begin(2)
+        if not restarted:
+            flip_bit(newest_slot(tmp_path, "delta"), 1000)
+            received = down_bytes(run.sites["a"])
+            run.play(2)
+            assert down_bytes(run.sites["a"]) - received >= whole_bytes(tmp_path)
+            run.play(3, 4)
+            run.finish()
+    if restarted:
+        flip_bit(newest_slot(tmp_path, "delta"), 0)
+        with Run(tmp_path, reference=run.reference) as run:
+            run.play(2)
+            assert down_bytes(run.sites["a"]) == whole_bytes(tmp_path)
+            run.play(3, 4)
+            run.finish()
+    assert ("a: version 1 is downloaded in full: Part 0 from" in caplog.text) == (not restarted)
+
+
+class Kept:
+    """A persistor that keeps what it is handed."""
+
+    saved: ClassVar[dict[str, dict[str, Tensor]]] = {}
+
+    def save(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
+        Kept.saved[f"{info['version']}"] = state
+
+    def save_best(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
+        Kept.saved["best"] = state
+
+
+def test_whatever_is_for_people_is_the_master(tmp_path: Path) -> None:
+    """Numbered exports, the best version and a persistor get θ, version by version."""
+    theta = [mixed()]
+    Kept.saved.clear()
+    settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "disk.export_every": 1}
+    with Run(tmp_path, mixed(), rounds=3, **settings, **{"model.persistor.path": f"{__name__}:Kept"}) as run:
+        for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            run.play(number, metrics={"loss": loss})
+            theta.append(run.reference.exported)
+        run.finish()
+        exports = run.server.exports
+    for number in (1, 2, 3):
+        path = exports / f"model-{number:06d}.safetensors"
+        if path.exists() or number == 3:  # one that was overtaken is not written
+            require_equal(load_file(path), theta[number])
+    require_equal(load_file(exports / "best.safetensors"), theta[1])
+    assert {"3", "best"} <= Kept.saved.keys()
+    for name, state in Kept.saved.items():
+        require_equal(state, theta[1 if name == "best" else int(name)])
+
+
+def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
+    model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
+    with Run(tmp_path, model, rounds=3) as run:
+        run.play(1, 2, 3)
+        assert run.received() == 2 * [3 * whole_bytes(tmp_path)]
+        run.finish()
+    told = "aggregation.download_codec 'int8' saves nothing: the difference between versions would take 32.0 kB"
+    assert told in caplog.text
+
+
+def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+    with Run(tmp_path) as run:
+        run.play(1, 2, 3)
+    (earlier,) = (tmp_path / "w" / "a").iterdir()
+    assert {"delta.bin", "delta.json"} < {path.name for path in earlier.iterdir()}
+    with Run(tmp_path, **{"disk.state_dir": tmp_path / "another"}):
+        assert not earlier.exists()
+
+
+def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:
+    """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
+    with Run(tmp_path, **{"rounds.min_sites": 2}) as run:
+        run.play(1)
+        reference = deepcopy(run.reference)
+        run.play(2)
+        run.begin(3)
+        for client in run.sites.values():
+            require_equal(client.pull(), run.reference.held)
+    flip_bit(newest_slot(tmp_path, "version"), -8)
+    for note in (tmp_path / "w").glob("*/*/outbox.json"):  # else round 2 would be served from it
+        note.unlink()
+    with Run(tmp_path, reference=reference, **{"rounds.min_sites": 2}) as run:
+        run.play(2, 3, 4)
+        # version 3 has the bits that version 2 had, and what makes it of version 1 is still there
+        assert run.received() == 2 * [whole_bytes(tmp_path) + delta_bytes("int8")]
+        run.finish()
+
+
+def whole_pull(server: atoll.Server, folder: Path, model: Any) -> tuple[dict[str, Tensor], int]:
+    """What a new site gets, with what its file has beside the model; and its bytes."""
+    client = Client(server.url, site="joiner", folder=folder / "joiner").register()
+    client.worker.load_into(model)
+    (base,) = (folder / "joiner").rglob("base.safetensors")
+    state, nbytes = load_file(base), down_bytes(client)
+    client.close()
+    return state, nbytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"aggregation.reducer.name": "median", "aggregation.upload_codec.name": "int4"},
+        {"aggregation.reducer.name": "clipped_mean", "aggregation.upload_codec.name": "int8"},
+        {"filters": [NormClip(1.0)], "aggregation.upload_codec.name": "int8"},
+    ],
+    ids=["median", "clipped-mean", "server-filter"],
+)
+def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
+    with serve(tmp_path, **{"rounds.min_sites": 1}, **options) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3):
+            play_round(sites, number, lambda site, state: trained(state, site, number))  # noqa: B023
+        for client in sites.values():
+            assert client.next_round() == 4
+        held, nbytes = whole_pull(server, tmp_path, start())
+        for client in sites.values():
+            require_equal({name: client.pull()[name] for name in held}, held)
+            assert down_bytes(client) < 2 * nbytes  # three differences are less than a version
+            client.close()
+
+
+def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
+    model = dict(nn.Linear(90, 60).state_dict())
+    with serve(tmp_path, model, algorithm="scaffold", **{"rounds.min_sites": 1, "model.buffers": ()}) as server:
+        sites = clients(server, tmp_path)
+        for number in (1, 2, 3):
+            told = {"control": {name: torch.full_like(tensor, 0.1 * number) for name, tensor in model.items()}}
+            play_round(sites, number, lambda site, state: trained(state, site, number), steps=1, groups=told)  # noqa: B023
+        for client in sites.values():
+            assert client.next_round() == 4
+        held, nbytes = whole_pull(server, tmp_path, model)
+        for client in sites.values():
+            require_equal(client.pull(), {name: held[name] for name in model})
+            controls = client.round.global_state("control")
+            require_equal(controls, {name: held[f"atoll.control.{name}"] for name in model})
+            assert nbytes < down_bytes(client) < nbytes * (1 + 3 * 0.65)  # controls whole, parameters a quarter
+            client.close()
+    assert controls["weight"].any()
+
+
+def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path) -> None:
+    """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
+    start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
+    up, down = build_codecs("bf16", {})["bf16"], build_codecs("int4", {})["int4"]
+    theta, held = start["weight"].clone(), start["weight"].clone()
+    model = nn.Linear(9000, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scale = torch.linspace(0.1, 1.0, 9000)
+    settings = {
+        "algorithm.name": "diloco",
+        "rounds.sites": 1,
+        "rounds.total": 3,
+        "diloco.sync_every": 1,
+        "algorithm.outer_optimizer.lr": 0.5,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "aggregation.download_codec.name": "int4",
+    }
+    with serve(tmp_path, start, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            for _ in range(3):
+                assert torch.equal(model.weight.data, held)
+                optimizer.zero_grad()
+                (model.weight * scale).sum().backward()
+                update = through(up, held - (held - scale), torch.float32)
+                optimizer.step()
+                theta.add_(update * 1.0, alpha=-0.5)
+                held = held + through(down, theta - held, torch.float32)
+        assert torch.equal(model.weight.data, held)
+        assert server.wait(60)
+        assert torch.equal(load_file(server.exports / "model.safetensors")["weight"], theta)
+    assert not torch.equal(held, theta)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": 0.9}, {"name": "adam"}, {"path": "torch.optim:Adafactor"}],
+    ids=["plain", "momentum", "adam", "whole-tensors"],
+)
+def test_masters_that_were_damaged_are_never_exported(
+    tmp_path: Path, nursery: Nursery, options: dict[str, Any]
+) -> None:
+    out = tmp_path / "model.safetensors"
+    with serve(tmp_path, rounds=1, **{"algorithm.outer_optimizer": options}) as server:
+        sites = clients(server, tmp_path)
+        play_round(sites, 1, lambda site, state: trained(state, site, 1))
+        exported = finish(server, sites)
+    state = str(tmp_path / "state")
+    assert export(nursery, out, "--dir", state) == 1
+    require_equal(load_file(out), exported)
+    (path,) = (tmp_path / "state" / "slots").glob("state-*")
+    for offset in (9, path.stat().st_size // 2, -1):
+        flip_bit(path, offset)
+        refused = str(export(nursery, tmp_path / "never.safetensors", "--dir", state))
+        assert re.search(rf"(?s)^exit {StateCorrupt.exit_code}: .*state-0-.* is damaged: its digest differs", refused)
+        flip_bit(path, offset)
+    assert not (tmp_path / "never.safetensors").exists()
+
+
+@pytest.mark.covers("L16")
+def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp_path: Path, nursery: Nursery) -> None:
+    """θ, and the same file bit for bit as the server's own export: of the head, and of a version that is still kept."""
+    theta, out = {}, tmp_path / "model.safetensors"
+    with Run(tmp_path, mixed()) as run, Proxy(run.server.port) as line:
+        url = run.server.url
+        assert export(nursery, out, "--server", url) == 0
+        require_equal(load_file(out), mixed())  # the initial model is both
+        for number in (1, 2):
+            run.play(number)
+            run.begin(number + 1)
+            theta[number] = run.reference.exported
+        flipped = Fault(r"GET .*/model/1 ", "down", at=1000, action="flip")
+        broken = Fault(r"GET .*/model/2 ", "down", at=5000, action="reset")
+        line.faults += [flipped, broken]
+        assert export(nursery, out, "--server", line.url) == 2
+        assert flipped.reached.is_set()
+        assert broken.reached.is_set()
+        assert (line.count(r"GET .*/model/1 "), line.count(r"GET .*/model/3 ")) == (2, 1)  # they alone came again
+        own = run.server.save_state(tmp_path / "own.safetensors").read_bytes()
+        assert out.read_bytes() == own
+        require_equal(load_file(out), theta[2])
+        assert not torch.equal(theta[2]["large"], run.reference.held["large"])
+        assert export(nursery, out, "--server", url, "--version", "1") == 1
+        require_equal(load_file(out), theta[1])
+        refused = str(export(nursery, out, "--server", url, "--version", "9"))
+        assert refused.startswith(f"exit {Gone.exit_code}: ")
+    assert export(nursery, out, "--dir", str(tmp_path / "state")) == 2
+    assert out.read_bytes() == own
+
+
+def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path, nursery: Nursery) -> None:
+    model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {
+        "algorithm.name": "diloco",
+        "diloco.num_fragments": 2,
+        "diloco.sync_every": 2,
+        "rounds.sites": 1,
+    }
+    with serve(tmp_path, model, rounds=0, **{"model.buffers": ()}, **options) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            for _ in range(6):
+                optimizer.zero_grad()
+                model(torch.ones(1, 60)).square().mean().backward()
+                optimizer.step()
+        assert {each.version for each in server.status().fragments} == {3}
+        assert export(nursery, out, "--server", server.url) == 3
+        assert out.read_bytes() == server.save_state(tmp_path / "own.safetensors").read_bytes()

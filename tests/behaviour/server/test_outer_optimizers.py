@@ -1,0 +1,185 @@
+"""The outer step of a run, which is torch's: rates of some parameters, and an optimizer of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import wait_until
+from kit.client import Client
+from kit.servers import plain_server
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import atoll
+from atoll import Settings
+from atoll.errors import ConfigError, UsageError
+from atoll.outer_optimizers import DelayedNesterov
+
+ROUNDS = 4
+RATES = {"head.bias": 2.0, "head.*": 0.25}
+
+
+class Fading(torch.optim.Optimizer):
+    """θ ← θ − (lr/t)·m with m ← m/2 + g: t is an int of Python's, m a tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for theta in group["params"]:
+                state = self.state[theta]
+                state["t"] = state.get("t", 0) + 1
+                state["m"] = state.get("m", torch.zeros_like(theta)).div_(2).add_(theta.grad)
+                theta.sub_(state["m"], alpha=group["lr"] / state["t"])
+
+
+def fading(parameters: Any, lr: float = 0.5) -> Fading:
+    return Fading(parameters, lr)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"body": nn.Linear(5, 70), "head": nn.Linear(70, 100)}).double()
+
+
+def gradients(number: int) -> dict[str, Tensor]:
+    """What the only site trains in a round."""
+    generator = torch.Generator().manual_seed(number)
+    return {n: torch.randn(t.shape, dtype=t.dtype, generator=generator) for n, t in build().state_dict().items()}
+
+
+def serve(folder: Path, outer: str | Callable[..., Any] | None = None, **options: Any) -> atoll.Server:
+    return plain_server(folder, build(), outer_optimizer=outer, **({"rounds.total": ROUNDS} | options))
+
+
+def play(server: atoll.Server, folder: Path, first: int = 1, last: int = ROUNDS) -> dict[str, Tensor]:
+    """These rounds of a run; the model after them."""
+    with server, Client(server.url, site="a", folder=folder / "w") as client:
+        for number in range(first, last + 1):
+            assert client.next_round() == number
+            moved = gradients(number)
+            client.submit({name: tensor - moved[name] for name, tensor in client.pull().items()})
+        client.next_round(wait_s=10.0)  # answered once the last one is committed
+        wait_until(lambda: server.status().version == last, "the last round")
+        return load_file(server.save_state(folder / "now.safetensors"))
+
+
+def by_torch(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, rounds: int = ROUNDS) -> None:
+    for number in range(1, rounds + 1):
+        moved = gradients(number)
+        for name, parameter in parameters.items():
+            parameter.grad = moved[name]
+        optimizer.step()
+
+
+def require_close(found: dict[str, Tensor], expected: dict[str, nn.Parameter]) -> None:
+    assert found.keys() == expected.keys()
+    for name, parameter in expected.items():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-12)
+
+
+SGD = {f"algorithm.outer_optimizer.{key}": value for key, value in {"name": "sgd", "lr": 0.5, "momentum": 0.5}.items()}
+ADAM = {f"algorithm.outer_optimizer.{key}": value for key, value in {"name": "adam", "lr": 0.125}.items()}
+
+
+@pytest.mark.covers("L15")
+@pytest.mark.parametrize(
+    ("settings", "make"),
+    [
+        (SGD, lambda groups: torch.optim.SGD(groups, lr=0.5, momentum=0.5)),
+        (ADAM, lambda groups: torch.optim.Adam(groups, lr=0.125)),
+        (SGD | {"async.momentum_every": 2}, lambda groups: DelayedNesterov(groups, lr=0.5, momentum=0.5, delay=2)),
+    ],
+    ids=["sgd", "adam", "delayed"],
+)
+def test_steps_each_parameter_by_the_first_matching_rate(
+    tmp_path: Path, settings: dict[str, Any], make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    """As torch does it with three groups."""
+    parameters = dict(build().named_parameters())
+    groups = [
+        {"params": [parameters["body.weight"], parameters["body.bias"]]},
+        {"params": [parameters["head.weight"]], "lr": 0.25},
+        {"params": [parameters["head.bias"]], "lr": 2.0},
+    ]
+    by_torch(parameters, make(groups))
+    require_close(play(serve(tmp_path, **settings, **{"algorithm.outer_lr_of": RATES}), tmp_path), parameters)
+
+
+@pytest.mark.parametrize(
+    ("rates", "told"),
+    [
+        ({"haed.bias": 0.5}, r"outer_lr_of contains 'haed\.bias', but no parameter has such a name.*'head.bias'"),
+        ({"head.*": 0}, "outer_lr_of"),
+    ],
+    ids=["no name", "zero"],
+)
+def test_refuses_rates_that_cannot_be_meant(tmp_path: Path, rates: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        serve(tmp_path, **{"algorithm.outer_lr_of": rates}).start()
+
+
+def test_status_says_the_rates_and_another_start_must_have_them_too(tmp_path: Path) -> None:
+    with serve(tmp_path, **{"algorithm.outer_lr_of": RATES}) as server:
+        assert "lr of head.bias=2, lr of head.*=0.25" in server.status().outer
+    with pytest.raises(ConfigError, match="outer"):
+        serve(tmp_path).start()
+
+
+@pytest.mark.covers("L21")
+@pytest.mark.parametrize("how", ["function", "lambda", "module", "file"])
+def test_ones_own_is_one_optimizer_for_the_run_and_outlives_a_restart(tmp_path: Path, how: str) -> None:
+    """In four rounds, with a new server after two, it comes to what one object of it does by itself."""
+    (tmp_path / "mine.py").write_text(f"from {__name__} import fading as made\n")
+    outer = {
+        "function": fading,
+        "lambda": lambda parameters: Fading(parameters, 0.5),
+        "module": f"{__name__}:fading",
+        "file": f"{tmp_path / 'mine.py'}:made",
+    }[how]
+    parameters = dict(build().named_parameters())
+    plain = Fading(parameters.values(), 0.5)
+    by_torch(parameters, plain)
+    play(serve(tmp_path, outer), tmp_path, last=2)
+    require_close(play(serve(tmp_path, outer), tmp_path, first=3), parameters)
+    states = [load_file(path) for path in (tmp_path / "state" / "slots").glob("state-*")]
+    newest = max(states, key=lambda state: state["head.bias.t"].item())
+    assert newest.keys() == {f"{name}.{key}" for name in parameters for key in "tm"}
+    for name, parameter in parameters.items():
+        assert newest[f"{name}.t"].item() == ROUNDS
+        assert torch.allclose(newest[f"{name}.m"], plain.state[parameter]["m"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.covers("L21")
+def test_the_options_of_ones_own_are_those_of_the_run(tmp_path: Path) -> None:
+    server = serve(tmp_path, fading, rounds=1, **{"algorithm.outer_optimizer.lr": 0.25})
+    parameters = dict(build().named_parameters())
+    by_torch(parameters, Fading(parameters.values(), 0.25), rounds=1)
+    require_close(play(server, tmp_path, last=1), parameters)
+    assert server.status().outer == "fading(lr=0.25)"
+
+
+@pytest.mark.covers("L21", "X3")
+def test_another_one_at_the_next_start_is_refused(tmp_path: Path) -> None:
+    play(serve(tmp_path, fading), tmp_path, last=1)
+    with pytest.raises(ConfigError, match=r"has algorithm.outer_optimizer = .*Fading"):
+        serve(tmp_path, torch.optim.Adagrad).start()
+
+
+@pytest.mark.covers("L21", "X3")
+def test_what_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    def no_optimizer(parameters: Any) -> list[Any]:
+        return [parameters]
+
+    with pytest.raises(ConfigError, match=r"no_optimizer' cannot be an outer optimizer: it created a list"):
+        serve(tmp_path, no_optimizer).start()
+    with pytest.raises(ConfigError, match=r"async.momentum_every is 2, but the outer optimizer is 'fading'"):
+        serve(tmp_path, fading, algorithm="diloco", **{"async.momentum_every": 2}).start()
+    with pytest.raises(UsageError, match="got settings and also outer_optimizer"):
+        atoll.Server(None, Settings(), outer_optimizer="adam")

@@ -1,0 +1,255 @@
+"""A server and workers, over real sockets and files: the whole way of an update, at any size and for many sites."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from harness.crowd import Crowd
+from harness.round_run import Bench, measure
+from kit.client import Client
+from kit.requests import answer
+from kit.servers import plain_server
+from kit.sites import together
+from kit.wire import WireSite
+from safetensors.torch import load_file
+from torch import nn
+
+import atoll
+
+
+def tiny(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@pytest.mark.covers("D1", "P8", "L15", "L22")
+def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: Path) -> None:
+    """The mean of a metric is over the sites that reported it, by the weights of their updates."""
+    start = tiny()
+    reports = {"a": {"loss": 1.0, "accuracy": 0.25}, "b": {"loss": 4.0}, "c": {"accuracy": 0.75, "auc": 0.5}}
+    amounts, weights = {"a": 1.0, "b": 4.0, "c": 5.0}, {"a": 1.0, "b": 2.0, "c": 5.0}
+    finals: dict[str, dict[str, torch.Tensor]] = {}
+
+    def train(site: str) -> None:
+        model = tiny(seed=99)
+        with atoll.join(server.url, site=site, folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(amounts[site])
+                model[1].num_batches_tracked += int(amounts[site])
+                fl_round.submit(model, weight=weights[site], metrics=reports[site])
+            finals[site] = worker.load_into(tiny(seed=7)).state_dict()
+
+    with plain_server(tmp_path, start, sites=3, rounds=2) as server:
+        together(*(partial(train, site) for site in weights))
+        server.run()
+    result = load_file(server.exports / "model.safetensors")
+    tiny(seed=5).load_state_dict(result, strict=True)
+    for final in finals.values():
+        assert final.keys() == result.keys()
+        assert all(torch.equal(final[name], tensor) for name, tensor in result.items())  # all end with the same bits
+    for name, parameter in start.named_parameters():
+        # a round moves by (1·1 + 2·4 + 5·5) / 8 = 4.25; in pseudo-gradient form, twice, in fp32
+        theta = parameter.detach().clone()
+        for _ in range(2):
+            g = (theta - (theta + 1.0)) * (1 / 8)
+            g.add_(theta - (theta + 4.0), alpha=2 / 8).add_(theta - (theta + 5.0), alpha=5 / 8)
+            theta = theta - g
+        assert torch.equal(result[name], theta), name
+    # integer counters take the maximum: 0 → max(0 + 1, 0 + 4, 0 + 5) → 5 + 5
+    assert result["1.num_batches_tracked"].item() == 10
+    lines = [json.loads(line) for line in (server.exports / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["version"], line["workers"]) for line in lines] == [(1, ["a", "b", "c"]), (2, ["a", "b", "c"])]
+    # loss: (1·1 + 2·4) / (1 + 2) = 3;  accuracy: (1·0.25 + 5·0.75) / (1 + 5) = 4/6;  auc: one site's
+    assert lines[0]["metrics"] == {"loss": pytest.approx(3.0), "accuracy": pytest.approx(2 / 3), "auc": 0.5}
+    assert lines[0]["counts"] == {"loss": 2, "accuracy": 2, "auc": 1}
+    elements = sum(parameter.numel() for parameter in start.parameters())  # each has the same mean pseudo-gradient
+    assert [line["grad_norm"] for line in lines] == [pytest.approx(4.25 * elements**0.5, rel=1e-5)] * 2
+    first, _ = server.status().history
+    assert first.weights == [1.0, 2.0, 5.0]
+    assert first.total_weight is None, "no reducer needs it, so that it is not kept"
+
+
+WORKERS, ROUNDS = 200, 2
+
+
+@pytest.mark.covers("L17")
+def test_two_hundred_workers_take_part_in_every_round_without_an_error(tmp_path: Path) -> None:
+    """All of them wait for the version at once, pull at once, and send at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    async def all_of_them() -> Crowd:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with asyncio.timeout(240), aiohttp.ClientSession(connector=connector) as session:
+            crowd = await Crowd.at(server.url, session, train_s=0.0)
+            await asyncio.gather(*(crowd.one(session, f"w-{number:03}") for number in range(WORKERS)))
+        return crowd
+
+    with plain_server(tmp_path, model, rounds=ROUNDS, sites=WORKERS) as server:
+        assert not asyncio.run(all_of_them()).errors
+        assert [worker.rounds for worker in server.status().workers] == [ROUNDS] * WORKERS
+        server.run()
+    # every update is 1e-3 everywhere, so is their mean, and each of two rounds takes it off
+    after = load_file(server.exports / "model.safetensors")
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value - 2e-3, rtol=0, atol=1e-6)
+
+
+@pytest.mark.covers("L20")
+def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with plain_server(tmp_path, model) as server:
+        path = server.save_state(tmp_path / "saved.safetensors")
+    settings = {"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "two"}
+    with atoll.Server.load_state(path, settings=settings) as server:
+        again = load_file(server.save_state(tmp_path / "again.safetensors"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.covers("L24", "L14")
+def test_figures_are_there_after_the_block_and_a_pseudo_gradient_of_zeros_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one local step, which is the round, has a learning rate of 0."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = {"algorithm.name": "diloco", "rounds.total": 1, "diloco.sync_every": 1}
+    with plain_server(tmp_path, nn.Linear(2, 2), **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        figures = diloco.sync_metrics
+        assert (figures["rounds"], figures["bytes_up"] > 0, figures["bytes_down"] > 0) == (1, True, True)
+        (worker,) = server.status().workers
+        assert worker.bytes_down == figures["bytes_down"]
+    assert "the pseudo-gradient is all zero after 1 steps" in caplog.text
+
+
+BENCH = Path(__file__).resolve().parents[3] / "bench" / "largest_round.py"
+_spec = importlib.util.spec_from_file_location("largest_round", BENCH)
+assert _spec is not None
+assert _spec.loader is not None
+largest_round = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(largest_round)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.covers("P18", "D1", "D9", "P8")
+@pytest.mark.parametrize(("workers", "codec"), [(4, "none"), (2, "int8")], ids=["whole", "int8-both-ways"])
+def test_three_times_the_model_takes_no_more_memory_on_either_side(workers: int, codec: str) -> None:
+    """At a size that a test can afford: 0.06 and 0.18 GB, in processes of their own, through files.
+
+    What it shows is that anonymous memory does not follow: 0.12 GB more of model at each worker, and with four workers
+    1.4 GB more of updates and versions at the server. `python bench/largest_round.py` does it with 5 GB, or what fits.
+    """
+    how: dict[str, Any] = {"workers": workers, "rounds": 2, "tensors": 20, "codec": codec, "downlink_codec": codec}
+    small, large = (measure(Bench(gb=gb, **how), lambda _: None) for gb in (0.06, 0.18))
+    said = largest_round.compared(small, large)
+    assert said["ok"], said
+    assert large["bytes_down"] > 2.5 * small["bytes_down"] > 0  # it did move the model
+
+
+GB = 10**9
+
+
+@pytest.mark.covers("P18")
+@pytest.mark.parametrize(
+    ("disk", "memory", "fits"),
+    [
+        (100 * GB, 100 * GB, 5.0),  # 17 times 5 GB are 85 GB of files
+        (57 * GB, 100 * GB, 3.0),  # 0.9·57/17 = 3.02
+        (100 * GB, 16 * GB, 3.0),  # 0.75·16/4
+        (1 * GB, 100 * GB, 0.0),
+    ],
+    ids=["all", "disk", "memory", "none"],
+)
+def test_the_largest_round_is_what_the_free_disk_and_memory_take(disk: int, memory: int, fits: float) -> None:
+    assert largest_round.largest_gb(5.0, 4, disk, memory) == fits
+
+
+@pytest.mark.slow
+@pytest.mark.covers("P18", "D1", "D9")
+def test_the_largest_round_says_how_much_memory_it_took(tmp_path: Path) -> None:
+    argv = [sys.executable, str(BENCH), "--gb", "0.1", "--workers", "1", "--rounds", "2", "--dir", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["ok"]
+    assert said["gb"] == [0.01, 0.1]
+    assert "0.1 GB × 1 worker" in done.stderr
+
+
+@pytest.mark.covers("D2")
+def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spy around the receive path: torch makes nothing meanwhile, and Python holds at most a few runs of bytes."""
+    from atoll.transport import request_body
+
+    made, peak_bytes = list[str](), list[int]()
+    receive, receiving = request_body.receive_part, threading.local()
+
+    async def spied(*arguments: Any, **options: Any) -> bytes:
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        receiving.on = True
+        try:
+            return await receive(*arguments, **options)
+        finally:
+            receiving.on = False
+            peak_bytes.append(tracemalloc.get_traced_memory()[1] - before)
+
+    def noted(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if getattr(receiving, "on", False):
+            made.append(name)
+        return function(*arguments, **options)
+
+    for name in ("frombuffer", "from_numpy", "empty", "zeros", "tensor"):
+        monkeypatch.setattr(torch, name, partial(noted, name, getattr(torch, name)))
+    monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
+    model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
+    with plain_server(tmp_path, model, **{"network.connections": 1}) as server:
+        update = WireSite(server.url).train()
+        tracemalloc.start()
+        try:
+            for part in range(len(update.parts)):
+                assert answer(update.begin(part, update.body(part)))[0] == 204
+        finally:
+            tracemalloc.stop()
+    assert len(peak_bytes) == 2
+    assert made == []
+    assert max(peak_bytes) < 8 * 2**20  # of parts of 16 MiB
+
+
+def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> None:
+    """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
+    model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
+    with plain_server(tmp_path, model, rounds=1) as server:
+        with Client(server.url, site="a", folder=tmp_path / "w") as client:
+            assert client.next_round() == 1
+            state = client.pull()
+            assert torch.equal(state["layer.4999"], torch.full((3,), 4999.0))
+            client.submit({name: tensor + 1.0 for name, tensor in state.items()})
+            assert client.next_round() is None
+            final = server.status()
+    # one part: 5,000 segments of 64 bytes (12 and padding), and 32 bytes of BLAKE3
+    assert final.bytes_up == 5000 * 64 + 32

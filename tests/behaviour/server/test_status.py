@@ -1,0 +1,320 @@
+"""What status, logs and waiting sites are told while a run goes on and when its server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import Nursery, free_port, wait_until
+from kit.processes import command
+from kit.servers import plain_server
+from kit.sites import clients
+from kit.wire import WireSite, heard
+from torch import nn
+
+import atoll
+from atoll.errors import RunFailed
+from atoll.server.coordinator.coordinator import Coordinator
+from atoll.testing.run import status
+
+UNHEARD = "no request since the server restarted"
+SILENT: dict[str, Any] = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
+"""Nothing is sent but what a test sends."""
+
+
+def serve(folder: Path, **settings: object) -> atoll.Server:
+    return plain_server(folder, nn.Linear(3, 2), **settings)
+
+
+@pytest.mark.covers("X4")
+@pytest.mark.parametrize(
+    ("commits_s", "commits_left", "now_s", "left"),
+    [
+        ((), 5, 100.0, None),
+        ((100.0,), 5, 100.0, None),  # one round was opened, and none is over
+        ((100.0, 110.0), 5, 110.0, 50.0),
+        ((100.0, 110.0, 130.0), 4, 130.0, 60.0),  # 15 s each
+        ((100.0, 110.0, 130.0), 4, 140.0, 50.0),  # 10 s of the next round are spent
+        ((100.0, 110.0, 130.0), 4, 900.0, 45.0),  # it is late; those behind it are not shorter for that
+        ((100.0, 110.0, 130.0), 1, 900.0, 0.0),
+        ((100.0, 110.0), 0, 110.0, 0.0),
+    ],
+    ids=["nothing", "opened", "one", "mean", "spent", "late", "last-is-late", "over"],
+)
+def test_the_time_left_is_the_mean_round_times_those_left(
+    commits_s: tuple[float, ...], commits_left: int, now_s: float, left: float | None
+) -> None:
+    from atoll.server.coordinator.roster import left_s
+
+    assert left_s(commits_s, commits_left, now_s) == left
+
+
+def test_what_was_long_ago_does_not_count(tmp_path: Path) -> None:
+    """Rounds of an hour, then as many of a second as are looked at."""
+    from atoll.server.coordinator.roster import ROUNDS, TimeLeft
+
+    with serve(tmp_path, rounds=100) as server:
+        run = server._run
+        assert run is not None
+        left = TimeLeft(100, 1)
+        for hour in range(1, 6):
+            left.committed(0.0, 3600.0 * hour)
+        for second in range(1, ROUNDS + 1):
+            left.committed(0.0, 5 * 3600.0 + second)
+        assert left.of(run.state, 5 * 3600.0 + ROUNDS) == 100.0  # none is done: a hundred of a second each
+        assert TimeLeft(0, 1).of(run.state, 0.0) is None
+
+
+@pytest.mark.covers("X4")
+def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
+    tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    told: list[float | None] = []
+    with serve(tmp_path, rounds=4) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                told.append(server.status().left_s)
+                shown = command(nursery, tmp_path, "status", "--server", server.url).stdout.splitlines()[1]
+                named = re.search(r"rounds 4 in all, up .* s, about [\d.]+ s left$", shown)
+                assert bool(named) == (fl_round.number > 1)
+                fl_round.submit(fl_round.state_dict())
+        over = server.status()
+    assert told[0] is None
+    assert all(left is not None and 0 < left < 60 for left in told[1:])
+    assert json.loads(over.model_dump_json())["left_s"] is None
+    lines = [line for line in caplog.messages if line.startswith("round ")]
+    assert [bool(re.search(r"; about [\d.]+ s left$", line)) for line in lines] == [True, True, True, False]
+
+
+@pytest.mark.covers("X4", "L13")
+def test_a_site_that_waits_is_told_which_sites_are_awaited_and_the_time_left(tmp_path: Path) -> None:
+    with serve(tmp_path, rounds=5, sites=2) as server:
+        a, b = (WireSite(server.url, site) for site in "ab")
+        for update in [site.train() for site in (a, b)]:
+            update.submit()
+        a.train().submit()
+        reply = a.ask(wait_s=0.0)
+    assert (reply["status"], reply["reason"]) == ("wait", "its update is accepted; the round waits for b")
+    assert reply["left_s"] is not None
+
+
+@pytest.mark.covers("X4")
+def test_a_worker_that_waits_says_it_too() -> None:
+    from atoll.protocol import messages
+    from atoll.worker.log_lines import in_wait
+
+    reply = messages.TicketReply(
+        status="wait", head_version=1, head_digest="0" * 64, reason="round 2 waits for b", left_s=200.0
+    )
+    assert in_wait(15.2, reply) == "waiting 15 s: round 2 waits for b; about 3 min 20 s left of the run"
+    assert in_wait(15.2, reply.model_copy(update={"left_s": None})) == "waiting 15 s: round 2 waits for b"
+
+
+def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
+    with serve(tmp_path, rounds=3, sites=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
+            with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
+                for worker in (a, b):
+                    fl_round = next(iter(worker))
+                    fl_round.submit(fl_round.state_dict())
+                wait_until(lambda: server.status().version == 1, "the first round")
+                assert server.status().left_s is not None
+            wait_until(lambda: [each.state for each in server.status().workers] == ["alive", "left"], "b's leaving")
+            assert server.status().left_s is None
+
+
+@pytest.mark.covers("L13", "X4")
+def test_a_site_that_is_silent_since_the_restart_is_told_apart_and_shown_with_the_version_it_had(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    settings = SILENT | {"rounds.sites": 2, "network.port": free_port()}
+
+    def of_a(server: atoll.Server) -> tuple[int, int]:
+        a = server.status().workers[0]
+        return a.version, a.staleness
+
+    with serve(tmp_path, **settings) as server:
+        a, b = (WireSite(server.url, site) for site in "ab")
+        for _ in range(2):
+            for update in [site.train() for site in (a, b)]:
+                update.submit()
+        for site in (a, b):
+            site.ticket()
+        assert UNHEARD not in server.status().fragments[0].reason
+        assert of_a(server) == (2, 0)
+
+    with serve(tmp_path, **settings) as server:
+        assert server.status().fragments[0].reason.endswith(f"; {UNHEARD}: a, b")
+        assert of_a(server) == (2, 0)
+        a.beat()
+        assert server.status().fragments[0].reason.endswith(f"; {UNHEARD}: b")
+        shown = command(nursery, tmp_path, "status", "--server", server.url).stdout.splitlines()
+        rows = {line.split()[0]: line for line in shown}
+        assert f"; {UNHEARD}: b" in "\n".join(shown)
+        assert " s ago" in rows["a"]
+        assert "none since the server restarted" in rows["b"]
+        assert WireSite(server.url, "late").ask(wait_s=0.0)["reason"].endswith(f"; {UNHEARD}: b")
+        b.beat()
+        assert UNHEARD not in server.status().fragments[0].reason
+        WireSite(server.url, "a").leave()  # joins, and asks for nothing
+        assert of_a(server) == (2, 0)
+
+
+@pytest.mark.covers("L9", "X4")
+@pytest.mark.parametrize(
+    ("timeout_s", "then"),
+    [(3600.0, " (declared dead after 3600 s without a heartbeat)"), (0.0, "")],
+    ids=["dies", "stays"],
+)
+def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path, timeout_s: float, then: str) -> None:
+    """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
+    beats = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": timeout_s}
+    with serve(tmp_path, **beats, sites=3) as server:
+        sites = {site: WireSite(server.url, site) for site in "abc"}
+
+        def reason(beating: str) -> str:
+            for site in beating:
+                sites[site].beat()
+            return server.status().fragments[0].reason
+
+        assert "no heartbeat" not in reason("abc")
+        for beating, silent in (("ab", "c"), ("a", "b, c")):
+            ending = f"; no heartbeat from {silent}{then}"
+            wait_until(lambda: reason(beating).endswith(ending), ending, 10)  # noqa: B023
+        wait_until(lambda: "no heartbeat" not in reason("abc"), "all are heard again", 10)
+
+
+@pytest.mark.covers("L13")
+def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
+    with serve(tmp_path, sites=2) as server:
+        first = clients(server, tmp_path, ["first"])["first"]
+        assert first.next_round(wait_s=0.0) is None
+        waiting = status(server.url)
+        assert "waits for 2 sites to join, 1 has" in waiting.fragments[0].reason
+        assert waiting.policy == "barrier"
+        second = clients(server, tmp_path, ["second"])["second"]
+        assert (first.next_round(), second.next_round()) == (1, 1)
+        first.submit(first.pull())
+        assert [missing.site for missing in server.status().fragments[0].waiting_for] == ["second"]
+        first.close()
+        second.close()
+
+
+START = {"w": torch.ones(4)}
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_stop_waits_for_the_end_behind_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against `Thread.join`: broken off by a signal, it takes a thread that runs for one that has ended."""
+    ended, stop = threading.Event(), Coordinator.stop
+
+    async def slowly(self: Coordinator) -> None:
+        await asyncio.sleep(0.3)  # long enough for a `stop` that does not wait to be found out
+        await stop(self)
+        ended.set()
+
+    monkeypatch.setattr(Coordinator, "stop", slowly)
+    server = plain_server(tmp_path, START).start()
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        server.run()
+    server.stop()
+    assert ended.is_set()
+    timer.join()
+
+
+def require_sent_away(server: atoll.Server, site: WireSite, path: str, end: Callable[[], object]) -> None:
+    """A request of the site that waits when the server ends is told so."""
+    with ThreadPoolExecutor(1) as thread:
+        answer = heard(server, site.name, lambda: thread.submit(site.post, path, {"wait_s": 20.0}))
+        assert not answer.done()
+        end()
+        _, told = answer.result(60)
+    assert told["code"] == "busy"
+    assert "The server is stopping" in told["message"]
+
+
+@pytest.mark.parametrize("kind", ["tickets", "tasks"])
+def test_ends_a_wait_for_a_round_or_a_task(tmp_path: Path, kind: str) -> None:
+    def workflow(controller: Any) -> None:
+        controller.sites(at_least=2)
+
+    options: dict[str, Any] = {"workflow": workflow} if kind == "tasks" else {"rounds.sites": 2}
+    with plain_server(tmp_path, START, **options) as server:
+        require_sent_away(server, WireSite(server.url), f"/v1/{kind}", server.stop)
+
+
+def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def bad(updates):\n    raise ValueError('no such luck')\n")
+    aggregator = {"aggregation.aggregator.path": f"{tmp_path / 'mine.py'}:bad"}
+    with plain_server(tmp_path, START, sites=2, **aggregator) as server:
+        first, last = (WireSite(server.url, site) for site in ("first", "last"))
+        update = last.train()
+        first.train().submit()
+        require_sent_away(server, first, "/v1/tickets", update.submit)
+        with pytest.raises(RunFailed, match="no such luck"):
+            server.run()
+
+
+@pytest.mark.covers("X4")
+def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atoll.server.serve.GRACE_S", 0.5)
+    monkeypatch.setattr("atoll.server.serve.GRACE_SAID_S", 0.0)
+    caplog.set_level(logging.INFO, "atoll.server")
+    with plain_server(tmp_path, START, rounds=1) as server:
+        WireSite(server.url, "vanished").train().submit()
+        server.run()
+    assert "waiting for vanished to download the result, at most 0.5 s" in caplog.text
+    assert "vanished did not download the result within 0.5 s" in caplog.text
+
+
+def test_a_server_does_not_stay_for_its_own_sites_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
+    with plain_server(tmp_path, START, rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict(), weight=1)
+            worker.load_into(dict(START))  # asks which version is the newest
+        server.run()
+        assert server.finished
+
+
+def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round's line waits for those before it; the result is there meanwhile, and the server may be stopped."""
+    from atoll.server.coordinator.background_writes import Exports
+
+    append, save, saved = Exports.append_metrics, Exports.save, threading.Event()
+
+    def late(self: Exports, summary: Any, at: str) -> None:
+        saved.wait(10)  # so the line of round 2 has not begun when the result is there
+        append(self, summary, at)
+
+    def save_and_tell(self: Exports, *heads: Any) -> Path:
+        path = save(self, *heads)
+        threading.Timer(0.2, saved.set).start()
+        return path
+
+    monkeypatch.setattr(Exports, "append_metrics", late)
+    monkeypatch.setattr(Exports, "save", save_and_tell)
+    with plain_server(tmp_path, START, rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict())
+        server.run()
+    lines = (server.exports / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [1, 2]
