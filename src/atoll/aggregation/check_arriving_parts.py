@@ -2,8 +2,8 @@
 
 Received bytes are hashed and written at once, so a part needs no memory of its own. A part is checked by byte runs
 (ranges of elements). If one call of `PartChecker.take` receives a whole run, the run is checked in memory. A run that
-came in several calls is read back from the file. To read every run back would cost the server 2 % more CPU, and to
-check a part only at its end a tenth more.
+came in several calls is read back from the file. Reading back every run would cost the server 2 % more CPU; checking
+each part only when it is complete would cost 10 % more.
 
 If the sum of squares is finite, all values are finite, so one pass is enough. The norms of short rows are computed in
 fp32, at half the cost of a sum in fp64, and their squares are added in fp64. The relative error is below 1e-6. If a
@@ -79,12 +79,12 @@ class Inspection:
         self._runs = RunTable(layout, ELEMENTS)
 
     def look(self, part: Part, fd: int, digest: bytes = b"") -> PartStats:
-        """Check a part with all its bytes in a file.
+        """Check a part after all its bytes were written to a file.
 
         Args:
             part: the part.
             fd: the update's file.
-            digest: BLAKE3 of the part's bytes, for the result.
+            digest: BLAKE3 of the part's bytes, which the result repeats.
 
         Raises:
             StateCorrupt: the file ends before the end of the part.
@@ -132,7 +132,7 @@ class Inspection:
         return squares
 
     def _quick_squares(self, run: Run, encoded: torch.Tensor) -> float:
-        """Return Σ x² from norms of rows in fp32; NaN if fp32 is not precise enough, or if a value is not finite."""
+        """Return Σ x² of a byte run, computed in fp32; NaN if fp32 is not precise enough or a value is not finite."""
         codec, dtype = self.codecs[run.codec], run.spec.dtype
         if accumulate_dtype(dtype) != torch.float32:
             return math.nan
@@ -150,7 +150,7 @@ class Inspection:
         return squares if SMALLEST < squares < math.inf else math.nan
 
     def _squares(self, spec: TensorSpec, codec: str, encoded: torch.Tensor, numel: int) -> float:
-        """Return Σ x² of encoded elements, in fp64. Afterwards the decoded elements are in this thread's `_values`."""
+        """Return Σ x² of encoded elements, in fp64. The decoded elements are then in the memory of `_values`."""
         values = _values(numel, torch.float64)
         self.codecs[codec].decode_(encoded, values, spec.dtype)
         return float(torch.dot(values, values))
@@ -169,7 +169,7 @@ class PartLook:
         self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
 
     def border(self, start: int) -> int:
-        """Return the offset up to which to receive bytes together, so that they contain a whole byte run if possible.
+        """Return the offset in the file up to which to receive the next bytes, so that byte runs arrive whole.
 
         Args:
             start: offset of the next byte to receive.
@@ -184,7 +184,7 @@ class PartLook:
 
         Args:
             offset: end of the bytes that are in the file.
-            received: number of bytes before `offset` that are still in the memory from `place`, too.
+            received: number of the last of these bytes that are also still in memory, where `place` put them.
         """
         with single_thread():
             while self._next is not None and self._next.stop <= offset:

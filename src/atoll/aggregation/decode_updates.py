@@ -96,7 +96,7 @@ class Updates:
 
 
 def rows_at_once(updates: int, reducers: Mapping[str, Reducer]) -> int:
-    """Return how many updates are decoded in memory at the same time: all, if a reducer needs that, otherwise one."""
+    """Return how many decoded updates are in memory at once: all if a reducer needs them together, otherwise one."""
     return max(updates, 1) if any(reducer.needs_all for reducer in reducers.values()) else 1
 
 

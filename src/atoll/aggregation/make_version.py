@@ -73,7 +73,7 @@ class UpdateInput:
 
     Attributes:
         fd: descriptor of the file.
-        norm: L2 norm of its `params`; None if it is the norm in the update's record.
+        norm: L2 norm of the `params` in the file; None if the file is unchanged, so that the recorded norm holds.
     """
 
     fd: int
@@ -285,7 +285,7 @@ class _Pass:
         """Return the digests of a file, in the order of the parts; for an outer state, one for each part and column.
 
         Args:
-            file: the first entry of a `_File`, such as "base" or "state".
+            file: kind of file: "base", "base state", "version", "state" or "delta".
         """
         return tuple(digest for part in self.digests for key, digest in part.items() if key[0] == file)
 
@@ -428,7 +428,7 @@ class _Thread:
         return theta
 
     def _stepped(self, run: Run, stored: memoryview) -> Tensor | None:
-        """Read the result of `step_whole` for a byte run.
+        """Read the result of `step_whole_tensors`, which ran before, for a byte run.
 
         Args:
             run: the byte run.

@@ -7,7 +7,7 @@ It exists if the version has the parameter in a smaller dtype, or if versions ar
 The file is ordered by columns: all `momentum_buffer`, then all `step`, and so on. So a byte run of the version
 corresponds to one byte run of each column. Entries have one of two groups:
 
-    runs     one element per element of the tensor; cut, stepped and hashed with the version's parts
+    runs     one element per element of the tensor; divided, stepped and hashed with the version's parts
     wholes   one value for the whole tensor (`step`), or all state of an optimizer that steps whole tensors
 """
 
@@ -77,7 +77,7 @@ def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
 
 
 def entries(layout: Layout | None) -> Entries:
-    """Return name of a tensor → key → segment, for all segments of a state file. If `layout` is None, return none."""
+    """Return the segments of a state file by tensor name, then by key. If `layout` is None, the result is empty."""
     table: dict[str, dict[str, Segment]] = {}
     for segment in layout.segments if layout else ():
         tensor, _, key = segment.spec.name.rpartition(".")
@@ -86,15 +86,15 @@ def entries(layout: Layout | None) -> Entries:
 
 
 def version_regions(version: Layout) -> tuple[Ranges, ...]:
-    """Return the byte ranges of a version's file that each digest in `ClosedRound.part_digests` covers: its parts."""
+    """Return the byte ranges of a version's file that each digest in `ClosedRound.part_digests` covers: one part."""
     return tuple(((part.start, part.nbytes),) for part in version.parts)
 
 
 def state_regions(version: Layout, state: Layout) -> tuple[Ranges, ...]:
     """Return the byte ranges of the state file that each digest of `ClosedRound.state_digests` covers.
 
-    For each part of the version there is one digest per column. The last digest covers the tail: header and wholes.
-    Together they cover the whole state file.
+    For each part of the version there is one digest per column. The last digest covers the header and all entries of
+    the group `wholes`. The digests together cover the whole state file.
     """
     table = entries(state)
     regions = [tuple(joined(ranges)) for part in version.parts for ranges in columns_of(part, table).values()]
@@ -122,8 +122,8 @@ def tail_region(state: Layout) -> Ranges:
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
     """Return whether an outer state file matches its digests, without knowing the outer optimizer's settings.
 
-    The entries of the group `runs` are found by their shapes, which the file's header has. If every tensor of the
-    version is a scalar, the shapes do not tell, and the digests have to match one of the possible divisions.
+    An entry is in the group `runs` if its shape in the file's header is the tensor's shape. If every tensor of the
+    version is a scalar, shapes do not tell the groups apart: then every possible grouping of the keys is tried.
 
     Args:
         fd: the outer state file.

@@ -122,16 +122,16 @@ class FragmentPlan:
 
     @cached_property
     def entries(self) -> Entries:
-        """Segments of the file of the outer optimizer's state: name of a tensor → key → segment."""
+        """Segments of the file of the outer optimizer's state, by tensor name, then by key."""
         return entries(self.state_layout)
 
     def columns(self, run: Run) -> dict[str, tuple[Column, int, torch.dtype]]:
-        """Return where the outer optimizer's state of the elements of a byte run begins.
+        """Return where the state of a byte run's elements begins in the file of the outer optimizer's state.
 
         Only keys with one element per element of the tensor, such as `momentum_buffer`, are returned.
 
         Returns:
-            key → (column, byte offset of the run's first element in the state file, dtype).
+            key → (column, byte offset of the run's first element in the file, dtype).
         """
         head = run.pieces[0]
         return {
@@ -147,7 +147,7 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a round of a run computes, and the layouts of its files. Without streaming, the model is one fragment.
+    """What the rounds of a run compute, and the layouts of the files. Without streaming, the model is one fragment.
 
     Attributes:
         settings: settings of the run.
@@ -281,7 +281,7 @@ class Plan:
 
     @property
     def needs_population(self) -> bool:
-        """Whether a reducer needs the total weight of all sites, also of those without an update in the round.
+        """Whether a reducer needs the total weight of all sites, including sites without an update in the round.
 
         If so, the journal keeps the weight of each site's first update.
         """

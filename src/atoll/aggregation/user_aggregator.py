@@ -38,7 +38,7 @@ class Update:
     Attributes:
         site: name of the site.
         round: number of the round that the update was submitted for.
-        weight: weight that the site gave to the update; finite and positive.
+        weight: the update's weight, as the site sent it; finite and positive.
         steps: number of local steps; 0 if the site did not report it.
         metrics: metrics that the site reported.
         tensors: name → pseudo-gradient, for every tensor of `params`. Each access reads the tensor from disk.
@@ -146,7 +146,7 @@ def result_layout(schema: Schema, part_bytes: int) -> Layout:
 
 
 class BadResult(Exception):
-    """Raised if an aggregator's result cannot be used. The text says why, and continues a sentence that begins "it"."""
+    """Raised if an aggregator's result cannot be used. The text is a predicate: "returned a dict instead of …"."""
 
 
 def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], None]) -> None:

@@ -189,7 +189,7 @@ class _Child:
 def _where(error: BaseException) -> str:
     """Return the file and line of the user's code at which an error was raised.
 
-    It is the innermost frame outside Atoll and the Python installation. Without such a frame it is the innermost one.
+    The innermost frame outside Atoll and the Python installation counts; if there is none, the innermost frame of all.
     """
     frames = traceback.extract_tb(error.__traceback__)
     here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
