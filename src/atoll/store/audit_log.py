@@ -5,11 +5,11 @@ operator stores this hash elsewhere, it proves later that no entry up to it was 
 
 The newest transactions are in SQLite's write-ahead log. If a frame of that log is damaged, SQLite silently drops all
 frames behind it. The head file `audit.head` makes this loss visible: it has the number and the hash of the last entry,
-and is rewritten after each commit that adds an entry. A start compares it with the audit log:
+and is rewritten after each commit that adds an entry. The server compares it with the audit log at every start:
 
     the log has the noted entry and hash     nothing is lost; later entries were committed just before a kill
     the log ends before the noted entry      the end is lost; with durability `process` a power loss may cause this
-    the log has another hash at that entry   journal and head file belong to different runs, or to different moments
+    the log has another hash at that entry   journal and head file are from different runs, or from different times
 
 There is one exception. A start that finds a loss adds an entry `lost` with the hash in the head file. If the server is
 killed before it rewrites the head file, the next start finds that entry, and accepts the old head file.
@@ -197,7 +197,7 @@ def require_same_log(head: AuditHead, rows: Query, where: Path) -> tuple[int, in
         The number of entries in the log, and the number of entries that it has lost.
 
     Raises:
-        StateCorrupt: the log has another hash at the entry that `head` names, and no entry `lost` explains it.
+        StateCorrupt: the hash in `head` is not the hash of that entry in the log, and no entry `lost` records it.
     """
     entries, _ = tip(rows)
     if _is_noted_as_lost(head, rows):

@@ -1,4 +1,4 @@
-"""Slots: preallocated files for tensors. A slot is rewritten in place, instead of a new file for each version.
+"""Slots: preallocated files for tensors. A new version is written into a free slot, not into a new file.
 
 Whatever uses a slot adds a hold to it. A slot with a hold is never rewritten or removed. The kinds of holds:
 
@@ -101,7 +101,7 @@ class FragmentShapes:
         return FragmentShapes(version, empty(self.state), self.update_bytes, (), empty(self.delta))
 
     def by_kind(self) -> dict[str, FileShape]:
-        """Return kind of slot → shape of its file, for each kind that the fragment needs."""
+        """Return the shape of the file for each kind of slot that the fragment needs."""
         nbytes = 0 if self.version.elsewhere else self.update_bytes
         spool = FileShape(nbytes, b"", tuple((part,) for part in self.update_parts))
         shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
@@ -110,7 +110,7 @@ class FragmentShapes:
 
 @dataclass(eq=False)
 class Slot:
-    """One slot: a preallocated file, and the holds of what uses it.
+    """One slot: a preallocated file and its holds (see the head of this module).
 
     Attributes:
         fd: descriptor of the file, open as long as this object lives.
@@ -167,7 +167,7 @@ class SlotPool:
         self._reserved: set[int] = set()
 
     def path(self, number: int) -> Path:
-        """Return the path of a slot. A memory file uses only its name, and has no path on disk."""
+        """Return the path of a slot. If slots are in memory, no file has this path; a slot only has the path's name."""
         return slot_path(self.folder, self.kind, self.fragment, number)
 
     def take(self, why: str) -> Slot:
@@ -250,7 +250,7 @@ class SlotPool:
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
-        """End one hold of kind `why`. After the last hold the slot is free. If the pool has too many, it is removed."""
+        """End one hold of kind `why`. After its last hold the slot is free; if the pool is too large, it is removed."""
         with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # removes entries that have come to zero
@@ -288,7 +288,7 @@ class SlotPool:
             slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close slots that only the journal holds. Any other slot closes when the last reference to it ends."""
+        """Close slots that only the journal holds. Any other slot closes when its object is deleted."""
         with self.lock:
             for slot in self._slots.values():
                 if not slot.holds.keys() - {JOURNAL}:
@@ -297,7 +297,7 @@ class SlotPool:
             self._free.clear()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return file name of each slot → kind of hold → number of holds. A free slot has an empty dict."""
+        """Return the number of holds by slot (file name), then by kind of hold. A free slot has an empty dict."""
         with self.lock:
             return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
 
@@ -308,7 +308,7 @@ class Slots:
     Args:
         folder: folder of the slot files.
         versions: maximum number of versions per fragment that are kept at the same time.
-        in_memory: as for `SlotPool`.
+        in_memory: make slots memory files (memfd), which end with this process.
     """
 
     def __init__(self, journal: Journal, folder: Path, versions: int, *, in_memory: bool = False) -> None:
@@ -403,7 +403,7 @@ class Slots:
                 path.unlink()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return file name of each slot → kind of hold (journal, writer, pull, reader) → number of holds."""
+        """Return the number of holds by slot (file name), then by kind of hold (journal, writer, pull, reader)."""
         return {name: holds for pool in self._pools.values() for name, holds in pool.holds().items()}
 
     def close(self) -> None:

@@ -5,7 +5,7 @@
     objects/ID.json           the note: sizes, digests, expiry time; written last, and replaced atomically
 
 The journal has no rows about objects. When an object expires, its files are removed and its event `Kept.gone` is set,
-so that requests that still send the object stop.
+so that downloads under way stop.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ObjectStore:
             raise disk_error(error, self._path(kept, "part")) from error
 
     def complete(self, kept: Kept, digest: str) -> None:
-        """Make an object with all parts on disk readable, also after a restart of the server. Idempotent.
+        """Make an object readable now that all parts are on disk; a restart of the server keeps it. Idempotent.
 
         Args:
             kept: the object.
@@ -276,7 +276,7 @@ class ObjectStore:
 
     def _require_not_held(self, kept: Kept) -> None:
         if kept.held:
-            raise Conflict(f"Object {kept.object[:8]} belongs to the server.", "It ends with its task.")
+            raise Conflict(f"Object {kept.object[:8]} belongs to the server.", "It is removed when its task ends.")
 
     # -- calls of a process that has the reference
 

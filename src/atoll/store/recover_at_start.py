@@ -191,7 +191,7 @@ class Recovery:
         return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; the site submits its update again."]
 
     def _bad_parts(self, ticket: TicketRow, slot: Slot | None) -> list[int]:
-        """Return the numbers of recorded parts with other bytes, and of missing parts of an accepted update."""
+        """Return the numbers of damaged parts; if the update is accepted, also those of parts without a row."""
         ranges = self._slots.shapes_of(ticket.fragment).update_parts
         recorded = self._tickets.parts(ticket.ticket)
 

@@ -235,9 +235,9 @@ class RunLog:
         )
 
     def round(self, fragment: int, base_version: int) -> RoundRow | None:
-        """Return the row of the round from `base_version`; None if there is none.
+        """Return the row of the round that starts from `base_version`; None if there is no row.
 
-        There is none before the round opens, and again after the next round is committed.
+        The row is added when the round opens, and deleted when the next round is committed.
         """
         return self._journal.first(ROUNDS, "WHERE fragment = ? AND base_version = ?", fragment, base_version)
 
@@ -284,7 +284,7 @@ class RunLog:
     # -- workflows
 
     def ended_workflows(self) -> dict[int, str]:
-        """Return position in the run's list of workflows → name, for each workflow that has ended."""
+        """Return the workflows that have ended: position in the run's list of workflows → name of the workflow."""
         return dict(self._journal.rows("SELECT place, name FROM workflows ORDER BY place"))
 
     def end_workflow(self, place: int, name: str) -> None:
@@ -304,7 +304,7 @@ class RunLog:
             self._audit.append("workflow", place=place, name=name)
 
     def forget_workflows_from(self, place: int) -> None:
-        """Make the workflow at position `place` and all later ones run again: delete the record of their ends."""
+        """Delete the records that the workflows from position `place` on have ended, so that they run again."""
         with self._journal.transaction():
             self._journal.execute("DELETE FROM workflows WHERE place >= ?", place)
 

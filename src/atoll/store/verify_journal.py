@@ -275,7 +275,7 @@ class _Comparison:
         return ""
 
     def _of_the_end(self) -> str:
-        """Compare journal and audit log: is the run finished? Return the difference; empty if there is none."""
+        """Check that journal and audit log agree on whether the run is over. Return the difference; empty if none."""
         told = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )

@@ -6,8 +6,9 @@ the durable version (the newest one that survives a power loss), and the pinned 
 If more are pinned, the oldest is dropped: the event `revoked` of its pins is set, and its slot becomes free when they
 are released.
 
-A delta is the difference of a version from the one before. A worker that has the one before downloads only the delta.
-A delta is committed, kept and dropped together with its version. If it is damaged, workers pull the whole version.
+A delta is the difference of a version from the previous version. A worker that has the previous version downloads only
+the delta. A delta is committed, kept and dropped together with its version. If a delta is damaged, workers pull the
+whole version.
 """
 
 from __future__ import annotations
@@ -134,8 +135,8 @@ class Versions:
         max_pins: number of older versions that are kept in addition while workers still download them.
 
     Attributes:
-        wanted: function of a fragment that returns the versions that workers are going to pull. They are kept while
-            fewer than `keep_versions + max_pins` versions are.
+        wanted: function of a fragment that returns the versions that workers are going to pull. These are kept, too,
+            up to `keep_versions + max_pins` versions in all.
     """
 
     def __init__(
@@ -253,7 +254,8 @@ class Versions:
         )
         if draft.ended or (len(parts), len(state), len(written.delta_digests)) != wanted:
             raise UsageError(
-                f"Version {draft.version} was {'ended before' if draft.ended else 'given the wrong number of digests'}."
+                f"The draft of version {draft.version} "
+                f"{'has been committed or abandoned' if draft.ended else 'got the wrong number of digests'}."
             )
 
     def next_number(self, fragment: int = 0) -> int:
@@ -387,7 +389,7 @@ class Versions:
             pin, row = self.pin(fragment, version), self.delta(fragment, version)
             if row is None:
                 pin.release()
-                raise Gone(f"Version {version} of fragment {fragment} has no difference.", "Download it whole.")
+                raise Gone(f"Version {version} of fragment {fragment} has no delta.", "Download it whole.")
             pool = self._slots.pool(DELTA, fragment)
             slot = pool[row.slot]
             pool.hold(slot, PULL)
@@ -504,7 +506,7 @@ class Versions:
     def write_durable(self, fragment: int = 0) -> int | None:
         """Fsync the head, then record in the journal that the head survives a power loss.
 
-        The fsync may be slow; it does not block other calls. The earlier durable version is kept until it is done.
+        The fsync may be slow, but does not block other calls. Until it is done, the earlier durable version is kept.
 
         Returns:
             The version that is durable now; None if the fragment has no version.

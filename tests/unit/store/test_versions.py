@@ -439,7 +439,7 @@ def test_it_is_there_with_its_version_and_names_its_base(tmp_path: Path) -> None
         assert read(pin.fd) == delta_content(1)
         pin.release()
         pin.release()
-        with pytest.raises(Gone, match="Version 0 of fragment 0 has no difference"):
+        with pytest.raises(Gone, match="Version 0 of fragment 0 has no delta"):
             store.versions.pin_delta(0, 0)
     assert store.slots.holds() == {}
 
@@ -495,7 +495,7 @@ def test_one_of_a_version_that_was_lost_is_gone_with_it(tmp_path: Path) -> None:
 def test_its_digests_are_needed_and_the_run_keeps_its_way_down(tmp_path: Path) -> None:
     with first(tmp_path, shapes=WITH_DELTA) as store:
         draft = store.versions.begin(0, 1)
-        with pytest.raises(UsageError, match="Version 1 was given the wrong number of digests"):
+        with pytest.raises(UsageError, match="The draft of version 1 got the wrong number of digests"):
             store.versions.commit(
                 draft,
                 VersionDigests(
