@@ -67,7 +67,7 @@ class Response(http.client.HTTPResponse):
 class _HeaderLines:
     """A stream of header lines that raises `IncompleteRead` if it ends within a line, or before the last line.
 
-    At the end before the first byte, it returns b"" as other streams do.
+    A stream that ends before its first byte returns b"", as other streams do.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -101,7 +101,7 @@ class Call(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """Time of the last byte or, before the first byte, of the beginning, by `time.monotonic`."""
+        """Time of `time.monotonic` at which the last byte was sent or received, or else at which the call began."""
         ...
 
     def give_up(self) -> None:
@@ -188,7 +188,7 @@ class Watch:
             self._give_up(begin_s)
 
     def _wait_for_quiet(self) -> bool:
-        """Wait until a call has been unanswered for `every_s` seconds. Return False if the watch is closed before."""
+        """Wait until a call has been unanswered for `every_s` seconds. Return False if the watch is closed first."""
         with self._changed:
             while not self._closed:
                 if not self._calls:

@@ -45,7 +45,7 @@ class LoopThread:
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread, and wait until the coroutine calls `ready`. If it raises before, raise its exception."""
+        """Start the thread, and wait until the coroutine calls `ready`. If it raises instead, raise its exception."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._ready.wait()
@@ -89,7 +89,7 @@ class LoopThread:
             self._calls.discard(answer)
 
     def stop(self) -> None:
-        """Set `stopping`, and wait until the thread has ended. In the thread itself, do not wait. Idempotent."""
+        """Set `stopping`, and wait until the thread has ended. If called in that thread, do not wait. Idempotent."""
         if self._loop is None:
             return
         with contextlib.suppress(RuntimeError):

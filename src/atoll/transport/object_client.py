@@ -264,7 +264,7 @@ def publish(
         tensors: a dict of tensors; or any nested dicts, lists and tuples of tensors, arrays, references and plain
             values; or a module, of which the state is published.
         chunk_bytes: size of a part in bytes, 64 KiB to 16 MiB, a multiple of 64. Each part is checked by itself, and
-            sent again if necessary. 0 sends all data in one answer (at most 16 MiB). Default:
+            sent again if necessary. 0: one message carries the whole object, which must not exceed 16 MiB. Default:
             `ATOLL_WORKFLOW__TENSOR_PART_BYTES` for torch tensors and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` for NumPy
             arrays, else 8 MiB.
         expires_s: seconds until the object expires. A server may expire it earlier.
@@ -298,7 +298,7 @@ def publish(
 def send(
     draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
 ) -> TensorRef:
-    """Upload an object that is written to disk to a server, and return its reference. Errors are those of `publish`."""
+    """Upload the object of a draft to a server, and return its reference. Errors are those of `publish`."""
     http = http_to(server)
     parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
     try:
@@ -689,7 +689,8 @@ class _Fetching:
             target, spec = targets[key], segments[name].spec
             if dtype_name(target.dtype) != spec.dtype or target.shape != spec.shape:
                 mine = f"{dtype_name(target.dtype)}{list(target.shape)}"
-                raise _mismatch(self._what, f"{key!r} is {spec.dtype}{list(spec.shape)} there, {mine} in the target")
+                found = f"{spec.dtype}{list(spec.shape)}"
+                raise _mismatch(self._what, f"{key!r} is {found} in the object, {mine} in the target")
             if taken.setdefault(id(target), name) != name:
                 raise _mismatch(self._what, f"the target ties {key!r} to another tensor, but the object does not")
             if chosen.setdefault(name, target) is not target:

@@ -123,11 +123,11 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
 
     Args:
         packed: the object.
-        cut: how it is divided into parts.
+        cut: how the object is divided into parts.
         folder: folder of the file; None for the folder of temporary files.
 
     Raises:
-        UsageError: the payload is too large to be inline, or too large for one object.
+        UsageError: the payload is too large to be sent within the manifest, or too large for one object.
         DiskFull: the disk is full.
         StoreError: the disk fails.
     """
@@ -179,7 +179,7 @@ class LocalBlob:
         """Return the object's manifest as a JSON message.
 
         Args:
-            path: name of the object in errors.
+            path: name of the object for error messages.
             most_bytes: maximum size of the message.
 
         Raises:
@@ -307,11 +307,11 @@ class ObjectHost:
 
         Args:
             packed: the object.
-            cut: how it is divided into parts.
+            cut: how the object is divided into parts.
             expires_s: seconds until the object expires.
 
         Raises:
-            UsageError: the object is too large to be inline, or `close` was called.
+            UsageError: the object is too large to be sent within its manifest, or `close` was called.
             DiskFull: the disk is full.
             StoreError: the disk fails.
         """
@@ -377,7 +377,7 @@ class ObjectHost:
         return self._on_loop(work)
 
     def opened(self, ref: TensorRef, on_read: Callable[[int], None]) -> LocalBlob | None:
-        """Open an object that this host serves for reading in this process, without the network.
+        """Open an object of this host for reading in this process, without the network.
 
         Args:
             ref: reference of the object.

@@ -151,7 +151,7 @@ class PartConnection:
         return response.status, response.read()
 
     def _ready(self) -> http.client.HTTPConnection:
-        """Return the connection, connected. If the server has closed it, connect again."""
+        """Return the open connection. If it is not open, or the server has closed it, connect first."""
         connection = self._connection
         if connection.sock is not None and wait_for_read(connection.sock, timeout=0.0):
             self.close()  # no request is open, so the socket is readable only if the server has closed it

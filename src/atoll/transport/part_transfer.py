@@ -144,7 +144,7 @@ class Sink(Protocol):
 
 
 class Memory(Sink, Protocol):
-    """A sink in memory that lets the caller fill most of its memory in place."""
+    """A sink in memory. The caller can fill most of this memory in place, instead of calling `write`."""
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
         """Return the sink's memory for the file's bytes from `offset` on; None if the caller must use `write`.
@@ -337,7 +337,7 @@ class HttpTransfer:
         on_bytes: Callable[[int], None] = lambda _: None,
         on_part: Callable[[Part], None] = lambda _: None,
     ) -> None:
-        """Download parts of a file. A part that arrives damaged, or with a broken connection, is requested again.
+        """Download parts of a file. A part is requested again if it arrives damaged or its connection breaks.
 
         Args:
             path: URL path of the file: a version or an object, which never changes.
@@ -499,7 +499,7 @@ class HttpTransfer:
             raise unanswered(self._http.server)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
-        """Move one part in at most `PART_ATTEMPTS` attempts. Return False if the transfer was ended by another part.
+        """Move one part in at most `PART_ATTEMPTS` attempts. Return False if another part's failure ends the transfer.
 
         A stall of this connection is retried as long as other connections move bytes. After a stall, this part's bytes
         count as progress only once the part is complete, because the system accepts bytes to send even if the peer is
@@ -558,7 +558,7 @@ class HttpTransfer:
     def _idle_connection(self) -> PartConnection | None:
         """Return a connection that is not in use; None if there is none.
 
-        If a heartbeat stayed unanswered since the last call, first close all of them: they may be dead.
+        If a heartbeat stayed unanswered since the last call, first close all unused connections: they may be dead.
         """
         with self._lock:
             losses, self._losses = self._losses, self._http.watch.losses

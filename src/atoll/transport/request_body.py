@@ -119,7 +119,7 @@ def require_part_bytes(request: web.Request, nbytes: int) -> None:
         nbytes: size of the part in bytes, without its digest.
 
     Raises:
-        BadRequest: the Content-Length is another one.
+        BadRequest: the Content-Length differs from this size.
     """
     interceptor = interceptor_of(request)
     length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Yield how many bytes to read at a time for a part: `WIDE_BYTES` for up to `WIDE` parts, else `NARROW_BYTES`."""
+    """Yield how many bytes of a part to read at a time: `NARROW_BYTES` if `WIDE` parts read more, else `WIDE_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -388,7 +388,7 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost()
 
     def eof_received(self) -> bool | None:
-        """Let aiohttp decide whether the connection stays open for its answer."""
+        """Let aiohttp decide whether the connection stays open after the last byte of the peer, to send an answer."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
@@ -440,7 +440,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._heads(self._held)
 
     def _read_or_not(self) -> None:
-        """Pause reading from the connection while aiohttp has paused it or a thread receives a part; else resume it."""
+        """Pause reading from the connection while aiohttp asks for a pause or a thread receives a part; else resume."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._full or (self._part and not self._discarding):
@@ -587,9 +587,9 @@ def interceptor_of(request: web.Request) -> BodyInterceptor | None:
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """Return how many bytes of body follow the head of a request: for the upload of a part its length, for a GET 0.
+    """Return how many bytes of body follow the head of a request: 0 for a GET, the Content-Length for a part's upload.
 
-    Return None for every other request, and if the head is not perfectly regular.
+    For every other request, and for a head that is not perfectly regular, return None.
     """
     first, *lines = head[:-4].split(b"\r\n")
     method, _, rest = first.partition(b" ")

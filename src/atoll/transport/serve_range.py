@@ -1,7 +1,7 @@
 """Sends a file, or a byte range of it, as the answer to a request. Every download from a server uses this module.
 
 Bytes are copied from the file to aiohttp's stream, `RUN_BYTES` at a time. `sendfile` is not used: it would queue the
-file's own pages in the socket. The server may rewrite the file after a download has ended, while they are still queued.
+file's own pages in the socket, and the server may rewrite the file while these pages are still queued.
 """
 
 from __future__ import annotations

@@ -164,8 +164,8 @@ TIED = torch.zeros(2)
     [
         ({"a": torch.zeros(2)}, "only the object has 'b'"),
         ({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}, "only the target has 'c'"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3)}, r"'b' is F32\[2\] there, F32\[3\] in the target"),
-        ({"a": torch.zeros(2), "b": torch.zeros(2).double()}, r"'b' is F32\[2\] there, F64\[2\] in the target"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3)}, r"'b' is F32\[2\] in the object, F32\[3\] in the target"),
+        ({"a": torch.zeros(2), "b": torch.zeros(2).double()}, r"'b' is F32\[2\] in the object, F64\[2\] in the target"),
         ({"a": TIED, "b": TIED}, "ties 'b' to another tensor"),
     ],
     ids=["name", "extra", "shape", "dtype", "tie"],
