@@ -70,8 +70,8 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Return whether the initial model has this schema, as far as that can be found without computing its values.
 
-    False means that the schema differs, or that the model has to be built to know it: some functions do not run on
-    torch's meta device.
+    False means that the schema differs or is unknown. It is unknown if the function that builds the model does not run
+    on torch's meta device.
     """
     return _seen(settings, given) == schema
 
@@ -146,8 +146,8 @@ def _header(path: Path) -> Told:
 def _as_told(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Told:
     """Return a file's tensors as a model. If Atoll exported the file, its metadata lists tied names and buffers.
 
-    If the file has all listed buffers, its other tensors are parameters. If it lacks one, the file was changed after
-    the export, and for the tensors that are not listed nothing is known.
+    If the file has all listed buffers, its other tensors are parameters. If it lacks a listed buffer, the file was
+    changed after the export, and whether the tensors that are not listed are parameters is unknown.
 
     Args:
         path: a safetensors file, with or without this metadata.

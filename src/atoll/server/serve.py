@@ -309,7 +309,7 @@ class Server:
     async def _until_left(self, run: Coordinator) -> None:
         """Wait until every worker has pulled the result and left, for at most `GRACE_S` seconds.
 
-        If a client polls the status, then wait for its next request, for at most `WATCHED_S` seconds.
+        Then, if a client polls the status, wait at most `WATCHED_S` seconds until the client has polled once more.
         """
         stopping, loop = self._thread.stopping, asyncio.get_running_loop()
         begin_s, said = loop.time(), False

@@ -62,7 +62,7 @@ class _Left(OwnedFile):
 
 
 class Filtering:
-    """Runs the filters of updates, and keeps the filtered files. Call methods but `source` on the server's event loop.
+    """Runs the filters of updates, and keeps the filtered files. On the server's event loop, except `source`.
 
     Args:
         filters: the filters of each site.
@@ -135,9 +135,9 @@ class Filtering:
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateInput:
-        """Return the file to aggregate for an accepted update: the filtered file, or its spool. Thread-safe.
+        """Return the file to aggregate for an accepted update: the filtered file; without filters, the spool.
 
-        It is the spool if the site has no filters.
+        Any thread may call this.
         """
         if not self.has(row.site):
             return UpdateInput(self._store.tickets.spool(row.ticket).fd, row.norm)

@@ -28,7 +28,7 @@ from atoll.store.store import Store
 def frozen_round(
     plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int], number: int
 ) -> FrozenRound:
-    """Return the record of a closed round, from which its version is made. Read it from the journal.
+    """Return the record of a closed round, read from the journal. The next version is made from this record.
 
     Args:
         plan: plan of the run.
@@ -105,7 +105,7 @@ class LocalRounds:
     async def aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
         """Reduce the updates of a closed round, take the outer step, and commit the next version as the head.
 
-        The work runs in a thread of `io`. Results of filters that a restart has lost are computed again first.
+        The work runs in a thread of `io`. If a restart has lost filtered updates, they are first filtered again.
 
         Args:
             fragment: the fragment.

@@ -48,8 +48,8 @@ class Exports:
         their names, so that `load_state_dict(strict=True)` accepts the file.
 
         Args:
-            heads: number of the version to export, for each fragment; by default the newest. The smallest is the
-                model's number.
+            heads: number of the version to export, for each fragment; by default the newest. The exported model gets
+                the smallest of these numbers.
         """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ BEST_MODEL, BEST_NOTE = "best.safetensors", "best.json"
 
 
 class BestVersion:
-    """Writes the two files of the best version in the export folder.
+    """Writes the two files of the best version, `best.safetensors` and `best.json`, in the export folder.
 
     Attributes:
         metric: name of the metric that decides which version is the best.
@@ -163,7 +163,7 @@ class BestVersion:
         self.saved = measured
 
     def handed(self, measured: Measured) -> Best:
-        """Return what a persistor needs of the version that `save` wrote last, with an open descriptor of its file."""
+        """Return the version that `save` wrote last, for a persistor. The caller closes its open descriptor."""
         rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -191,8 +191,8 @@ class BestVersion:
     def _noted(self) -> Measured | None:
         """Return the version in `best.safetensors`; None if there is none, or it is the best by another metric.
 
-        If `best.json` does not match it, write `best.json` again: it is damaged, or the server was killed before it was
-        replaced.
+        If `best.json` names another version or is damaged, write it again: the server may have been killed between
+        the two files.
         """
         told, path = self._header(), self._folder / BEST_NOTE
         if told is None:
@@ -222,10 +222,10 @@ class BestVersion:
 
 
 def require_files(folder: Path) -> None:
-    """Raise an error if a folder has the name of a file of the best version.
+    """Check that no folder stands in the place of a file of the best version.
 
     Raises:
-        StoreError: there is such a folder.
+        StoreError: such a folder exists.
     """
     for path in (folder / BEST_MODEL, folder / BEST_NOTE):
         if path.is_dir():
@@ -333,7 +333,7 @@ class Behind:
                 self.persistor.save_best(self._plan, self.best.handed(measured))
         except Gone:
             LOG.warning(
-                "version %d is the best so far (%s %.6g), but was deleted before it was saved: %s keeps the one before",
+                "version %d is the best so far (%s %.6g), but was deleted before it was saved: %s is unchanged",
                 measured.version,
                 self.best.metric,
                 measured.value,

@@ -23,7 +23,7 @@ HISTORY = 20
 
 @functools.lru_cache(maxsize=4 * HISTORY)
 def _summary(text: str) -> status_messages.RoundSummary:
-    """Parse the JSON summary of a round. Cached, because it is long with hundreds of workers and parsed every time."""
+    """Parse the JSON summary of a round. Cached: each status needs it, and with hundreds of workers it is long."""
     return status_messages.RoundSummary.model_validate_json(text)
 
 

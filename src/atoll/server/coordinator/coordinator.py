@@ -262,7 +262,7 @@ class Coordinator:
         """
         await self._changed.wait(0 if self._ending else timeout_s)
         if self._ending:
-            raise Busy("The server is stopping.", "Try again once the server was started again.")
+            raise Busy("The server is stopping.", "Try again after the server has restarted.")
 
     def require_space(self) -> None:
         """Raise an error if less than `disk.min_free_bytes` is free on the disk.
@@ -580,7 +580,7 @@ class Coordinator:
         self.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
 
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
-        """Accept an update with all its parts on disk. A repeated request with the same digest gets the same receipt.
+        """Accept an update after all its parts arrived. A repeated request with the same digest gets the same receipt.
 
         In a swarm, wait until another worker has pulled the update, for at most `routes.LONG_POLL_S` seconds.
 

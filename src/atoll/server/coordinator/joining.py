@@ -132,7 +132,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return base version and digest of the site's last counted update. The site's local state must include it."""
+    """Return base version and digest of the site's last counted update, which the site's local state must include."""
     row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 
@@ -142,7 +142,7 @@ def _named(row: TicketRow) -> messages.Counted:
 
 
 def _stands(message: messages.Join, store: Store) -> bool:
-    """Return whether the site's local state includes its last counted update and, if there is one, its accepted one."""
+    """Return whether the site's local state includes its last counted and, if there is one, its accepted update."""
     if not message.local_state_of:
         return True  # workers of an earlier Atoll do not report it
     last = store.tickets.last_of(message.site)

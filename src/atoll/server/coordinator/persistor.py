@@ -120,7 +120,7 @@ class Persistor:
         Args:
             plan: plan of the run.
             store: store of the run.
-            heads: number of the version to save, for each fragment. The smallest is the model's number.
+            heads: number of the version to save, for each fragment. The saved model gets the smallest of them.
             final: whether the version is the run's result.
 
         Returns:
@@ -206,7 +206,7 @@ def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str
 
 
 def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the best version's model, read from its exported file, and the summary of its round. See `_tensors`."""
+    """Return the best version's model (name → tensor), read from its exported file, and the summary of its round."""
     from safetensors import safe_open
 
     model = plan.schema.model

@@ -113,7 +113,7 @@ class Presence:
         return joined, secret
 
     def meets(self, process: str) -> None:
-        """If `process` is a replaced process of this site, warn once that it still runs: it has sent a request."""
+        """Note a request of `process`. If it is a replaced process of this site, warn once that it still runs."""
         if process not in self.displaced:
             return
         there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
@@ -332,7 +332,7 @@ _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     """Return a warning that too few sites take part for a round to close, with remedies.
 
-    Return an empty text if enough sites take part, before the first round and after the last one.
+    Return an empty text if enough sites take part. Also before the first round and after the last one.
     """
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):

@@ -143,8 +143,8 @@ class Aggregator:
     def aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
         """Let the aggregator combine the updates of a closed round into one.
 
-        Updates that the process got on arrival are not sent again. If the process got an update that does not count,
-        it is reset first, and gets all updates.
+        Updates that the process got on arrival are not sent again. But if one of these does not count, the process is
+        reset first, and gets all updates that count.
 
         Args:
             store: store of the run.

@@ -82,7 +82,7 @@ class ByteRoutes:
         """Send the delta to a version (its difference from the version before), or a byte range of it.
 
         Raises:
-            Gone: there is no delta, or its digest is another one.
+            Gone: there is no delta, or the delta has another digest.
         """
         pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
@@ -123,7 +123,7 @@ class ByteRoutes:
         try:
             if pinned.row.digest != digest:
                 raise Gone(
-                    f"Version {pinned.row.version}, or its difference, no longer has the digest {digest[:12]}.",
+                    f"Version {pinned.row.version} or its delta no longer has the digest {digest[:12]}.",
                     "Ask for the head again.",
                 )
             return await self._send(request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
@@ -145,7 +145,7 @@ class ByteRoutes:
         )
 
     def _counter(self, request: web.Request) -> Callable[[int], None]:
-        """Return a function that adds to the sent bytes of the server and, if the request has a lease, of its site."""
+        """Return a function that counts bytes as sent by the server and, if the request has a lease, to its site."""
         presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
 
         def count(nbytes: int) -> None:
@@ -178,7 +178,7 @@ class ByteRoutes:
         )
 
     async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
-        """Make an object with all parts downloadable. The same request may be repeated.
+        """Make an object downloadable after all its parts have arrived. The same request may be repeated.
 
         Raises:
             Gone: the object does not exist or has expired.

@@ -143,7 +143,7 @@ class SwarmView:
     def work(self, site: str) -> PeerWork:
         """Return everything that a site's worker has to do now: probes, versions to keep, updates to collect, rounds.
 
-        The stamp is a checksum of the content.
+        The `stamp` of the result is a checksum of its content.
         """
         work = PeerWork(
             stamp=0,
@@ -290,7 +290,7 @@ class SwarmView:
         return ""
 
     def _reported(self, at: Assignment) -> list[ReducedRound]:
-        """Return the aggregator's reports about the round that it has to reduce, with the same version and tickets."""
+        """Return those reports of the aggregator that name the version and the tickets that it has to reduce."""
         closing = at.closing
         if closing is None or not self.peers.is_alive(at.aggregator):
             return []
@@ -340,8 +340,8 @@ class Swarm:
     async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
         """Record the report of a worker. Wait until the worker has something else to do, and return its work.
 
-        The wait also ends after `message.wait_s` seconds, when a newer report comes, and when a worker that wants to
-        leave may go.
+        The wait also ends after `message.wait_s` seconds, when the worker's next report comes, or when the worker wants
+        to leave and may go.
         """
         site, view = lease.site, self.view
         peer = view.peers.known(site, message.address, lease.process)
@@ -504,7 +504,7 @@ class Swarm:
         """Handle the failure of the aggregator to pull an update.
 
         The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker with
-        the base has failed to pull it, the update is refused.
+        the base has failed to pull the update, it is refused.
         """
         site = at.aggregator
         at.failures[ticket, site] += 1

@@ -150,7 +150,7 @@ class Peers(dict[str, Peer]):
         self.known(message.site, message.peer, message.process)
 
     def known(self, site: str, address: str, process: str) -> Peer:
-        """Return the record of a worker. If the site's process is a new one, replace its record."""
+        """Return the record of a site's worker. If the site has a new process, first replace the record."""
         peer = self.get(site)
         if peer is None or peer.process != process:
             peer = self[site] = Peer(address, process)

@@ -112,7 +112,7 @@ def require(
             f"evaluation_timeout_s is {evaluation_timeout_s!r}.", "Give a number of seconds; 0: no limit."
         )
     if not site_models and versions is not None and not versions:
-        raise ConfigError("versions is empty and site_models is false, so no model would be evaluated.", "Set one.")
+        raise ConfigError("versions is empty and site_models is false, so no model would be evaluated.", "Change one.")
 
 
 cross_site_evaluation.require = require  # type: ignore[attr-defined]
@@ -206,7 +206,7 @@ class EvaluationMatrix:
         self._run.wake()
 
     async def _next_for(self, site: str) -> ModelSource | None:
-        """Wait for a model that a site has not evaluated yet, and return it. Return None if its column is full.
+        """Wait for a model that a site has not evaluated yet, and return it. If the site's column is full, return None.
 
         Each site begins with another row, so that not all sites download the same model at once.
         """
@@ -227,7 +227,7 @@ class EvaluationMatrix:
         self._waiting.discard(site)
 
     async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait for a site that has left or hangs, until `until()` is true.
+        """Wait until `until()` is true, because a site has left or hangs.
 
         Returns:
             True if `until()` is true. False if `RETURN_S` seconds have passed and no other site is working.

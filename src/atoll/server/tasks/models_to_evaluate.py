@@ -159,7 +159,7 @@ class ModelsToEvaluate:
             ) from None
 
     def _written(self, path: Path) -> ObjectKey:
-        """Write the model in a file as an object that sites may download. Return the object's key."""
+        """Copy the model of a file into an object that sites may download. Return the object's key."""
         run = self._run
         run.require_space()
         state = LazyState.open(path)

@@ -111,7 +111,7 @@ class TaskFilters:
         return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
 
     def received(self, answer: Answer, task: str) -> Answer:
-        """Return a site's answer as the filters leave it. If they change the answer, it is in a new file.
+        """Apply the filters to a site's answer, and return the result. A changed answer is in a new file.
 
         If a filter fails, return an answer without a payload, with the reason in `error`.
         """
@@ -234,8 +234,8 @@ class PayloadWriter:
     async def filtered(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
         """Write a payload for each site with filters that change it. Call this on the server's event loop.
 
-        Filters of different sites run in parallel, because those of one site may hang. If the payload contains a
-        user's own tensor type, they run one after another, because that type's code may not be thread-safe.
+        Filters of different sites run in parallel, so that a filter that hangs delays only its own site. If the payload
+        contains a user's own tensor type, filters run one after another: that type's code may not be thread-safe.
 
         Returns:
             The payload or the filters' error of each of these sites. `shared` is None.

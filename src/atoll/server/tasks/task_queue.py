@@ -46,7 +46,8 @@ class Answer(OwnedFile):
         site: name of the site.
         key: identifies the answer, which the site may send again.
         error: why the site failed; empty if it did not.
-        way: how the payload was sent: as an object, `streamed` or `inline`; or as text in the message, `skipped`.
+        way: how the payload was sent: `streamed` (an object in parts), `inline` (an object within its manifest) or
+            `skipped` (no object; the text is in the message).
         text: the payload, if it was in the message.
         contents: head of the payload, if it was an object. Its tensors are in the file `fd`.
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
@@ -69,7 +70,8 @@ class TaskPayload:
 
     Attributes:
         objects: store of the object.
-        way: how the payload is sent: as an object, `streamed` or `inline`; or as text in the message, `skipped`.
+        way: how the payload is sent: `streamed` (an object in parts), `inline` (an object within its manifest) or
+            `skipped` (no object; the text is in the message).
         body: what the message contains: the text, or the key of the object. `hold` sets the key.
     """
 
@@ -101,7 +103,7 @@ class TaskPayload:
 
     @classmethod
     def taken_over(cls, objects: ObjectStore, key: tm.ObjectKey) -> TaskPayload:
-        """Return an object that a site has sent, as a payload for other sites. Errors are those of `make_own`."""
+        """Make an object that a site has sent a payload for other sites. Errors: as for `ObjectStore.make_own`."""
         kept = objects.make_own(key.object, key.secret)
         return cls(objects, "streamed", tm.Body(object=key_to(kept, key.secret)), _kept=kept)
 
@@ -220,7 +222,7 @@ class TaskQueue:
     Attributes:
         active: whether the run sends tasks, now or later.
         trains: whether the run has rounds, now or later.
-        rounds: whether the rounds are to come, running now, or over.
+        rounds: state of the run's rounds: "to come", "now" or "over".
         follows: whether the run sends tasks after its rounds.
         finished: whether the last workflow has ended.
         moves: number of tasks sent plus answers received.
@@ -275,7 +277,7 @@ class TaskQueue:
     def open(
         self, name: str, sites: Sequence[str], payloads: TaskPayloads, *, streamed: bool, sizes: ChunkSizes
     ) -> OpenTask:
-        """Send a task to sites, and return it. If the filters for a site failed, their error counts as its answer.
+        """Send a task to sites, and return it. If a site's filters failed, their error counts as the site's answer.
 
         Args:
             name: name of the task.
@@ -313,7 +315,7 @@ class TaskQueue:
         return task
 
     def give_up(self, task: OpenTask, site: str, lost: str, why: str) -> None:
-        """Stop waiting for a site's answer. An error counts as its answer, and a later answer is refused.
+        """Stop waiting for a site's answer. The error `why` counts as the answer, and a later answer is refused.
 
         Args:
             task: the task.
@@ -332,7 +334,7 @@ class TaskQueue:
         task.payloads.discard()
 
     def finish(self) -> None:
-        """Tell sites that ask for a task that the last workflow has ended."""
+        """Record that the last workflow has ended. Sites that ask for a task are told so."""
         self.finished = True
         self.wake()
 

@@ -1,8 +1,8 @@
 """The user's code at the server: functions and `@id` components of the run file, and threads that run user code.
 
 At its exit, Python waits for the threads of a pool, so a filter that hangs would block the end of the server. Therefore
-user code runs in daemon threads, a few at a time. The log names a call that takes long. From then on the call is not
-counted, so that filters that hang do not block the filters of other sites.
+user code runs in daemon threads, a few at a time. The log names a call that takes long. This call then no longer counts
+as one of these few, so that filters that hang do not block the filters of other sites.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Components:
             component = component_at(reference, self._components, where)
             if name in self._making:
                 circle = " → ".join([*self._making[self._making.index(name) :], name])
-                raise ConfigError(f"Components refer to each other in a circle: {circle}.", "Break it.")
+                raise ConfigError(f"Components refer to each other in a circle: {circle}.", "Remove one reference.")
             self._making.append(name)
             args = self._filled(dict(component.args), f"component {name!r}")
             found = registry.load_attribute(component.path)

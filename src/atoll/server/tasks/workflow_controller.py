@@ -112,7 +112,7 @@ class AnswerLimits:
                 raise UsageError(f"{name} is {value!r}.", remedy)
 
     def over(self, run: Coordinator, site: str) -> tuple[str, str]:
-        """Return whether to stop waiting for a site: (`gone` or `stuck`, the reason), else two empty texts."""
+        """If it is time to stop waiting for a site, return (`gone` or `stuck`, the reason); else two empty texts."""
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
         now_s, progress = time.monotonic(), progress_of(run, site)
@@ -272,9 +272,9 @@ class Controller:
             min_responses: number of answers with a payload that are needed; fewer are an error. Once they have come,
                 the call does not wait for sites that are dead or have left. None: it waits for every site.
             timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
-                disk is full, and for the filters of a site. If they take longer, this error is the site's answer.
+                disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops
-                waiting for a site. An error is then the site's answer. 0: never.
+                waiting for a site. The site's result is then an error. 0: never.
 
         Returns:
             A result for each site that answered, sorted by site name.

@@ -308,7 +308,7 @@ class WorkflowSchedule:
             run.wake()
 
     def _require_begun(self, step: WorkflowRun) -> None:
-        """Raise an error if training has not begun within the start timeout. It begins once `rounds.sites` have joined.
+        """Raise an error if training has not begun within the start timeout, because fewer than `rounds.sites` joined.
 
         Raises:
             RunFailed: too few sites joined in time.
