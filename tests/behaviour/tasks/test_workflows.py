@@ -18,9 +18,11 @@ from kit.processes import command
 from kit.servers import plain_server
 from kit.wire import WireSite
 from kit.workflows import AnsweringSites, files_of_objects, kept_objects, plain, play_as_processes, workflow_server
+from typer.testing import CliRunner
 
 import atoll
 from atoll import TensorRef
+from atoll.cli.main import app
 from atoll.errors import ConfigError, Conflict, RunFailed, UsageError
 
 SCRIPT = Path(__file__).with_name("task_process.py")
@@ -376,14 +378,21 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(nu
 # -- what the status shows of tasks
 
 
-def shown(nursery: Nursery, folder: Path, url: str) -> list[str]:
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server does not wait for the next request of a client that has asked for its status."""
+    monkeypatch.setattr("atoll.server.serve.WATCHED_S", 0.0)
+
+
+def shown(url: str) -> list[str]:
     """What `atoll status` prints of a server."""
-    outcome = command(nursery, folder, "status", "--server", url)
-    assert outcome.returncode == 0, outcome
-    return outcome.stdout.splitlines()
+    outcome = CliRunner().invoke(app, ["status", "--server", url], env={"COLUMNS": "120"})
+    assert outcome.exit_code == 0, outcome
+    return outcome.output.splitlines()
 
 
 @pytest.mark.covers("T11")
+@pytest.mark.usefixtures("unwatched")
 def test_each_task_says_how_it_and_its_answers_travelled(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -398,7 +407,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
         state = {"w": torch.ones(3)}
         for task, payload in (("train", state), ("validate", state), ("echo", None), ("echo", "words")):
             controller.broadcast(task, payload, timeout_s=30)
-        lines.extend(shown(nursery, tmp_path, server.url))
+        lines.extend(shown(server.url))
 
     with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ("train", "echo")}) as server:
         with caplog.at_level(logging.WARNING, "atoll.server"):
@@ -425,8 +434,9 @@ def test_each_task_says_how_it_and_its_answers_travelled(
 
 
 @pytest.mark.covers("T11")
+@pytest.mark.usefixtures("unwatched")
 def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
-    nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two rounds of train, streamed; the site's answers are None: said once, and taken."""
     answers: list[Any] = []
@@ -441,7 +451,7 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
                 (*_, sent) = server.status().sent
                 assert (sent.name, sent.way, sent.sites, sent.missing) == ("train", "streamed", ["a"], ["a"])
                 assert sent.open
-                line = shown(nursery, tmp_path, server.url)[-1]
+                line = shown(server.url)[-1]
                 assert f"task {sent.number} train: streamed to a; 0 of 1 answers; waiting for a, " in line
                 task.answer(None)
         server.run()
@@ -454,6 +464,7 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
 
 
 @pytest.mark.covers("T14", "X3")
+@pytest.mark.usefixtures("unwatched")
 def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nursery: Nursery, tmp_path: Path) -> None:
     def main(controller: Any) -> None:
         controller.send("a", "echo", 1, timeout_s=30)
@@ -466,7 +477,7 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nu
     with workflow_server(tmp_path, main) as server:
         with atoll.tasks(server.url, "a") as worker:
             for task in worker.tasks():
-                lines = shown(nursery, tmp_path, server.url)
+                lines = shown(server.url)
                 run = server.status().run[:8]
                 assert lines[0].startswith(f"atoll at {server.url}: no model, run {run}, epoch 1, up ")
                 of_the_run = "\n".join(lines).partition("\nsite ")[0]  # and not of its sites
@@ -480,7 +491,8 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nu
 
 
 @pytest.mark.covers("T11")
-def test_the_status_shows_the_last_tasks_and_counts_them_all(nursery: Nursery, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("unwatched")
+def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> None:
     """23 tasks: the last 20 are 4 to 23. The last one is for a site that has left, and has no answer."""
 
     lines: list[str] = []
@@ -489,7 +501,7 @@ def test_the_status_shows_the_last_tasks_and_counts_them_all(nursery: Nursery, t
         for number in range(22):
             controller.send("a", "echo", number, timeout_s=30)
         controller.broadcast("echo", sites=["gone"], timeout_s=0.01)
-        lines.extend(shown(nursery, tmp_path, server.url))
+        lines.extend(shown(server.url))
 
     with workflow_server(tmp_path, main, **{"rounds.sites": 2}) as server:
         with atoll.tasks(server.url, "gone"):
