@@ -97,7 +97,8 @@ def finite_metrics(metrics: Mapping[str, float], site: str, said: set[str] | Non
     Args:
         metrics: number by name.
         site: the site's name, for warnings.
-        said: names that had no finite value when they were last given; updated in place. They get no second warning.
+        said: names of metrics that had no finite value last time, so that no second warning is logged; updated in
+            place.
 
     Raises:
         UsageError: `metrics` is no mapping or has too many entries, or one entry has an invalid name or value.

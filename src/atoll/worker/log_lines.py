@@ -66,7 +66,7 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 
 
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
-    """Return why a synchronisation was skipped. Add whether its local steps go into the next update."""
+    """Return why a synchronisation was skipped, and whether the next update contains the skipped local steps."""
     if not isinstance(error, TicketClosed):
         return str(error)
     return (
@@ -75,7 +75,7 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
 
 
 def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
-    """Return a line with the time waited so far, the reason for the wait, and the time left of the run."""
+    """Return a line that gives the time waited so far, the reason for the wait, and the run's remaining time."""
     left = f"; {told} of the run" if (told := time_left(reply.left_s)) else ""
     return f"waiting {waited_s:.0f} s: {reply.reason}{left}"
 
@@ -113,7 +113,7 @@ class Progress:
             self._marks = deque([(now, self.done_bytes)])
 
     def add(self, nbytes: int) -> None:
-        """Count bytes that were moved. Log a line if the last one is `EVERY_S` seconds old. Safe from any thread."""
+        """Count bytes that were moved. If `EVERY_S` seconds have passed since the last line, log one. Thread-safe."""
         with self._lock:  # several threads transfer parts
             self.done_bytes += nbytes
             now = self._moved = self._clock()
@@ -135,7 +135,7 @@ class Progress:
         return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
-        """Log bytes, seconds and the mean rate without pauses, at level INFO. Below 1 s, log at level DEBUG."""
+        """Log bytes, seconds and the mean rate without pauses, at level INFO; at DEBUG if it took less than 1 s."""
         seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(

@@ -32,7 +32,8 @@ class Reports:
 
         Args:
             finite: the finite values of this report.
-            named: all values of this report. An earlier value under one of these names is dropped.
+            named: all values of this report, also those that are not finite. Earlier values under these names are
+                dropped.
         """
         self.newest = {name: value for name, value in self.newest.items() if name not in named} | dict(finite)
         self._waiting = {name: value for name, value in self._waiting.items() if name not in named} | dict(finite)
@@ -42,7 +43,7 @@ class Reports:
 
         Args:
             fragment: the fragment's number.
-            is_lost: whether the fragment's last update can never count. If so, its values are returned again.
+            is_lost: whether the fragment's last update can never count. If so, that update's values are returned again.
         """
         carried = self._carried.pop(fragment, {}) if is_lost else {}
         self._carried[fragment], self._waiting = carried | self._waiting, {}
@@ -66,11 +67,11 @@ class Measured:
         self._metrics: dict[str, float] = {}
         self._not_finite: set[str] = set()  # names that a warning was logged for, until their value is finite
 
-    def look_at(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
+    def measure(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
         """Measure the global model, which consists of the newest version of each fragment.
 
-        The versions are loaded into the model, and the local values are copied back afterwards. If the whole model is
-        one fragment and has no local progress, it is the global model already, and nothing is loaded.
+        The versions are loaded into the model for the measurement, and the local values are copied back afterwards. A
+        model of one fragment without local progress is the global model already, so nothing is loaded.
 
         Args:
             parts: for each fragment, the model's own tensors and the fragment's newest version.

@@ -32,7 +32,7 @@ def _scratch() -> memoryview:
 
 
 def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
-    """Set w ← b_new + (w − b_old) in place: carry local progress over from one version to another.
+    """Carry local progress over from one version to another: set w ← new + (w − old) for each parameter w, in place.
 
     Buffers take the new version's values.
 
@@ -59,9 +59,9 @@ def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
 
 
 def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
-    """Set w ← (1−α)·b + α·w in place for the tensors of a version.
+    """Mix a version into the model: set w ← (1−α)·v + α·w in place, for tensor w of the model and v of the version.
 
-    α = 0 loads the version, α = 1 leaves the model unchanged. Between the two, integers and flags take the version's
+    α = 0 loads the version, α = 1 leaves the model unchanged. For other α, integers and flags take the version's
     values, since they cannot be mixed.
     """
     if alpha == 0:

@@ -140,7 +140,7 @@ class TensorFile:
             raise EOFError(f"{self.path}: {error}") from None
 
     def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
-        """Return elements [start, stop) of a piece's tensor, in `scratch`."""
+        """Read elements [start, stop) of a piece's tensor into `scratch`. Return a tensor over that memory."""
         item = piece.segment.spec.item_bytes
         view = scratch[: (stop - start) * item]
         self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
@@ -159,7 +159,7 @@ class ScratchFile(TensorFile):
     """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        is_new: whether the file was just created, or had another size. Such a file holds zeros, and its note is wrong.
+        is_new: whether the file holds only zeros, because it was missing or had another size. Its note is wrong then.
 
     Args:
         path: the file's path.
@@ -289,8 +289,8 @@ class BaseFile(PartsFile):
     def holds(self, run: str, digest: str) -> bool:
         """Return whether the file holds every byte of the version with this digest.
 
-        A file of an earlier process is read and checked once. Its note may be on disk without all of the bytes: the
-        system writes them later, and a disk may damage them.
+        A file of an earlier process is read and checked once. Its note may be on disk although some of the file's bytes
+        are not: the system writes them later. A disk may also damage them.
         """
         note: BaseNote | None = self.note
         if note is None or not note.complete or (note.run, note.digest) != (run, digest):
@@ -367,7 +367,8 @@ class Outbox(PartsFile):
     def is_damaged(self) -> bool:
         """Return whether the file's bytes differ from the digests in the note; false without a note.
 
-        After a power loss the note may be on disk without all of the bytes: the system writes them later.
+        After a power loss the note may be on disk although some of the file's bytes are not: the system writes them
+        later.
         """
         return self.note is not None and bool(self.differing(self.note.part_digests))
 
@@ -547,7 +548,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
-    """Yield those of the site's folders for another number of ranks that this rank has to clean up."""
+    """Yield the site's folders that were made for another number of ranks; of these, only this rank's share."""
     home = current.parent.parent if share else current.parent
     rank, ranks = share or (0, 1)
     if share and rank == 0:

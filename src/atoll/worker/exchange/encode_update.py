@@ -75,7 +75,7 @@ class Filtered:
         return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the filtered change of a float tensor: version − local, [stop − start]. Zeros if a filter drops it.
+        """Return base − local, filtered, for elements [start, stop) of a float tensor; zeros if a filter drops it.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -83,11 +83,11 @@ class Filtered:
         return _told(partial(self._chain.change, name, start, stop))
 
     def moved(self, name: str, start: int, stop: int) -> Tensor | None:
-        """Return the filtered change as `change` does; None if a filter drops the tensor."""
+        """Return what `change` returns; None if a filter drops the tensor."""
         return self.change(name, start, stop) if self.sends(name) else None
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the filtered value of a buffer, [stop − start]. If a filter drops the buffer, return the base's value.
+        """Return elements [start, stop) of a buffer, filtered; if a filter drops the buffer, the base's elements.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -102,7 +102,7 @@ class Filtered:
 
 
 def change_of(base: TensorFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
-    """Return the unfiltered change of a tensor: version − local, [stop − start], on the CPU in new memory."""
+    """Return base − local, unfiltered, for elements [start, stop) of a tensor: on the CPU, in new memory."""
     wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
     values = base.values_of(name, start, stop).to(wide)
     return values.sub_(run_of(tensors[name], start, stop).to("cpu", wide))
@@ -125,7 +125,7 @@ class AnswerFilters:
 
     @contextmanager
     def behind(self, packed: Packed, task: str) -> Iterator[Packed]:
-        """Yield the filtered answer. Its tensors pass through the filters of its task while the block reads them.
+        """Yield the filtered answer. Each tensor passes through the filters for `task` when the block reads the tensor.
 
         Args:
             packed: the unfiltered answer.
@@ -174,7 +174,7 @@ def _names(run: Run) -> list[str]:
 
 
 class Losses:
-    """Warns if encoding loses the change of a tensor. One object checks all updates that a process forms.
+    """Warns if a codec loses the change that training made to a tensor. One object checks all updates of a process.
 
     Attributes:
         site: the site's name; in a simulation, the site that the process trains now.
@@ -195,9 +195,9 @@ class Losses:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings for the server's status: one if the latest update was zero, and one about lost tensors.
+        """The warnings for the server's status: about a zero update, and about changes that encoding lost.
 
-        Once logged, the warning about lost tensors stays.
+        The first is about the latest update only. The second stays once it was logged.
         """
         return [told(text) for text in (self._told_zero, self._told_lost) if text]
 
@@ -207,7 +207,7 @@ class Losses:
         self._lost.clear()
 
     def wants(self, run: Run) -> bool:
-        """Return whether `see` has to check this byte run: some of its tensors are not yet known to arrive."""
+        """Return whether `see` has to check a byte run: the change of one of the run's tensors may still be lost."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
     def see(self, run: Run, delta: Tensor, decoded: Tensor) -> None:
@@ -237,7 +237,7 @@ class Losses:
                 sums[0], sums[1] = sums[0] + lost**2, sums[1] + whole**2
 
     def end(self, is_zero: bool, steps: int, filters: bool) -> None:
-        """Log the warnings about an update that was formed. Warn about lost tensors only once.
+        """Log the warnings about an update that was formed; the warning about lost changes of tensors only once.
 
         Args:
             is_zero: whether the pseudo-gradient was all zero before it was encoded.
@@ -407,7 +407,7 @@ class UpdateFormer:
             self._encode_delta(run, delta, target)
 
     def _value(self, piece: Piece) -> Tensor:
-        """Return the values to send of a tensor that is no parameter."""
+        """Return the values to send for a piece of a tensor that is no parameter."""
         spec = piece.segment.spec
         if spec.is_beside:
             parameter = spec.name.removeprefix(name_beside(spec.group, ""))
@@ -417,7 +417,7 @@ class UpdateFormer:
         return run_of(self.tensors[spec.name], piece.start, piece.stop)
 
     def _encode_delta(self, run: Run, delta: Tensor, target: Tensor) -> None:
-        """Encode a pseudo-gradient. With error feedback, add the residual before, and keep the new residual after."""
+        """Encode `delta` into `target`. With error feedback, first add the residual, then store the new residual."""
         spec, codec, residuals = run.spec, self.codecs[run.codec], self.residuals
         losses = self.losses if self.losses is not None and self.losses.wants(run) else None
         if residuals is None or not codec.feedback:
@@ -445,7 +445,7 @@ class UpdateFormer:
         return decoded
 
     def _read_base(self, run: Run, view: memoryview) -> None:
-        """Fill `view` with the base's values of these pieces, and with zeros in the padding."""
+        """Fill `view` with the base's values of the run's pieces, and the padding between them with zeros."""
         item_bytes, segments = run.spec.item_bytes, self.base.layout.by_name
         run.clear_padding(view, item_bytes)
         self.base.read_pieces(
@@ -617,7 +617,7 @@ class LocalFragment:
     ) -> Formed:
         """Write the bytes of the update of this ticket, and the local state that becomes current if the update counts.
 
-        This records which update the local state belongs to, before the caller seals an outbox. If the process is
+        On return, the local state's note names the update; afterwards the caller seals the outbox. If the process is
         killed in between, the next process forms the update again under the same ticket.
 
         Args:

@@ -123,10 +123,10 @@ class Exchange:
                 return reply
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
-        """Return whether the server fell back since it gave this ticket.
+        """Return whether the server lost power since it gave this ticket, and continues from an older version.
 
         If so, the outbox must not be rewritten: its update has to be sent again. If the outbox is empty, or a version
-        after the update's base is durable, no update has to be sent again: then return False without asking the server.
+        after its update's base is durable, nothing has to be sent again: return False without asking the server.
         """
 
         def needed() -> bool:
@@ -141,7 +141,7 @@ class Exchange:
         return outcome.state == "expired" or outcome.base_version != ticket.base.number
 
     def _resubmit(self, ticket: Ticket, previous: messages.Outcome | None) -> bool | Lost:
-        """Send the outbox's update under this ticket if `resend_note` allows that. Return whether it does."""
+        """If `resend_note` allows it, send the outbox's update under this ticket. Return whether it is allowed."""
         note = self._agreed_note()
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
@@ -166,7 +166,8 @@ class Exchange:
 
         Args:
             note: the update's note with the new ticket.
-            check: whether to check the outbox's bytes. After a power loss a note may be on disk without all bytes.
+            check: whether to check the outbox's bytes. After a power loss a note may be on disk without all of the
+                file's bytes.
         """
 
         def takes() -> bool:
@@ -495,7 +496,7 @@ class Exchange:
 
     @property
     def unsettled(self) -> OutboxNote | None:
-        """The outbox's note if the local progress since the base still includes its update; else None."""
+        """The outbox's note if the local progress since the base still includes the outbox's update; else None."""
         note: OutboxNote | None = self.outbox.note
         base: BaseNote | None = self.base.note
         if note is None or base is None or note.ticket == self.settled or note.base_digest != base.digest:
@@ -537,8 +538,8 @@ class Exchange:
     def advance_base(self) -> None:
         """Set base ← base − dec(update), so that progress which the server already has is not sent twice.
 
-        dec(update) is the outbox's update as the server decodes it. Its encoding error then is part of the local
-        progress, so the residual goes back to its value before the update.
+        dec(update) is the outbox's update as the server decodes it. The update's encoding error then is part of the
+        local progress, so the residual goes back to its value before the update.
         """
         if self.local.residuals is not None and self.outbox.note is not None:
             self.local.residuals.take_back(self.outbox.note.ticket)

@@ -72,8 +72,8 @@ class TwoPhaseNote:
     before_version: int = NOTHING
     before_update: str = ""
 
-    def forth(self) -> TwoPhaseNote:
-        """Return the note after the pending update counted: its file is current, the other has the state before it."""
+    def pending_counted(self) -> TwoPhaseNote:
+        """Return the note to write when the pending update has counted: the file of its state becomes current."""
         return TwoPhaseNote(
             1 - self.current,
             counted=self.pending,
@@ -84,8 +84,8 @@ class TwoPhaseNote:
             digests=self.digests,
         )
 
-    def back(self) -> TwoPhaseNote:
-        """Return the note with the last counted update pending again, so that the state before it is current."""
+    def counted_pending(self) -> TwoPhaseNote:
+        """Return the note in which the last counted update is pending again, and the state before it is current."""
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
@@ -182,7 +182,7 @@ class TwoPhaseFile:
         return self._files[self.note.current].values(self._segments[name], start, stop)
 
     def begin(self) -> None:
-        """Prepare to write values of a new update, which overwrite those of a pending update and the earlier state."""
+        """Prepare to write the values of a new update over those of a pending update or of the earlier state."""
         self._is_pending_lost = False
         if self.note.pending or self.note.before_version != NOTHING:
             self._write(replace(self.note, pending=0, before_version=NOTHING))
@@ -226,7 +226,7 @@ class TwoPhaseFile:
         if self._is_pending_lost:
             self.lose()
             return
-        self._write(note.forth())
+        self._write(note.pending_counted())
 
     def lose(self) -> None:
         """Handle the loss of the values that belong to a counted update: set all tensors to zero."""
@@ -237,7 +237,7 @@ class TwoPhaseFile:
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
-            self._write(replace(self.note.back(), pending=0, pending_version=-1, pending_update=""))
+            self._write(replace(self.note.counted_pending(), pending=0, pending_version=-1, pending_update=""))
 
     def _write(self, note: TwoPhaseNote) -> None:
         self.note = replace(note, site=self._owner.site, run=self._owner.run)
@@ -458,7 +458,7 @@ class AlgorithmState(TwoPhaseFile):
             "%s: the server went back to before this site's last update; the site's state goes back, too",
             self._note_path,
         )
-        self._write(self.note.back())
+        self._write(self.note.counted_pending())
 
     def begin_at_zero(self) -> None:
         """Set the state to zero if none was found. Call it after the site has joined."""
@@ -556,7 +556,7 @@ def put_kept(folder: Path, kept: Kept) -> None:
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Replace a site's local state from before a round by the state from after the round, safely against a kill.
+    """Replace a site's local state by the state after a round. If the process is killed meanwhile, the old state stays.
 
     Args:
         folder: the site's folder.

@@ -62,7 +62,7 @@ class Participation:
 
 @dataclass(frozen=True)
 class LoopTerms:
-    """What a loop that counts local steps (DiLoCo) requires of the run. It may stream, or train a sharded model.
+    """What a loop that counts local steps (DiLoCo) requires of the run. Such a loop may stream, or shard the model.
 
     Attributes:
         schema: schema of the loop's model, compared with the run's before the join; None: not compared.

@@ -174,7 +174,7 @@ class Patience(NamedTuple):
     within: int | None = None
 
     def into(self, model: object) -> Patience:
-        """Return `self` for a pull into a model. If `model` is None, return a patience with `before` in both places."""
+        """Return `self` for a pull into a model. If `model` is None, return a copy with `within` = `before`."""
         return self if model is not None else Patience(self.before, self.before)
 
 
@@ -216,8 +216,7 @@ class Puller:
 
         Raises:
             Gone: the server no longer keeps the version; ask for the head. The tensors may hold a part of the version.
-            TRANSIENT: the last retry failed. If it was one of `patience.within`, the tensors may hold a part of the
-                version.
+            TRANSIENT: the last retry failed. If the pull had begun by then, the tensors may hold a part of the version.
         """
         session, source, patience = self.session, self.files.base, patience.into(into)
         base = self.files.beside() if beside else source
@@ -234,7 +233,7 @@ class Puller:
         held = source.note
         if held is not None and held.run == session.info.run and held.version > version.number:
             LOG.warning(
-                "%s: the server went back from version %d to %d: restored, or fell back after a power loss",
+                "%s: the server went back from version %d to %d: it was restored, or lost power",
                 session.site,
                 held.version,
                 version.number,
@@ -273,8 +272,8 @@ class Puller:
     ) -> None:
         """Download parts into a file. A retry asks only for the parts that have not arrived yet.
 
-        A set holds the parts that have arrived. The file does not tell: if a part has the same bytes in the previous
-        version, the file has it already, but the model may not.
+        The file cannot show which parts have arrived: if a part has the same bytes in the previous version, the file
+        has it already, but the model may not. So the arrived parts are kept in a set.
 
         Args:
             path: URL path of the data.
@@ -386,7 +385,7 @@ class Puller:
     def _steps(
         self, downlink: Downlink, manifest: messages.Manifest, source: BaseFile, retries: int | None
     ) -> list[tuple[messages.Manifest, messages.Delta]]:
-        """Return the versions after that in `source`, up to that of `manifest`, each with the delta that leads to it.
+        """Return each version after the one in `source`, up to the one of `manifest`, with the delta that leads to it.
 
         The list is empty if a delta is missing, or if the deltas have at least as many bytes as the whole version.
         """

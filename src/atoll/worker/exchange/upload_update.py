@@ -40,7 +40,7 @@ class Outlet(Sources, Protocol):
         Args:
             fragment: the fragment's number.
             outbox: the fragment's outbox.
-            on_bytes: called with the number of bytes that another worker has pulled.
+            on_bytes: called each time another worker has pulled some bytes, with their number.
         """
 
     def retract(self, fragment: int) -> None:

@@ -1,8 +1,8 @@
 """The work of a worker in a swarm: serve files, pull and check files of other workers, and reduce rounds.
 
-The server sends the full list of what this worker should have and do. The worker reports the full list of what it
-has and has done (`protocol/swarm_messages`). It compares the two lists, starts a job for each missing item, and drops
-items that are no longer wanted. So the order of messages does not matter, and a lost message does no harm.
+The server sends the full list of what this worker should have and do. The worker reports the full list of what it has
+and has done (`protocol/swarm_messages`). The worker compares the two lists, starts a job for each missing item, and
+drops items that are no longer wanted. So the order of messages does not matter, and a lost message does no harm.
 
     hold      pull a version and its outer state from a worker that has both, and check every byte
     collect   pull an update into a spool, check that its values are finite, and compute its norm
@@ -148,7 +148,7 @@ def plan_of(message: SwarmPlan, split: Split) -> Plan:
 
 
 def key_of(work: FrozenRound) -> Key:
-    """Return the job key of a frozen round."""
+    """Return the key of the job that reduces a frozen round."""
     return ("close", work.fragment, work.version, *work.tickets)
 
 

@@ -194,7 +194,7 @@ class PeerServer:
         Args:
             fragment: the fragment's number.
             outbox: the fragment's outbox, sealed.
-            on_bytes: called with the number of bytes that a worker has pulled.
+            on_bytes: called each time a worker has pulled some bytes, with their number.
         """
         self._watching[fragment] = on_bytes
 
@@ -243,7 +243,7 @@ class PeerServer:
             own.close()
 
     def _read(self, ref: TensorRef, nbytes: int) -> None:
-        """Report bytes that this worker reads from its own offered update."""
+        """Report to `on_bytes` of `offer` that this worker reads bytes of its own offered update."""
         with self._lock:
             at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
         if at is not None:
@@ -337,7 +337,7 @@ class PeerTransfers:
         http: connections to the server.
         peer_server: this worker's server, for files that this worker serves itself.
         idle_timeout_s: seconds without a byte after which a transfer fails.
-        on_bytes: called with the number of bytes that arrived.
+        on_bytes: called each time some bytes have arrived, with their number.
     """
 
     def __init__(
@@ -414,7 +414,8 @@ class PeerTransfers:
             source: the reference to the file.
             cut: the expected division of the file into parts.
             slot: the slot to write into.
-            digest: the expected digest of the file; empty: the reference's own, and the caller checks the content.
+            digest: the expected digest of the file; empty: the digest in the reference, and the caller checks the
+                content.
             on_part: called with each part after it was written.
 
         Raises:

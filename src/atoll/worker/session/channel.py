@@ -53,7 +53,7 @@ class Channel:
         self.http.reach(routes.HEALTH, timeout_s=timeout_s)
 
     def next_ticket(self, fragment: int, wait_s: float, tasks: bool) -> messages.TicketReply:
-        """POST a long poll. Its timeout is the server's longest wait plus `POLL_MARGIN_S`, whatever `wait_s` is."""
+        """Ask for the next ticket by a long poll. The timeout is the server's longest wait plus `POLL_MARGIN_S`."""
         request = messages.TicketRequest(fragment=fragment, wait_s=wait_s, tasks=tasks)
         timeout_s = routes.LONG_POLL_S + POLL_MARGIN_S
         return self.http.post(routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)
@@ -76,11 +76,11 @@ class Channel:
         return VersionRef(fragment, number, self.manifest(fragment, number).digest)
 
     def complete(self, ticket: int, update: messages.Complete, timeout_s: float = 30.0) -> messages.Receipt:
-        """POST the update's description."""
+        """Tell the server that all parts of the ticket's update were sent. Return the receipt."""
         return self.http.post(routes.COMPLETE.format(ticket=ticket), update, messages.Receipt, timeout_s=timeout_s)
 
     def leave(self, error: str | None, timeout_s: float) -> None:
-        """POST the end of this worker, with its error or None."""
+        """Tell the server that this worker ends, and which error ended it; None if it ended well."""
         self.http.send(routes.LEAVE, messages.Leave(error=error), timeout_s=timeout_s)
 
     def close(self) -> None:

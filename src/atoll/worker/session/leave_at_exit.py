@@ -3,7 +3,8 @@
 SIGTERM and SIGHUP (the end of an ssh session) raise an exception in the script, as Ctrl-C does. When Python exits,
 every worker that is still joined leaves its run and reports the error. Python does not tell exit handlers the exit
 code, so `sys.exit` is replaced while a worker is joined, to remember the code. If no Python code runs at the end
-(SIGKILL, a crash of a library), `atoll worker` deregisters the worker, with the lease that it finds in a folder.
+(SIGKILL, a crash of a library), `atoll worker` deregisters the worker, with the lease that the process wrote to a
+folder.
 
 Python handles a signal only between two bytecode instructions. If native code hangs, Python never handles the signal;
 a thread watches for this case and ends the process. A second signal ends the process in any case. Python drops an
@@ -137,7 +138,7 @@ def watch_exit(joined: Joined) -> None:
 
 
 def has_left(joined: Joined) -> None:
-    """Forget an object that has left. After the last one, restore `sys.exit`, `sys.unraisablehook` and the handlers."""
+    """Forget an object that has left. If none remains, restore `sys.exit`, `sys.unraisablehook` and signal handlers."""
     _joined.discard(joined)
     if _joined:
         return
@@ -157,8 +158,8 @@ def what_ends() -> BaseException | None:
 class _Replaced:
     """A function of `sys` that is replaced while a worker is joined.
 
-    Each replacement is a new object, since other code may have wrapped the previous one. If both were the same object,
-    wrapper and replacement would call each other without end.
+    Each call of `replace` makes a new replacement, since other code may still wrap the previous one. If the previous
+    one were used again, it would call its own wrapper, which calls it, without end.
 
     Args:
         name: the function's name in `sys`.
@@ -243,7 +244,7 @@ def _send_again(number: int) -> None:
 
 
 def _unwind_at_the_first(number: int) -> None:
-    """Make `_unwind` handle the next signal. The one after that ends the process, even while native code hangs.
+    """Make the next signal call `_unwind`. A second signal ends the process, even while native code hangs.
 
     glibc's `sysv_signal` makes the kernel reset the handler after one call. Without glibc, the handler stays set.
     """
@@ -363,7 +364,7 @@ def note_lease(site: str, server: str, lease: str) -> None:
 
 
 def forget_lease(site: str, lease: str) -> None:
-    """Remove the file of a lease that was given back. A file with the lease of a newer process stays."""
+    """Remove the file of a lease that was given back. If the file has the lease of a newer process, it stays."""
     if folder := os.environ.get(LEASES):
         path = Path(folder, site)
         if path.exists() and path.read_text().splitlines()[1:] == [lease]:

@@ -158,7 +158,8 @@ class Session:
         on_wait: called from time to time while the worker waits for the server or for other workers.
         durable_versions: for each fragment, the newest version that survives a power loss of the server.
         peer_address: in a swarm, the address where other workers reach this one; else empty.
-        told_of_state: gives the fields of the join message about the algorithm's state; an empty dict without state.
+        told_of_state: returns the join message's fields about the algorithm's state; an empty dict if there is no
+            state.
         before_leave: called first when the worker leaves.
         cleanup: exit stack that is closed after the worker has left.
 

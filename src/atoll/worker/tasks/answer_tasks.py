@@ -557,7 +557,7 @@ class TaskWorker:
 
 
 def never_came(session: Session, task: Task, why: TransferStalled) -> TransferStalled:
-    """Log and return the error for a task with tensors that stalled twice: it names task, site and server."""
+    """Log and return the error for a task: its tensors stalled twice. The error names task, site and server."""
     server = session.http.server
     error = TransferStalled(
         f"The tensors of {task.described} cannot be downloaded from {server} to site {session.site}: {why.message}",
@@ -582,8 +582,8 @@ def tasks(
         server: address of the server; by default `ATOLL_SERVER`.
         site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
         labels: labels of this worker, shown in the status.
-        request_task_tensors: whether to pull a task's tensors after the task has arrived. False: prefetch the tensors
-            of the next task to disk while a handler runs. The payloads are the same.
+        request_task_tensors: True: pull a task's tensors after the task has arrived. False: prefetch the tensors of the
+            next task to disk while a handler runs. The payloads are the same.
         filters: filters that are applied to every answer of this site, in this order, before it is sent; or a mapping
             from the name of a task to its filters.
 

@@ -501,7 +501,7 @@ class DiLoCo:
     def report(self, **metrics: float) -> None:
         """Report metrics of this worker. The status shows them, and the next update carries them.
 
-        The server averages them over the workers. Each reported value is used in one synchronisation only.
+        The server averages them over the workers. Each reported value goes into one update only.
 
         Args:
             metrics: finite numbers by name.
@@ -608,7 +608,7 @@ class DiLoCo:
         self._shards = shards if self._ranks.together else None
 
     def _tensors_now(self) -> Tensors:
-        """Return the model's current tensors, because scripts may replace buffers or move parameters.
+        """Look up the model's tensors again, since a script may have replaced buffers or moved parameters.
 
         Raises:
             UsageError: a tensor was added, removed or changed in form, or no optimizer trains a new parameter.

@@ -201,8 +201,8 @@ class Round:
             metrics: finite numbers by name; the server averages them over the workers, by weight.
             steps: local optimizer steps in the round; shown in the status, and FedNova's divisor. By default the steps
                 that `correct` counted.
-            groups: tensors that the update carries beside the model, if `correct` is not used: group → name of a
-                parameter → tensor of the parameter's shape. Give `steps`, too.
+            groups: tensors that the update carries beside the model, by group; for each group, name of a parameter →
+                tensor of the parameter's shape. Only if `correct` is not used. Give `steps`, too.
 
         Raises:
             UsageError: the round was submitted before, or the global model was not pulled.
@@ -296,7 +296,7 @@ class Worker(TaskWorker):
 
     Args:
         backend: provides the rounds, and takes the updates.
-        place: the participation in a run at a server, which may also send tasks; None without a server.
+        place: the participation in a server's run, to answer tasks; None without a server.
     """
 
     _joined_by = "atoll.join"

@@ -2,8 +2,8 @@
 
 In synchronous runs, the next fragment is the one with the lowest (round, number) among the fragments that this worker
 has not submitted. Usually, this is the cycle 0 … K−1. If a synchronisation is skipped or a worker joins later, all
-workers still follow the same order. So every worker that the lowest open (round, number) waits for submits to that
-round next. This file has no IO.
+workers still follow the same order. So the workers that the lowest open (round, number) waits for will submit to it
+next. This file has no IO.
 """
 
 from __future__ import annotations

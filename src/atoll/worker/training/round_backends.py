@@ -92,7 +92,7 @@ class RoundBackend(Protocol):
         """Return the version's tensors beside the model in a group: name of a parameter → new tensor of its shape."""
 
     def own_state(self, group: str) -> dict[str, Tensor]:
-        """Return the tensors that the algorithm keeps at this site in a group, in the same form."""
+        """Return the tensors that the algorithm keeps at this site in a group: name of a parameter → new tensor."""
 
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]

@@ -42,7 +42,7 @@ REPEAT_S = 300.0
 
 
 class Outage:
-    """Logs outages. One lasts from the first synchronisation skipped for a network error to the next successful one.
+    """Logs outages. An outage begins when a network error makes a synchronisation fail, and ends with the next success.
 
     Args:
         clock: returns the time in seconds.
@@ -108,7 +108,7 @@ class FragmentState:
         round: the round that the worker takes part in next.
         ticket: the ticket for that round; None if there is none yet.
         local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
-        base_step: the local step after which the fragment's local progress begins. The base has the steps before.
+        base_step: the local step after which the fragment's local progress begins; the base has the steps up to it.
         version: the version in the base.
         ended: the reason why the run has ended; empty while the run goes on.
     """
@@ -358,7 +358,7 @@ class Synchroniser:
                 )
                 self.abandon()
                 return
-            self._land(pending)
+            self._finish_sync(pending)
 
     def abandon(self) -> None:
         """Abort the updates in flight: their threads transfer no further byte and end."""
@@ -377,11 +377,11 @@ class Synchroniser:
         ready = [pending for pending in self._pending if self._is_ready(pending)]
         for pending in ready:
             if pending in self._pending:  # else merged during the wait for another result
-                self._land(pending)
+                self._finish_sync(pending)
         due = not self.finished and step - self._due_step >= self.steps_between
         if due:
             self._due_step = step
-            self._turn()
+            self._submit_due()
         return due or bool(ready)
 
     def _is_ready(self, pending: PendingSync) -> bool:
@@ -395,12 +395,12 @@ class Synchroniser:
             self.merges_late += 1
         return self._rules.waits
 
-    def _turn(self) -> None:
-        """Submit the fragment that is due. With `max_inflight` updates in flight, first wait; an async run skips it."""
+    def _submit_due(self) -> None:
+        """Submit the due fragment. With `max_inflight` updates in flight, first wait; an async run submits nothing."""
         while len(self._pending) >= self._rules.max_inflight:
             if not self._rules.waits:
                 return  # the local steps stay, and will be in the fragment's next update
-            self._land(self._pending[0])
+            self._finish_sync(self._pending[0])
         self._submit_next()
 
     def _submit_next(self) -> None:
@@ -457,7 +457,7 @@ class Synchroniser:
         return caught_up and (self._is_whole or not waited)  # after a wait, other workers have had their turns
 
     def _settle(self, fragment: FragmentState) -> Lost | None:
-        """Ask whether an update was accepted after all if that is not known; drop the ticket if its round is over.
+        """Ask for an unsettled update's outcome. Drop the ticket if the server went back since it gave the ticket.
 
         If the update was accepted, its steps no longer count as local steps.
         """
@@ -571,8 +571,8 @@ class Synchroniser:
         self.rounds += 1
         self.staleness = reply.previous.staleness if reply.previous is not None else 0
 
-    def _land(self, pending: PendingSync) -> None:
-        """Wait for a result and merge it; or handle the refusal or failure of its update."""
+    def _finish_sync(self, pending: PendingSync) -> None:
+        """Wait for the result of an update and merge it. If the update was refused or failed, handle that instead."""
         fragment = pending.fragment
         if not pending.done.is_set():
             self.merges_waited += 1
@@ -596,12 +596,12 @@ class Synchroniser:
     def _await(self, pending: PendingSync) -> None:
         """Wait for the result of a pending update.
 
-        Meanwhile, submit every due fragment that comes earlier in `FragmentOrder`; an earlier update of it has failed.
-        Other workers may be waiting for it before they submit to the round of this result.
+        Meanwhile, if the update of a fragment that comes earlier in `FragmentOrder` failed, submit that fragment again.
+        Other workers may wait for its update before they submit to the round that this worker waits for.
         """
         while not pending.done.wait(LOOK_S):
             for broken in self._broken():
-                self._land(broken)
+                self._finish_sync(broken)
             may = self._rules.waits and len(self._pending) < self._rules.max_inflight
             due, mine = self._order.pick(self._places) if may else None, pending.fragment
             if due is not None and (self._fragments[due].round, due) < (mine.round, mine.index):
@@ -664,7 +664,7 @@ class Synchroniser:
         self._count_steps_from(fragment, step)
 
     def _go_on_from_a_part(self, fragment: FragmentState, own: Tensors, version: int) -> None:
-        """Make a base of the model, which contains only a part of the version."""
+        """Make the model the base, since the model contains only a part of the version."""
         LOG.warning(
             "%s: the download of version %d stopped in the middle: the model has only a part of that "
             "version; training continues",
@@ -687,7 +687,7 @@ class Synchroniser:
         self._look_whether_finished()
         if not self.finished:  # call the user's metrics function
             parts = [(self._own(each), each.exchange.base) for each in self._fragments]
-            self._measured.look_at(parts, local=self._rules.alpha > 0)
+            self._measured.measure(parts, local=self._rules.alpha > 0)
 
     def _own(self, fragment: FragmentState) -> Tensors:
         tensors = self._tensors()
