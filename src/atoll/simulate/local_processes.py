@@ -114,7 +114,7 @@ class LocalProcess:
             raise ConfigError(told["message"], told["remedy"])
 
     def give(self, job: Job) -> None:
-        """Send the job, and before it the job's version if that is new. Only `hear` reports that the process ended."""
+        """Send a job; first its version, if that is new to the process. Only `hear` reports an ended process."""
         with contextlib.suppress(OSError):
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest

@@ -255,7 +255,7 @@ class RayProcess:
         return job.ticket.id, answer
 
     def _train(self, job: Job) -> Answer:
-        """Send the actor a job with its version and local state; store the update in the spool, and the new state."""
+        """Send the actor a job with its version and local state; store the returned update and local state."""
         folder = self._sites / job.site
         if self._base != job.ticket.base_digest:
             self._host.got(self._actor.take.remote(self._host.version(job)))
@@ -281,7 +281,7 @@ class RayProcess:
         self._given.put(None)
 
     def bury(self) -> str:
-        """Kill the actor, and return how it ended. The next actor on its machine removes the files that it left."""
+        """Kill the actor, and return how it ended. The next actor on the same machine removes files that are left."""
         self.kill()
         return self._how
 

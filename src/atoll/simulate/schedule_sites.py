@@ -42,7 +42,7 @@ class Bases:
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """Pin a version for one more site, and return it. If it was not pinned yet, release versions without users."""
+        """Pin a version for one more site, and return it. If it is a new one, release those that no site uses."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -166,7 +166,7 @@ class Conductor:
                         now(self._take(*self._heard.popleft()))
                     self._give()
                 self._tell_of_rounds()
-                self._require_hope()
+                self._require_can_close()
                 await self._news.wait()
                 if len(self._heard) < len(self._jobs):  # else no site trains, so no further answer comes
                     await asyncio.sleep(GATHER_S)
@@ -175,7 +175,7 @@ class Conductor:
         finally:
             for each in watching:
                 each.cancel()
-            self._let_go_of_all()
+            self._release_all()
 
     async def _watch(self) -> None:
         """Wake the loop of `conduct` whenever the run has changed or ended."""
@@ -210,7 +210,7 @@ class Conductor:
         if self._engine_failed is not None:
             raise self._engine_failed
 
-    def _require_hope(self) -> None:
+    def _require_can_close(self) -> None:
         """Check that the open round can still close.
 
         Raises:
@@ -334,11 +334,11 @@ class Conductor:
         tickets = sorted(pending(self._folder / site))
         return tuple(outcome_of(self._run.store, self._run.store.tickets.get(ticket)) for ticket in tickets)
 
-    def _let_go(self, job: Job) -> None:
+    def _release(self, job: Job) -> None:
         job.release()
         self._bases.give_back(job.base)
 
-    def _let_go_of_all(self) -> None:
+    def _release_all(self) -> None:
         """Close the engine, and release the spools and versions of all jobs."""
         self._engine.close()
         for job in self._jobs.values():
@@ -349,7 +349,7 @@ class Conductor:
     async def _take(self, job: Job, answer: Answer) -> None:
         """Handle the answer of a job: submit its update to the server, or end the site's participation."""
         del self._jobs[job.site]
-        self._let_go(job)
+        self._release(job)
         lease = self._leases[job.site]
         self.bytes_down += answer.bytes_down
         self._run.bytes_down += answer.bytes_down
@@ -388,7 +388,7 @@ class Conductor:
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
         LOG.warning(
-            "%s did not return within %s while others waited for its process, which was stopped", job.site, told_s
+            "%s did not return within %s, so its process was stopped: other sites waited for one", job.site, told_s
         )
         if waiting.may_submit(self._run.state, job.site, lease.number, job.ticket.id) is not None:
             self.late += 1
@@ -414,7 +414,7 @@ def now(asked: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never waits, without the event loop, and return its result.
 
     Raises:
-        RuntimeError: the handler waited.
+        RuntimeError: the coroutine waited.
     """
     try:
         asked.send(None)

@@ -110,7 +110,8 @@ class Script:
 def _takes_worker(name: str, function: Any) -> bool:
     if not callable(function):
         raise ConfigError(
-            f"The script {name!r} is {type(function).__name__}, not a function.", "Use a function of a worker."
+            f"The script {name!r} is {type(function).__name__}, not a function.",
+            "Use a function with one argument, the worker.",
         )
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:

@@ -222,7 +222,7 @@ class SimulatedSite:
 
 
 def _outcome_among(outcomes: Mapping[int, messages.Outcome], ticket: int) -> messages.Outcome:
-    """Return the outcome of a ticket that came with the job; if none came, return the outcome "expired"."""
+    """Return a ticket's outcome from those that came with the job; "expired" if it is not among them."""
     return outcomes.get(ticket) or messages.Outcome(
         ticket=ticket, state="expired", base_version=0, reason="the ticket is unknown in this run"
     )
