@@ -90,8 +90,8 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
 
     Args:
         trainer: the patched Trainer.
-        module: the module into which each model is loaded. It can be the one that is fitted: its round's model is
-            loaded again afterwards.
+        module: the module into which each model is loaded. It can be the one that is fitted: after the evaluation, the
+            round's model is loaded into it again.
         dataloaders: validation data for `trainer.validate`; by default the module's own.
         datamodule: datamodule for `trainer.validate`, in place of `dataloaders`.
 

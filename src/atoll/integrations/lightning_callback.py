@@ -120,7 +120,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Find the state of another site in a checkpoint, and keep it, so that it is refused when this site joins.
+        """If a checkpoint has the state of another site, keep that state, so that this site's join refuses it.
 
         The Trainer itself would ignore this state: it only restores state under this site's key.
         """
@@ -395,7 +395,7 @@ class Limits:
         self._given: tuple[Any, Any, Any, Any] | None = None
 
     def extend(self, trainer: Any) -> None:
-        """Raise the limits by the epochs and steps of earlier fits, so that the starting fit trains the full amount."""
+        """Raise the limits by the epochs and steps of earlier fits, so that the fit about to start trains in full."""
         loop, epochs, steps = trainer.fit_loop, trainer.current_epoch, trainer.global_step
         self.restore(trainer)
         self._given = (loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps)
@@ -404,7 +404,7 @@ class Limits:
         loop.epoch_loop.max_steps = _further(loop.epoch_loop.max_steps, steps)
 
     def train_nothing(self, trainer: Any) -> None:
-        """Make the starting fit end without training."""
+        """Make the fit that is about to start end without training."""
         trainer.fit_loop.max_epochs = trainer.current_epoch
 
     def restore(self, trainer: Any) -> None:
@@ -544,7 +544,7 @@ def require_own_weights(trainer: Any, algorithm: str = "") -> None:
 
 
 def require_averaged(trainer: Any) -> None:
-    """Refuse a fit in which a `WeightAveraging` callback averaged nothing: then it restored the weights before the fit.
+    """Refuse a fit in which a `WeightAveraging` callback averaged nothing, and so restored the weights from before it.
 
     Raises:
         UsageError: there is such a callback. The message names it.

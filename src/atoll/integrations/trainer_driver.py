@@ -76,7 +76,7 @@ class TrainerDriver:
         return self._given_site
 
     def state(self) -> State:
-        """Return what the next training is. If necessary, join the run and wait for its next round."""
+        """Return what to train next, as a `State`. If necessary, join the run and wait for its next round."""
         if not self.takes_part:
             return "alone"
         if self.finished:
@@ -202,7 +202,7 @@ class TrainerDriver:
 
 
 def _leave_as_it_ends(worker: Worker) -> None:
-    """Leave the run of a driver that was garbage-collected. With `sys.exit`, that is before exit handlers run."""
+    """Leave the run of a garbage-collected driver. After `sys.exit`, drivers are collected before exit handlers run."""
     worker.leave(what_ends())
 
 

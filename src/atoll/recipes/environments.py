@@ -444,7 +444,7 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise an exception in the block, which ends child processes; then end this process by SIGTERM.
+    """Make SIGTERM raise an exception in the block, so that the block ends child processes; then end by SIGTERM.
 
     Outside of the main thread, or with another handler of SIGTERM, do nothing.
     """

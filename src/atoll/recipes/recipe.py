@@ -282,7 +282,7 @@ class RunResult:
 
 
 def setting(key: str, default: Any = None) -> Any:
-    """Return a dataclass field for an argument of a recipe that becomes a setting of the run file, unless it is None.
+    """Return the dataclass field of a recipe's argument. An argument that is not None sets a setting of the run.
 
     Args:
         key: the setting, as `group.key`.
