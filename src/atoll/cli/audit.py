@@ -23,7 +23,7 @@ def command(
 ) -> None:
     """Check the audit log, compare the journal with it, and show its last entries.
 
-    Note the last hash elsewhere: it changes if any entry is changed.
+    Keep the last hash in another place: any change of an entry also changes this hash.
     """
     count, digest, entries = read(state_dir, last)
     if json:
@@ -44,7 +44,7 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         last: how many entries to return.
 
     Returns:
-        The number of all entries, the last hash, and a (number, time, kind, detail as JSON) for each last entry.
+        The number of all entries, the last hash, and for each of the last entries: number, time, kind, detail as JSON.
 
     Raises:
         UsageError: no run was begun in the directory.

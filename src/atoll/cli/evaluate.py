@@ -118,7 +118,9 @@ def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
         LOG.info("listening on %s; on each site, start a script that calls worker.evaluates(function)", server.url)
         for name in asked.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
-                LOG.warning("%s is not in %s yet; without it, its row stays empty", name, Path.cwd())
+                LOG.warning(
+                    "the file %s is not in %s yet; without it, the row of this model stays empty", name, Path.cwd()
+                )
         LOG.info("waiting for %s; for another number: --set rounds.sites=N", counted(settings.rounds.sites, "site"))
         server.run()
         assert server.evaluation is not None

@@ -141,7 +141,7 @@ def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
     the journal, what was read from the files is intact.
 
     Raises:
-        Gone: the journal has one of the rows no more.
+        Gone: the journal no longer has one of the rows.
     """
     with open_journal(state_dir) as db:
         kept = set(_kept(db))

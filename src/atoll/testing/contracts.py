@@ -125,7 +125,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
-        """Encode two segments separately and joined; an elementwise codec must give the same bytes. Skip others."""
+        """Encode two segments separately and joined: an elementwise codec gives the same bytes. Skip other codecs."""
         if not self.codec.elementwise:
             pytest.skip("the codec is not elementwise")
         one, two = self._values(63, dtype), self._values(130, dtype)
@@ -257,7 +257,7 @@ class ReducerContract:
             assert torch.equal(reduced, row)
 
     def test_it_weighs_every_update_and_none_twice_as_much_as_its_share(self) -> None:
-        """Weigh three updates with equal norms and steps, and check that each gets its weight divided by the sum."""
+        """Reduce three updates with equal norms and steps: each has its weight, divided by the sum of weights."""
         facts = RoundFacts([1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5, 5, 5])  # equal norms, so that nothing is clipped
         weights = self.reducer.weigh(facts)
         assert weights == [0.25, 0.5, 0.25]
@@ -416,7 +416,7 @@ class PayloadTypeContract:
     """The tests that every registered type (its producer and its consumer) must pass. Override `make` and `same`.
 
     Attributes:
-        in_memory: whether a value's data is in memory, as for a tensor. For a file it is not.
+        in_memory: whether a value's data is in memory, as for a tensor; False for a file.
     """
 
     in_memory: ClassVar[bool] = True
@@ -468,7 +468,7 @@ class PayloadTypeContract:
         assert all(self.same(*pair) for pair in zip(found, (value, value, other), strict=True))
 
     def test_what_stands_for_it_is_small(self, tmp_path: Path) -> None:
-        """Check that the data is in streams and tensors. The skeleton is kept in memory and must be small."""
+        """Check that the data is in streams and tensors: the rest of a packed value is in memory, and must be small."""
         packed = pack(self.make(tmp_path, LARGE_BYTES))
         assert len(json.dumps(packed.skeleton)) < 2**16
         assert sum(part.nbytes for part in packed.tensors) >= LARGE_BYTES / 2

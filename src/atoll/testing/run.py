@@ -150,7 +150,7 @@ def failpoints(text: str) -> Iterator[Callable[[str], int]]:
         text: failpoints and their actions, as described at the top of this file.
 
     Yields:
-        A function: failpoint's name → number of times that it was reached.
+        A function that takes a failpoint's name, and returns how often the failpoint was reached.
 
     Raises:
         ValueError: an action is unknown.
