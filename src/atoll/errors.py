@@ -273,7 +273,7 @@ _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 def no_more_files(error: BaseException) -> bool:
-    """Return whether a file could not be opened because too many are open."""
+    """Return whether the error means that a file could not be opened, because too many files are already open."""
     for cause in causes(error):
         if isinstance(cause, SyncFailed):
             return False

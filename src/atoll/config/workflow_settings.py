@@ -47,7 +47,7 @@ class WorkflowEntry:
         path: the workflow function, or where to import the function from.
         args: keyword arguments of the workflow function.
         start_timeout_s: how long the start waits for sites, in seconds; 0: forever; None: the default of the kind.
-        progress_timeout_s: after this time without any answer, byte or step, the workflow fails; 0: never.
+        progress_timeout_s: after so many seconds without any answer, byte or step, the workflow fails; 0: never.
     """
 
     name: str
