@@ -115,7 +115,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
 
     Args:
         settings: the run's settings.
-        outer_given: a callable from the program that builds the outer optimizer, instead of the one in the settings.
+        outer_given: a callable that builds the outer optimizer; None: the settings name the outer optimizer.
 
     Raises:
         ConfigError: a name is unknown (the message suggests the nearest one), an option does not exist or has a wrong
@@ -219,7 +219,7 @@ def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[
         raise ConfigError(
             f"async.momentum_every is {settings.async_.momentum_every}, but the outer optimizer is {name!r}: "
             "delayed Nesterov exists only for SGD.",
-            "Leave async.momentum_every out, or algorithm.outer_optimizer.",
+            "Leave out either async.momentum_every or algorithm.outer_optimizer.",
         )
     for key, value in options.items():
         if key not in ("lr", "momentum") and not (key == "nesterov" and value):

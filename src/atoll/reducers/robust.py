@@ -126,8 +126,8 @@ class TrimmedMean(Reducer):
     def __post_init__(self) -> None:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(
-                f"aggregation.reducer: trim = {self.trim!r} is not a valid share of the updates to cut off at "
-                "each end.",
+                f"aggregation.reducer: trim is {self.trim!r}, but must be a share of the updates: how many of the "
+                "largest and of the smallest values are left out.",
                 "Use a number from 0 to below 0.5, at least the share of sites that may be hostile.",
             )
 
