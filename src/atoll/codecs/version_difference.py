@@ -126,7 +126,7 @@ class Downlink:
 class DifferenceWriter:
     """A writer of a delta file: one part at a time, one element range at a time. Use one per thread.
 
-    Codecs have a fixed rate and ranges start at tiles, so each range can be encoded alone.
+    Codecs have a fixed rate, and each range begins at the start of a tile. So each range can be encoded alone.
 
     Args:
         downlink: the format of the delta.

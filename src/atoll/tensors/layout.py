@@ -127,7 +127,7 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 over everything that determines offsets and parts, hex. A worker compares it with its ticket's."""
+        """BLAKE3, hex, over everything that determines offsets and parts. Each ticket has the digest of its layout."""
         table = [
             [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, 0, s.numel, s.offset, s.nbytes]
             for s in self.segments
