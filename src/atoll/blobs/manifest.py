@@ -94,7 +94,7 @@ class Cuts:
 
 
 def state_id(region_digests: Sequence[bytes]) -> str:
-    """Return the id of an outer state, from the digests of its regions (bytes hashed together); empty if none."""
+    """Return the id of an outer state; empty if it has no data. Each digest covers one region of the file."""
     return blob_id("", region_digests) if region_digests else ""
 
 

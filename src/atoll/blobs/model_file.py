@@ -143,7 +143,7 @@ def _read(fd: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _masters_in(fd: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Return parameter name → (offset of its master in the outer state, dtype of the master)."""
+    """Return where the masters (`ModelFile`) are in an outer state: parameter name → (file offset, dtype)."""
     header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
     named = [(spec.name.rpartition("."), spec, offset) for spec, offset in header.tensors]
     return {name: (offset, torch_dtype(spec.dtype)) for (name, _, key), spec, offset in named if key == MASTER}

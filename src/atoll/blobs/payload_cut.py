@@ -18,7 +18,7 @@ DESCRIBED_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Maximum part sizes in bytes: for torch tensors (`tensor`) and NumPy arrays (`np`). 0: they are sent inline."""
+    """Maximum part sizes, in bytes, for torch tensors (`tensor`) and NumPy arrays (`np`); 0: they are sent inline."""
 
     tensor: int = CHUNK_BYTES
     np: int = CHUNK_BYTES

@@ -501,7 +501,7 @@ class BlobManifest(Parts):
         except (binascii.Error, ValueError):
             raise BadRequest(f"The bytes in the manifest of {what} are not base64.", "Publish it again.") from None
         if len(data) != manifest.nbytes:
-            raise BadRequest(f"{what} has {manifest.nbytes} bytes, but its manifest contains {len(data)}.")
+            raise BadRequest(f"{what} has {manifest.nbytes} bytes, but its manifest contains {len(data)} bytes.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
                 raise PartCorrupt(f"Part {part.index} of {what} arrived damaged in its manifest.", "Fetch it again.")

@@ -157,7 +157,7 @@ class LeaseEnded(Decision):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefused(Effect):
-    """The sender's lease is void. The sender may join again, unless a newer process has replaced it (`superseded`)."""
+    """The sender's lease is void. The sender may join again if it was not replaced by a newer one (`superseded`)."""
 
     site: str
     reason: str

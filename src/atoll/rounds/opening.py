@@ -138,7 +138,7 @@ def still_good(round_: Round) -> dict[str, Ticket]:
 
 
 def drop_ended(draft: Draft, fragment: int) -> None:
-    """Drop the tickets of an asynchronous round that are neither open nor accepted."""
+    """In an asynchronous round, drop the tickets that are neither open nor accepted. Else do nothing."""
     if draft.state.is_async(fragment):
         tickets = draft.round(fragment).tickets
         draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})

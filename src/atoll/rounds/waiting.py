@@ -43,8 +43,9 @@ def why(state: State, fragment: int, now_s: float) -> str:
 def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
     """Return None if the holder of `lease` may submit an update for `ticket` now.
 
-    Otherwise return the refused lease, or a sentence that says what is wrong with the ticket. This includes a ticket
-    with an accepted update: the caller must check in the journal whether a repeated request has the same bytes.
+    Otherwise return the refused lease, or a sentence that says what is wrong with the ticket. There is such a sentence
+    also for a ticket with an accepted update: then the caller must check in the journal whether the request repeats
+    the same bytes.
     """
     refused = leases.refusal(state.members, site, lease)
     if refused:
