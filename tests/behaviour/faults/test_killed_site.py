@@ -190,6 +190,32 @@ def test_ctrl_c_ends_it_soon_though_the_network_stands_still(
         assert site.output().endswith("atoll: interrupted\n")
 
 
+@pytest.mark.covers("L7")
+def test_ctrl_c_while_an_update_begins_to_be_sent_breaks_it_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process stayed until `idle_timeout_s`, which is 60, was over."""
+    from atoll.worker.training.synchroniser import PendingSync
+
+    stall, before, start = Fault("PUT .*/parts/0 ", "up", 1000, "stall"), threading.enumerate(), PendingSync.start
+
+    def interrupted(self: PendingSync) -> None:
+        start(self)
+        assert stall.reached.wait(30)
+        raise KeyboardInterrupt
+
+    def transfers() -> list[threading.Thread]:
+        return [each for each in threading.enumerate() if each.name.startswith("atoll-part") and each not in before]
+
+    monkeypatch.setattr(PendingSync, "start", interrupted)
+    with serving(tmp_path, **STREAMING) as server, Proxy(server.port) as proxy:
+        WireSite(server.url, "b")
+        proxy.faults.append(stall)
+        with pytest.raises(KeyboardInterrupt):
+            StreamingSites(proxy.url, tmp_path, names=["a"]).join()
+        wait_until(lambda: not transfers(), "the end of its transfer", 20)
+
+
 @pytest.mark.covers("F3", "F5", "L9")
 @pytest.mark.parametrize("how", ["killed while it submits", "stopped while it trains"])
 def test_others_finish_a_round_without_a_silent_site_which_joins_again(

@@ -136,6 +136,8 @@ class FragmentState:
 class PendingSync:
     """An update in flight. A thread sends it, waits for its result (a new version) and pulls that beside the base file.
 
+    The thread begins with `start`.
+
     Args:
         fragment: the fragment of the update.
         step: the local step after which the update was formed.
@@ -160,7 +162,11 @@ class PendingSync:
         self.error: BaseException | None = None
         self.sent, self.done = Latch(), Latch()
         self.late = False
-        threading.Thread(target=self._run, name=f"atoll-fragment-{fragment.index}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"atoll-fragment-{fragment.index}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send the update."""
+        self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -537,7 +543,9 @@ class Synchroniser:
             exchange.form(ticket, self._own(fragment), info)
             fragment.ticket = None
             self._answered()
-            self._pending.append(PendingSync(fragment, self._step, self._retries))
+            pending = PendingSync(fragment, self._step, self._retries)
+            self._pending.append(pending)  # before it starts: `abandon` must find it even if Ctrl-C comes just then
+            pending.start()
             return
         match exchange.submit(ticket, self._own(fragment), info, retries=self._retries):
             case Accepted():
