@@ -185,7 +185,7 @@ def told(server: atoll.Server) -> tuple[str, str, int]:
 
 
 @pytest.mark.covers("L9", "F22")
-@pytest.mark.parametrize("action", ["reset", "close"])
+@pytest.mark.parametrize("action", ["reset", pytest.param("close", marks=pytest.mark.long)])
 def test_a_heartbeat_that_stays_unanswered_is_followed_soon_by_another(
     tmp_path: Path, action: Literal["reset", "close"]
 ) -> None:

@@ -144,10 +144,13 @@ def test_compiled_models_of_ddp_train_to_the_same_bits(
     assert result(tmp_path / "ddp", "diloco", build) == plain("diloco")
 
 
-@pytest.mark.parametrize("inner", [compiled, compiled_around, accelerated])
-@pytest.mark.parametrize("algorithm", ["diloco", "scaffold"])
+@pytest.mark.parametrize(
+    ("algorithm", "inner"),
+    [(name, inner) for name in ("diloco", "scaffold") for inner in (compiled, accelerated)]
+    + [("diloco", compiled_around)],
+)
 def test_follows_compiled_and_wrapped_steps(
-    tmp_path: Path, plain: Callable[[str], str], inner: Callable[[nn.Module], Any], algorithm: str
+    tmp_path: Path, plain: Callable[[str], str], algorithm: str, inner: Callable[[nn.Module], Any]
 ) -> None:
     assert result(tmp_path, algorithm, inner=inner) == plain(algorithm)
 
