@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,13 @@ def slow_files_first(items: list[pytest.Item], processes: int) -> list[pytest.It
         ordered += others[:stop]
         others = others[stop:]
     return ordered + others
+
+
+@pytest.fixture(autouse=True)
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server in the test's process ends at once, though the test has asked it for its status (else after 3 s)."""
+    if "atoll.server.serve" in sys.modules:
+        monkeypatch.setattr("atoll.server.serve.WATCHED_S", 0.0)
 
 
 @pytest.fixture

@@ -86,8 +86,9 @@ def test_json_is_the_message_itself_and_the_server_comes_from_the_environment(ca
 
 @pytest.mark.slow
 @pytest.mark.covers("L12")
-def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_the_end(tmp_path) -> None:
+def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_the_end(tmp_path, monkeypatch) -> None:
     """The server ends right after the run; a command that watches it is told first."""
+    monkeypatch.setattr("atoll.server.serve.WATCHED_S", 60.0)
     options = {
         "algorithm.name": "fedavg",
         "rounds.total": 1,

@@ -378,12 +378,6 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(nu
 # -- what the status shows of tasks
 
 
-@pytest.fixture
-def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server does not wait for the next request of a client that has asked for its status."""
-    monkeypatch.setattr("atoll.server.serve.WATCHED_S", 0.0)
-
-
 def shown(url: str) -> list[str]:
     """What `atoll status` prints of a server."""
     outcome = CliRunner().invoke(app, ["status", "--server", url], env={"COLUMNS": "120"})
@@ -392,7 +386,6 @@ def shown(url: str) -> list[str]:
 
 
 @pytest.mark.covers("T11")
-@pytest.mark.usefixtures("unwatched")
 def test_each_task_says_how_it_and_its_answers_travelled(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -434,7 +427,6 @@ def test_each_task_says_how_it_and_its_answers_travelled(
 
 
 @pytest.mark.covers("T11")
-@pytest.mark.usefixtures("unwatched")
 def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -464,7 +456,6 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
 
 
 @pytest.mark.covers("T14", "X3")
-@pytest.mark.usefixtures("unwatched")
 def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nursery: Nursery, tmp_path: Path) -> None:
     def main(controller: Any) -> None:
         controller.send("a", "echo", 1, timeout_s=30)
@@ -491,7 +482,6 @@ def test_a_run_that_has_workflows_alone_shows_no_training_and_exports_nothing(nu
 
 
 @pytest.mark.covers("T11")
-@pytest.mark.usefixtures("unwatched")
 def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> None:
     """23 tasks: the last 20 are 4 to 23. The last one is for a site that has left, and has no answer."""
 
