@@ -135,7 +135,7 @@ class Progress:
         return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
-        """Log bytes, seconds and the mean rate without pauses, at level INFO; at DEBUG if it took less than 1 s."""
+        """Log bytes, seconds and the mean rate without pauses, at level INFO; a transfer below 1 s, at DEBUG."""
         seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(

@@ -233,7 +233,7 @@ class TwoPhaseFile:
         self.zero()
 
     def take_back(self, ticket: int) -> None:
-        """Make the state before the update of this ticket current. The update must be the last that was formed."""
+        """Make the state from before this ticket's update current again. That update must be the newest."""
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
@@ -461,12 +461,12 @@ class AlgorithmState(TwoPhaseFile):
         self._write(self.note.counted_pending())
 
     def begin_at_zero(self) -> None:
-        """Set the state to zero if none was found. Call it after the site has joined."""
+        """If no state was found, set the state to zero. Call this after the site has joined."""
         if self.state != "kept":
             self.zero()
 
     def require_kept(self) -> None:
-        """Require that the state was found. If not, begin at zero if allowed. Call it if updates of the site counted.
+        """Require that the state was found or may begin at zero. Call this if updates of the site counted.
 
         Raises:
             ConfigError: no state was found, and `ATOLL_NEW_STATE` does not allow zero. Or the variable is neither true

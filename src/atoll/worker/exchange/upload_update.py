@@ -163,7 +163,7 @@ class UpdateUpload:
         raise AssertionError("the last conflict is raised")
 
     def _offer(self, outlet: Outlet, note: OutboxNote, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
-        """In a swarm: serve the update, and tell the server its address until another worker has pulled the update."""
+        """In a swarm: serve the update, and report its address to the server, until a worker has pulled the update."""
         message = _complete(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
         while True:
             timeout_s = routes.LONG_POLL_S + 10.0

@@ -371,8 +371,8 @@ class Session:
             lost: the lease that is no longer valid.
 
         Raises:
-            ServerLost: the server has another run now, which this worker's progress does not belong to.
-            LeaseLost: this is not rank 0, which joins for all ranks.
+            ServerLost: the server now has another run, to which this worker's progress does not belong.
+            LeaseLost: this is not rank 0. Only rank 0 joins again, for all ranks.
             TRANSIENT: the attempt failed.
         """
         if not self.ranks.is_first:

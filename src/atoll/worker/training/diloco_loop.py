@@ -713,7 +713,7 @@ def checkpoint_of(place: Participation) -> dict[str, Any]:
 
 
 def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of an entry that `checkpoint_of` returned, or of an empty mapping.
+    """Return a copy of `state`: an entry that `checkpoint_of` returned, or an empty mapping.
 
     Raises:
         UsageError: `state` has other keys.

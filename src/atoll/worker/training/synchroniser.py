@@ -134,7 +134,7 @@ class FragmentState:
 
 
 class PendingSync:
-    """An update in flight. A thread sends it, waits for its result (a new version) and pulls that beside the base file.
+    """An update in flight. A thread sends it, waits for the new version, and pulls that into the file beside the base.
 
     The thread begins with `start`.
 
