@@ -101,9 +101,9 @@ def command(
 
 
 def _show_stored(state_dir: Path, *, json: bool) -> None:
-    """Print the status of the server that runs on a state directory; if none does, the status stored there.
+    """Ask the server of a state directory for its status, and print it; without a server, print the stored status.
 
-    The stored status has the server's address.
+    The server's address is read from the stored status.
     """
     from atoll.cli.state_directory import stored_status
 

@@ -641,5 +641,5 @@ def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) 
 
 
 def is_validating(trainer: Any) -> bool:
-    """Return whether `trainer.validate` runs, without a checkpoint: then it validates the global model."""
+    """Return whether `trainer.validate` runs without a checkpoint, and so validates the global model."""
     return trainer.state.fn is not None and trainer.state.fn.value == "validate" and not trainer.ckpt_path

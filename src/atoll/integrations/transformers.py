@@ -317,7 +317,7 @@ def require_plain(args: TrainingArguments) -> None:
 
 
 def callbacks_of_the_caller(kind: type[T]) -> list[T]:
-    """Return the callbacks of class `kind` of the Trainer that currently calls a callback.
+    """Return the callbacks of class `kind` from the Trainer that called the current callback.
 
     The Trainer does not pass the list of callbacks to its callbacks. So this searches the call stack for the
     `CallbackHandler`.

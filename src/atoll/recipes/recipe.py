@@ -1,4 +1,4 @@
-"""The base class of recipes, which turns a few arguments into a run file and an initial model."""
+"""`Recipe`, the base class of recipes: it turns a few arguments into a run file and an initial model."""
 
 from __future__ import annotations
 

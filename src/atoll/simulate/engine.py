@@ -372,7 +372,7 @@ class Engine:
                 self._heard.failed_to_go_on(error)
 
     def _replace(self, member: _Member) -> _Member | None:
-        """Start a process in place of one that has ended, and return it; None if the engine is closed.
+        """Start a process in place of one that has ended. Return the new process; None if the engine is closed.
 
         Queue the jobs of the ended process again.
         """

@@ -499,7 +499,7 @@ class PayloadTypeContract:
 
 
 def written(tree: Any) -> Stored:
-    """Write a tree to a file, and return the file as an object that was received."""
+    """Write a tree to a file, and return the file as if it were a received object."""
     with tempfile.TemporaryFile() as file:
         cuts = write_object(pack(tree), file.fileno(), Cut(PART_BYTES)).cuts
         fd = os.dup(file.fileno())
