@@ -84,7 +84,7 @@ class Inspection:
         Args:
             part: the part.
             fd: the update's file.
-            digest: BLAKE3 of the part's bytes, which the result repeats.
+            digest: BLAKE3 of the part's bytes; copied into the result.
 
         Raises:
             StateCorrupt: the file ends before the end of the part.
@@ -157,7 +157,7 @@ class Inspection:
 
 
 def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the calling thread's memory for decoded elements, [numel]."""
+    """Return an uninitialised tensor [numel] in the calling thread's memory, for decoded elements."""
     return _scratch().tensor("values", dtype, numel)
 
 
@@ -184,7 +184,7 @@ class PartLook:
 
         Args:
             offset: end of the bytes that are in the file.
-            received: number of the last of these bytes that are also still in memory, where `place` put them.
+            received: number of bytes before `offset` that need not be read back: the memory of `place` has them.
         """
         with single_thread():
             while self._next is not None and self._next.stop <= offset:
@@ -206,7 +206,7 @@ class PartLook:
 
 
 def place(start: int, stop: int) -> memoryview:
-    """Return the calling thread's memory for bytes [start, stop) of a file.
+    """Return memory of the calling thread, into which to receive bytes [start, stop) of a file.
 
     Bytes at multiples of `ALIGN_BYTES` in the file have addresses that are multiples of it, too.
     """

@@ -55,7 +55,7 @@ class Updates:
 
         Args:
             run: byte run of a version.
-            scratch: memory for the result. The next call overwrites it.
+            scratch: memory that holds the result, until the next call with this memory overwrites it.
 
         Returns:
             The reduced elements, [n], in the accumulation dtype; and a view of them for each piece (tensor) of the run.

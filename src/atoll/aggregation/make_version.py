@@ -73,7 +73,7 @@ class UpdateInput:
 
     Attributes:
         fd: descriptor of the file.
-        norm: L2 norm of the `params` in the file; None if the file is unchanged, so that the recorded norm holds.
+        norm: L2 norm of the `params` in the file; None: use the norm in the update's record.
     """
 
     fd: int
@@ -349,7 +349,7 @@ class _Thread:
         work.progress(part.nbytes)
 
     def _copy_header(self, part: Part) -> None:
-        """Copy the bytes of the header that are in a part from the base: all versions have the same header."""
+        """Copy those bytes of the header that lie in a part. They come from the base: all headers are the same."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, nbytes):
@@ -459,7 +459,7 @@ class _Thread:
 
 
 class WholeState:
-    """The entries of an outer state with one value per tensor, such as `step`, in memory, before and after a round.
+    """Entries of an outer state that have one value per tensor, such as `step`: in memory, before and after a round.
 
     Args:
         layout: layout of the state file; None if there is no state file, or if the optimizer steps whole tensors.

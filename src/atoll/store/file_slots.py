@@ -145,7 +145,7 @@ class SlotPool:
     Args:
         folder: folder of the files.
         lock: the journal's lock, because journal rows and holds change together.
-        most: if there are more slots than this, a slot that becomes free is removed. None: it stays until `trim`.
+        most: if there are more slots than this, a slot that becomes free is removed. None: free slots wait for `trim`.
         in_memory: make slots memory files (memfd), which end with this process.
     """
 
@@ -288,7 +288,7 @@ class SlotPool:
             slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close slots that only the journal holds. Any other slot closes when its object is deleted."""
+        """Close slots that only the journal holds. Any other slot closes when Python deletes it."""
         with self.lock:
             for slot in self._slots.values():
                 if not slot.holds.keys() - {JOURNAL}:
@@ -431,7 +431,7 @@ def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
 
 
 def region_digest(fd: int, ranges: Ranges) -> bytes:
-    """Return the BLAKE3 digest of the concatenated byte ranges of a file. Bytes behind the end of the file are skipped.
+    """Return the BLAKE3 digest of the concatenated byte ranges of a file. Bytes after the end of the file are skipped.
 
     Args:
         fd: descriptor of the file.

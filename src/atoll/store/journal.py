@@ -130,7 +130,7 @@ class Journal:
                 raise self._broken
             outermost, marks = self._depth == 0, (len(self._then), len(self._undo))
             if not outermost and not self._db.in_transaction:
-                raise StoreError("SQLite has ended this transaction.", "Repeat all of it.")
+                raise StoreError("SQLite has ended this transaction.", "Repeat all of its changes.")
             changes = self._db.total_changes
             self._depth += 1
             try:

@@ -117,7 +117,7 @@ class MemberRow:
     """A site and its newest lease.
 
     Attributes:
-        process: id of the process that has the lease, with the hash of the lease's secret.
+        process: text with the id of the process that has the lease, and the hash of the lease's secret.
         weight: weight of the site's first counted update; 0 before that, or if no reducer needs the total weight.
     """
 
@@ -342,7 +342,7 @@ class Table(Generic[Row]):
         row: dataclass of the rows.
         more: SQL of further columns, then of constraints.
         checked: whether to add the checksum column `row_check`.
-        ending: SQL behind the closing parenthesis of `CREATE TABLE`.
+        ending: SQL after the closing parenthesis of `CREATE TABLE`.
     """
 
     def __init__(self, name: str, row: type[Row], *more: str, checked: bool = True, ending: str = "STRICT") -> None:

@@ -184,7 +184,7 @@ class Store:
             target: path of the file.
             heads: number of the version to export, for each fragment.
             header: first bytes of the file.
-            contents: function that yields the bytes behind the header.
+            contents: function that yields the bytes after the header.
             with_state: whether `contents` also reads the outer optimizer's state.
 
         Returns:

@@ -116,7 +116,7 @@ class Tickets:
         return int(self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"))
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
-        """Return name of the site → base version of the site's newest ticket in a fragment."""
+        """Return site → base version of the site's newest ticket in a fragment."""
         return dict(
             self._journal.rows(
                 "SELECT site, base_version FROM tickets WHERE ticket IN "

@@ -85,8 +85,8 @@ class Pin(Generic[Row]):
 
     Attributes:
         row: row of the version or the delta.
-        slots: slots of these files: version and perhaps outer optimizer state, or delta.
-        fds: descriptors of these files, duplicated for this pin.
+        slots: slots of the files: of the version and, if requested, of the outer optimizer's state; or of the delta.
+        fds: descriptors of the files, in the same order; duplicated for this pin.
         revoked: event that is set when the store needs the slots for newer versions. Then stop reading and call
             `release`.
     """
@@ -159,7 +159,7 @@ class Versions:
     # -- write
 
     def begin(self, fragment: int, version: int) -> VersionDraft:
-        """Return files to write the next version of a fragment into, as a draft.
+        """Return a draft: the files into which to write the next version of a fragment.
 
         Raises:
             DiskFull: the disk is full. No partial file is left behind.
