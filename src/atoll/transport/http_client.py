@@ -442,7 +442,7 @@ class Http:
 
 
 def problem_of(status: int, body: bytes) -> AtollError:
-    """Return the error to raise for an answer with an error status. It has the class that the server names.
+    """Return the error to raise for an answer with an error status. The answer names the class of the error.
 
     Args:
         status: HTTP status, 300 or above.

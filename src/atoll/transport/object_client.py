@@ -544,7 +544,7 @@ class _Fetching:
             raise named from error
 
     def begin(self, pauses: Sequence[float] = PAUSES_S) -> None:
-        """Download and check the manifest and the head of the object.
+        """Download and check the object's manifest and its head, which describes the tensors.
 
         Args:
             pauses: seconds before each further attempt, if the server does not answer.
@@ -724,7 +724,7 @@ class _Fetching:
 
 
 class _Bytes:
-    """A destination of bytes in memory, for the head of an object."""
+    """A destination of bytes in memory, for the head of an object (the description of its tensors)."""
 
     def __init__(self, nbytes: int) -> None:
         self.data = bytearray(nbytes)

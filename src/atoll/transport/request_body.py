@@ -131,7 +131,7 @@ def require_part_bytes(request: web.Request, nbytes: int) -> None:
 
 
 class _WithDigest:
-    """Receives a part into another sink, and then the digest that follows the part."""
+    """Passes the bytes of a part to a sink, and keeps the digest that follows the part."""
 
     def __init__(self, sink: PartSink) -> None:
         self._sink, self.digest, self._digest_left = sink, bytearray(DIGEST_BYTES), DIGEST_BYTES
@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Yield how many bytes of a part to read at a time: `NARROW_BYTES` if `WIDE` parts read more, else `WIDE_BYTES`."""
+    """Yield how many bytes of a part to read at once: `WIDE_BYTES` for at most `WIDE` parts, else `NARROW_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -433,7 +433,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._heads(self._held + data)
 
     def _hold(self, full: bool) -> None:
-        """Record that aiohttp has paused (`full`) or resumed reading. When it resumes, process the bytes kept back."""
+        """Record that aiohttp pauses (`full`) or resumes reading. If it resumes, process the bytes kept back."""
         self._full = full
         self._read_or_not()
         if not full and not self._part and self._transport is not None:
@@ -501,7 +501,7 @@ class BodyInterceptor(asyncio.Protocol):
         return found.dup()
 
     def filler(self, sock: socket.socket) -> Fill:
-        """Return a function that receives bytes of the part's body. It stops reading the socket after `SLICE_S`."""
+        """Return a function that receives bytes of the part's body. After `SLICE_S` s it no longer reads the socket."""
         until_s = time.monotonic() + SLICE_S
 
         def fill(room: memoryview) -> int:
