@@ -220,8 +220,8 @@ def _together(files: Sequence[Path], load: Callable[[Path], Told]) -> Told:
         tensors = load(path)
         if twice := found.keys() & tensors.keys():
             raise ConfigError(
-                f"{path.name} in {str(path.parent)!r} contains the tensor {min(twice)!r}, but a file before "
-                "it does, too.",
+                f"{path.name} in {str(path.parent)!r} contains the tensor {min(twice)!r}, which another file of the "
+                "model contains, too.",
                 "Give one file, or a folder with the parts of one model.",
             )
         found.update(tensors)

@@ -56,7 +56,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     if not texts:
         return Settings.build(settings)
     if isinstance(settings, Settings):
-        raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Put it into settings.")
+        raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Put all into settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
     keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
     return Settings.build({**(settings or {}), **{keys[name]: text for name, text in texts.items()}})

@@ -62,7 +62,7 @@ class _Left(OwnedFile):
 
 
 class Filtering:
-    """Runs the filters of updates, and keeps the filtered files. On the server's event loop, except `source`.
+    """Runs the filters of updates, and keeps the filtered files. Any thread may call `source`, the loop the rest.
 
     Args:
         filters: the filters of each site.

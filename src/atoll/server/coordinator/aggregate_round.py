@@ -105,7 +105,7 @@ class LocalRounds:
     async def aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
         """Reduce the updates of a closed round, take the outer step, and commit the next version as the head.
 
-        The work runs in a thread of `io`. If a restart has lost filtered updates, they are first filtered again.
+        The work runs in a pool thread. If a restart has lost filtered updates, they are first filtered again.
 
         Args:
             fragment: the fragment.

@@ -163,7 +163,7 @@ class BestVersion:
         self.saved = measured
 
     def handed(self, measured: Measured) -> Best:
-        """Return the version that `save` wrote last, for a persistor. The caller closes its open descriptor."""
+        """Return the version that `save` wrote last, as a persistor needs it: with an open descriptor of the file."""
         rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -222,10 +222,10 @@ class BestVersion:
 
 
 def require_files(folder: Path) -> None:
-    """Check that no folder stands in the place of a file of the best version.
+    """Check that neither `best.safetensors` nor `best.json` is a folder.
 
     Raises:
-        StoreError: such a folder exists.
+        StoreError: one of them is a folder.
     """
     for path in (folder / BEST_MODEL, folder / BEST_NOTE):
         if path.is_dir():
@@ -271,7 +271,7 @@ T = TypeVar("T")
 
 
 class Behind:
-    """Writes files in the background after commits. Call it on the event loop; slow work runs in threads of `io`."""
+    """Writes files in the background after commits. Call it on the event loop; slow work runs in pool threads."""
 
     def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor) -> None:
         self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor

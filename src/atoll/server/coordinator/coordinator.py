@@ -482,9 +482,9 @@ class Coordinator:
         return dylu_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
 
     def _unpulled(self, fragment: int) -> Collection[int]:
-        """Return the base versions of open tickets that their sites have probably not downloaded yet.
+        """Return the base versions that the sites of open tickets have probably not downloaded yet.
 
-        For a synchronous fragment return none: its open tickets start from the head, which is kept anyway.
+        For a synchronous fragment, return none: its open tickets start from the head, which is kept anyway.
         """
         if not self.state.is_async(fragment):
             return ()
@@ -641,7 +641,7 @@ class Coordinator:
     # -- swarms
 
     async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
-        """Offer an update to the workers of a swarm. Wait until one has pulled it, at most `routes.LONG_POLL_S`."""
+        """Offer an update to the workers of a swarm. Wait until one has pulled it, at most `LONG_POLL_S` seconds."""
         if message.source is None:
             raise BadRequest(
                 f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",

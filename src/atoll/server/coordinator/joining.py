@@ -118,7 +118,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
     raise ConfigError(
         (
             f"{told}, but on {host} the site does not have its algorithm's state: the folder or machine is "
-            "another one, or the files were removed."
+            "a different one, or the files were removed."
         )
         if message.local_state == "missing"
         else (

@@ -64,7 +64,7 @@ class Ledger:
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
         """Apply an event: decide, write the decisions to the journal, then carry out the effects.
 
-        If the disk is full, an event in `FACTS` is kept and applied later, because its row is in the journal already.
+        If the disk is full, an event in `FACTS` is kept and applied later: its row is in the journal already.
         Until then all other events fail, except `WorkerSeen`: with the old state, the round machine would, for
         example, issue an accepted ticket again.
 

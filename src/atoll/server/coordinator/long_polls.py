@@ -12,7 +12,7 @@ from collections import deque
 
 
 class FairEvent:
-    """An event for tasks of one event loop that wakes waiting tasks one by one, in the order of arrival."""
+    """An event that wakes the waiting tasks of one event loop one by one, in the order of arrival."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], None] = {}

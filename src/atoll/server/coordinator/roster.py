@@ -332,7 +332,7 @@ _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     """Return a warning that too few sites take part for a round to close, with remedies.
 
-    Return an empty text if enough sites take part. Also before the first round and after the last one.
+    Return an empty text if enough sites take part. The text is empty, too, before the first and after the last round.
     """
     here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):

@@ -145,7 +145,7 @@ class ByteRoutes:
         )
 
     def _counter(self, request: web.Request) -> Callable[[int], None]:
-        """Return a function that counts bytes as sent by the server and, if the request has a lease, to its site."""
+        """Return a function that counts sent bytes, for the server and, if the request has a lease, for the site."""
         presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
 
         def count(nbytes: int) -> None:

@@ -122,7 +122,7 @@ class Offer:
 
 
 class SwarmView:
-    """What the server knows about a swarm. `work` computes from it what a worker has to do.
+    """What the server knows about a swarm. From this, `work` computes what a worker has to do.
 
     Attributes:
         peers: site → record of its worker.

@@ -28,7 +28,7 @@ class Peer:
         address: address for other workers.
         process: id of the worker's process.
         number: number of the newest report; -1 before the first.
-        told: stamp of the last work that the server has sent to the worker; None before the first.
+        told: stamp (checksum) of the last work that the server has sent to the worker; None before the first.
         moved: number of bytes that the worker has sent and received for the swarm.
         bytes_s: time when `moved` last changed.
         heard_s: time of the newest report.

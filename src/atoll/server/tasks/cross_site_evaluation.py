@@ -112,7 +112,7 @@ def require(
             f"evaluation_timeout_s is {evaluation_timeout_s!r}.", "Give a number of seconds; 0: no limit."
         )
     if not site_models and versions is not None and not versions:
-        raise ConfigError("versions is empty and site_models is false, so no model would be evaluated.", "Change one.")
+        raise ConfigError("versions is empty and site_models is false, so no model would be evaluated.", "Set either.")
 
 
 cross_site_evaluation.require = require  # type: ignore[attr-defined]

@@ -95,7 +95,7 @@ class TaskFilters:
         Write the payload inside the `with` block, because filters run when a tensor is read.
 
         Raises:
-            UsageError: a filter failed, also while the payload was written.
+            UsageError: a filter failed, before or while the payload was written.
         """
         filters = self.data.of(site, task)
         if not filters:

@@ -103,7 +103,7 @@ class TaskPayload:
 
     @classmethod
     def taken_over(cls, objects: ObjectStore, key: tm.ObjectKey) -> TaskPayload:
-        """Make an object that a site has sent a payload for other sites. Errors: as for `ObjectStore.make_own`."""
+        """Return a payload for other sites that is an object from a site. Errors: as for `ObjectStore.make_own`."""
         kept = objects.make_own(key.object, key.secret)
         return cls(objects, "streamed", tm.Body(object=key_to(kept, key.secret)), _kept=kept)
 
@@ -126,7 +126,7 @@ class TaskPayload:
         self.__del__()
 
     def __del__(self) -> None:
-        """Remove an object that was written, but that sites were never allowed to download."""
+        """Remove the payload's object if it was written, but `hold` was never called."""
         draft, self._draft = self._draft, None
         if draft is not None:
             self.objects.discard(draft[0])
@@ -479,7 +479,7 @@ class TaskQueue:
             raise
 
     async def _take_once(self, task_id: str, site: str, key: str, given: tm.ObjectKey) -> None:
-        """Read, filter and record an answer that is an object. A repeated request waits for the first one's work.
+        """Read, filter and record an answer that is an object. A repeated request waits for the first request.
 
         Raises:
             TicketClosed: the task ended before the answer was read and filtered.

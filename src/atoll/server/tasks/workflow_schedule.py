@@ -66,7 +66,7 @@ class WorkflowRun:
 
     @property
     def trains(self) -> bool:
-        """Whether this workflow is the rounds of the run. Every other workflow sends tasks."""
+        """Whether this workflow is training, that is, the run's rounds. Every other workflow sends tasks."""
         return self.entry.kind == TRAIN
 
     def note(self, text: str) -> None:
