@@ -511,7 +511,7 @@ class _LocalRun:
         return self._status()
 
     def _start_server(self) -> Status:
-        """Start the server, and return its first status, which has its address.
+        """Start the server. Return its first status, which contains the server's address.
 
         Raises:
             AtollError: the server ended, or wrote no status within `START_S`.

@@ -363,7 +363,7 @@ class Recipe(Strict):
         Paths are relative to the current folder. Give settings that need each other in one call.
 
         Args:
-            config: `group.key` → value, or `group` → a mapping of its settings.
+            config: the settings, as `{"group.key": value}` or `{"group": {"key": value}}`.
             given: no keyword is allowed; keywords raise an error that shows the right form.
 
         Returns:

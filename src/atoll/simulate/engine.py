@@ -108,7 +108,7 @@ class Job:
 
     @property
     def ticket(self) -> messages.Ticket:
-        """The ticket of the round, which names the version to train from."""
+        """The ticket of the round. It names the version to train from."""
         return self.round.ticket
 
 

@@ -187,7 +187,7 @@ class RayHost:
             ) from error
 
     def version(self, job: Job) -> Any:
-        """Return a job's version as a Ray object, which all actors share."""
+        """Return a job's version as a Ray object that all actors share."""
         with self._lock:
             if self._version[0] != job.ticket.base_digest:
                 content = np.empty(os.fstat(job.base.fd).st_size, np.uint8)

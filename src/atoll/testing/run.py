@@ -69,7 +69,7 @@ def serve(
     Args:
         model: the initial model, or its name; None for a run that only executes tasks.
         state_dir: the run's state directory. A second server on the same directory continues the run.
-        settings: the run's settings, as `group.key` → value or group → dict.
+        settings: the run's settings, as `{"group.key": value}` or `{"group": {"key": value}}`.
         more: further arguments of `atoll.Server`, such as a workflow or filters.
     """
     from atoll.server.serve import Server

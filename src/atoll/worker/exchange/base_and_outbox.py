@@ -44,7 +44,7 @@ def name_of(name: str, fragment: int | None) -> str:
 
 @dataclass(frozen=True)
 class BaseNote:
-    """The note of the base file, which names the version in the file.
+    """The note that names the version in the base file.
 
     Attributes:
         complete: whether every byte of the version has been written.
@@ -62,7 +62,7 @@ class BaseNote:
 
 @dataclass(frozen=True)
 class OutboxNote:
-    """The note of the outbox, which describes the update in the file. Only a complete update has a note.
+    """The note that describes the update in the outbox. Only a complete update has a note.
 
     Attributes:
         part_digests: BLAKE3 of each part, in hex.
@@ -331,7 +331,7 @@ class BaseFile(PartsFile):
         self._write_note(replace(self.note, digest="", part_digests=[]))
 
     def replace_with(self, other: BaseFile) -> None:
-        """Replace this file and its note by those of `other`, which must be complete. Close `other`."""
+        """Replace this file and its note by those of `other`, then close `other`. Its file must be complete."""
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
@@ -443,7 +443,7 @@ class DiskFiles:
             self._beside = None
 
     def move_up(self) -> None:
-        """Replace the base with the file beside it, which must be complete."""
+        """Make the file beside the base the new base. That file must be complete."""
         self.base.replace_with(self.beside())
         self._beside = None
 

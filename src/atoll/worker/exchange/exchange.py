@@ -284,7 +284,7 @@ class Exchange:
         self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
-        """Carry the local progress since the base over to another version, which becomes the base.
+        """Carry the local progress since the base over to another version. That version becomes the base.
 
         If the server no longer keeps the version, use the head instead.
         """

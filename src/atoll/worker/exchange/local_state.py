@@ -45,7 +45,7 @@ class TwoPhaseNote:
 
     Attributes:
         current: index of the file with the current state, 0 or 1.
-        pending: ticket of the pending update, which the other file belongs to; 0: no update is pending.
+        pending: ticket of the pending update; the other file has the state after it; 0: no update is pending.
         pending_version: the version that the pending update was formed against.
         counted: ticket of the update that counted last; 0: not known, or none counted.
         version: the version that the last counted update was formed against; -1: none counted.

@@ -147,7 +147,7 @@ PROBE_S = 10.0
 
 
 class PeerServer:
-    """Serves this worker's files to other workers, which get the references from the run's server.
+    """Serves this worker's files to other workers. They get the references from the run's server.
 
     Args:
         host: serves files over HTTP.

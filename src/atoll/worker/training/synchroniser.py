@@ -616,7 +616,7 @@ class Synchroniser:
                 self._submit_next()
 
     def _broken(self) -> list[PendingSync]:
-        """Return the updates in flight that failed, which may have to be submitted again."""
+        """Return those updates in flight that failed: they may have to be submitted again."""
         return [each for each in self._pending if each.done.is_set() and each.broke_off is not None]
 
     # -- versions into the model
