@@ -15,7 +15,7 @@ import typer
 
 from atoll.cli.state_directory import no_run, open_journal, require_unchanged, stored_status
 from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
-from atoll.posix import nameless_file, replace_file, write_at
+from atoll.posix import nameless_file, replace_file
 
 if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from atoll.tensors.layout import Layout
     from atoll.tensors.schema import Schema
     from atoll.transport.http_client import Http
+    from atoll.transport.object_server import UnnamedFile
     from atoll.transport.part_transfer import HttpTransfer
 
 READ_BYTES = 2**20
@@ -314,6 +315,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     """
     from atoll.protocol import messages, routes
     from atoll.tensors.layout import version_layout
+    from atoll.transport.object_server import UnnamedFile
     from atoll.transport.part_transfer import HttpTransfer
 
     info = http.get(routes.RUN, messages.RunInfo)
@@ -325,24 +327,25 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
         for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
             layout = version_layout(schema, info.part_bytes, info.ranks)
             fd = nameless_file(out.parent)
+            file = UnnamedFile(fd, out.parent)
             stack.callback(os.close, fd)
             sources.append((layout, fd, None))
             if info.downlink_codec != "none":  # the version is quantised; the server sends its fp32 masters, cast
                 for part in layout.parts:
                     path = routes.MODEL_PART.format(fragment=fragment, version=version, part=part.index)
-                    _File(fd, out).write(part.start, _checked(parts, path, part.nbytes))
+                    file.write(part.start, _checked(parts, path, part.nbytes))
                 continue
             manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
             path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
             digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
             if info.placement == "swarm" and version:
-                _pull_from_workers(manifest, info, http, layout, _File(fd, out))
+                _pull_from_workers(manifest, info, http, layout, file)
             else:
-                parts.pull(path, digests, layout.parts, [_File(fd, out)])
+                parts.pull(path, digests, layout.parts, [file])
         _write(sources, out, split.schema)
 
 
-def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, file: _File) -> None:
+def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, file: UnnamedFile) -> None:
     """Download a version of a swarm from one of the workers that have the version.
 
     Raises:
@@ -409,18 +412,3 @@ def _write(
         require_intact()
 
     replace_file(out, content())
-
-
-class _File:
-    """The target of a download: writes each piece at its offset into a temporary file without a name."""
-
-    def __init__(self, fd: int, out: Path) -> None:
-        self._fd, self._out = fd, out
-
-    def write(self, offset: int, data: memoryview) -> None:
-        from atoll.store.file_slots import disk_error
-
-        try:
-            write_at(self._fd, data, offset)
-        except OSError as error:  # a plain OSError would count as a network error
-            raise disk_error(error, self._out) from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import time
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.errors import ConfigError, PortInUse, UsageError, public_api
+from atoll.errors import ConfigError, UsageError, public_api
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
@@ -36,7 +35,7 @@ from atoll.server.tasks.user_code import Function
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
-from atoll.transport.listener import Listener, raise_files_limit, runner_of, start_listener
+from atoll.transport.listener import Listener, listen, raise_files_limit, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
 from atoll.transport.tls import server_context
 
@@ -245,8 +244,13 @@ class Server:
     # -- in the thread
 
     async def _serve(self) -> None:
-        files = raise_files_limit()
-        listener = _listen(self.settings)
+        files, port = raise_files_limit(), self.settings.network.port
+        listener = listen(
+            self.settings.network.host,
+            range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if port is None else [port],
+            setting="network.host",
+            remedy="Stop the process that uses it, or choose another port with --port; 0: any free port.",
+        )
         try:
             schedule = self._workflows
             if schedule is not None:
@@ -329,46 +333,6 @@ class Server:
             if run.watched_s != watched_s:  # the client asked again, and saw that the run is finished
                 return
             await run.changed(0.1)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    """Return a listening socket on the port in the settings. Without that setting, use the first free port from 8512.
-
-    Raises:
-        PortInUse: another program uses the port.
-        ConfigError: the address does not belong to this machine.
-    """
-    wanted = (
-        range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if settings.network.port is None else [settings.network.port]
-    )
-    try:
-        family, _, _, _, address = socket.getaddrinfo(settings.network.host, None, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"network.host {settings.network.host!r} is not a known address: {error.strerror}.",
-            "Use an address of this machine.",
-        ) from error
-    for port in wanted:
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port at once
-        try:
-            listener.bind((address[0], port, *address[2:]))
-            listener.listen(1024)
-            return listener
-        except OSError as error:
-            listener.close()
-            if error.errno == errno.EADDRNOTAVAIL:
-                raise ConfigError(
-                    f"network.host {settings.network.host!r} is not an address of this machine.",
-                    "Use an address of this machine.",
-                ) from error
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise
-    raise PortInUse(
-        f"Port {f'{wanted[0]} to {wanted[-1]}' if len(wanted) > 1 else wanted[0]} on {settings.network.host} is in "
-        "use.",
-        "Stop the process that uses it, or choose another port with --port; 0: any free port.",
-    )
 
 
 def _refuse_code(**given: Any) -> None:

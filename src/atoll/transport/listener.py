@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 from aiohttp import web
 
+from atoll.errors import ConfigError, PortInUse
 from atoll.protocol import routes
 from atoll.transport.request_body import BodyInterceptor
 from atoll.transport.tls import accept_tls
@@ -56,6 +58,46 @@ def files_limit() -> int:
 def connections_within(files: int) -> int:
     """Return how many connections at a time to accept in a process that may open `files` files."""
     return max(16, (files - RESERVED_FILES) // FILES_OF_ONE)
+
+
+def listen(host: str, ports: Sequence[int], *, setting: str, remedy: str) -> socket.socket:
+    """Return a socket that listens on the first free port.
+
+    Args:
+        host: an address of this machine.
+        ports: the ports to try, in this order; 0: any free port.
+        setting: name of the setting with the address, for the message.
+        remedy: advice for the case that no port is free.
+
+    Raises:
+        PortInUse: other programs use the ports.
+        ConfigError: the address does not belong to this machine.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(
+            f"{setting} {host!r} is not a known address: {error.strerror}.", "Use an address of this machine."
+        ) from error
+    reason = ""
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a restart takes the same port at once
+        try:
+            listener.bind((address[0], port, *address[2:]))
+            listener.listen(1024)
+            return listener
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"{setting} {host!r} is not an address of this machine.", "Use an address of this machine."
+                ) from error
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+    tried = f"{ports[0]} to {ports[-1]}" if len(ports) > 1 else ports[0]
+    raise PortInUse(f"Port {tried} on {host} {reason}.", remedy)
 
 
 def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, linger_s: float) -> web.AppRunner:

@@ -38,7 +38,7 @@ from atoll.errors import (
     UsageError,
     public_api,
 )
-from atoll.posix import read_at, write_at
+from atoll.posix import read_at
 from atoll.protocol import messages, routes
 from atoll.runtime import no_gc
 from atoll.tensors.chunks import Scatter
@@ -49,7 +49,7 @@ from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http, http_to
-from atoll.transport.object_server import LONGEST_S, Draft, ObjectHost, disk_error, nameless, written
+from atoll.transport.object_server import LONGEST_S, Draft, ObjectHost, UnnamedFile, nameless, written
 from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
 
 LOG = logging.getLogger("atoll")
@@ -599,7 +599,7 @@ class _Fetching:
         """Download the object to an unnamed file, and return a handle of the file."""
         fd = nameless(folder)
         try:
-            file = _File(fd, folder)
+            file = UnnamedFile(fd, folder)
             self._pull(self._data_parts(), [file])
             file.write(self._manifest.nbytes, memoryview(self._contents.behind))
         except BaseException:
@@ -731,19 +731,6 @@ class _Bytes:
 
     def write(self, offset: int, data: memoryview) -> None:
         self.data[offset : offset + len(data)] = data
-
-
-class _File:
-    """A destination of bytes in a file."""
-
-    def __init__(self, fd: int, folder: Path | None) -> None:
-        self._fd, self._folder = fd, folder
-
-    def write(self, offset: int, data: memoryview) -> None:
-        try:
-            write_at(self._fd, data, offset)
-        except OSError as error:  # an OSError would be treated as a network error
-            raise disk_error(error, self._folder) from error
 
 
 def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ written once, when the object is published. Receivers download byte ranges of it
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -32,17 +31,16 @@ from atoll.errors import (
     DiskFull,
     Gone,
     PartCorrupt,
-    PortInUse,
     StoreError,
     UsageError,
 )
-from atoll.posix import FULL, nameless_file, read_at
+from atoll.posix import FULL, nameless_file, read_at, write_at
 from atoll.protocol import messages, routes
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef, address_of, new_id, require_secret, seal
-from atoll.transport.listener import files_limit, runner_of, start_listener
+from atoll.transport.listener import files_limit, listen, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
 from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, PulledPart, Sink
 from atoll.transport.request_body import break_off
@@ -141,11 +139,11 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
             )
     except BaseException as error:
         os.close(fd)
-        raise (disk_error(error, folder) if isinstance(error, OSError) else error) from error
+        raise (unnamed_file_error(error, folder) if isinstance(error, OSError) else error) from error
     return Draft(fd, manifest, cut.inline)
 
 
-def disk_error(error: OSError, folder: Path | None) -> StoreError:
+def unnamed_file_error(error: OSError, folder: Path | None) -> StoreError:
     """Return the error to raise for an OSError of an unnamed file: `DiskFull` if space is lacking, or `StoreError`.
 
     Args:
@@ -157,6 +155,24 @@ def disk_error(error: OSError, folder: Path | None) -> StoreError:
     if error.errno in FULL:
         return DiskFull(f"The disk of {where} is full.", remedy)
     return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
+
+
+class UnnamedFile:
+    """A target of downloads: an unnamed file in a folder; None is the folder of temporary files."""
+
+    def __init__(self, fd: int, folder: Path | None) -> None:
+        self._fd, self._folder = fd, folder
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write `data` into the file from byte `offset` on.
+
+        Raises:
+            StoreError: the disk is full, or fails.
+        """
+        try:
+            write_at(self._fd, data, offset)
+        except OSError as error:  # an OSError would count as a network error
+            raise unnamed_file_error(error, self._folder) from error
 
 
 @dataclass(frozen=True)
@@ -294,7 +310,7 @@ class ObjectHost:
         self._folder, self._idle_timeout_s = folder, idle_timeout_s
         self._objects: dict[str, ServedBlob] = {}
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="atoll-objects")
-        self._listener = _listen(host, port)
+        self._listener = listen(host, [port], setting="host", remedy="Use a free port; 0: any free port.")
         self.port: int = self._listener.getsockname()[1]
         self.name = name or (socket.gethostname() if host in ("0.0.0.0", "::") else host)
         self._thread = LoopThread("atoll-objects", self._serve)
@@ -510,28 +526,3 @@ async def _guard(
         LOG.debug("%s %r: %s", request.method, request.path, error)
         break_off(request)
         return web.Response()  # never sent: the connection is closed
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"host {host!r} is not a known address: {error.strerror}.", "Use an address of this machine."
-        ) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-        return listener
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(
-                f"host {host!r} is not an address of this machine.", "Use an address of this machine."
-            ) from error
-        raise PortInUse(
-            f"Objects cannot be published on {host}, port {port}: {error.strerror}.",
-            "Use a free port; 0: any free port.",
-        ) from error

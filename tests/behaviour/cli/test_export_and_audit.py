@@ -110,11 +110,12 @@ def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_p
 
 def test_a_full_disk_is_named_and_not_taken_for_the_network(server, tmp_path, monkeypatch) -> None:
     from atoll.cli import export
+    from atoll.transport import object_server
 
     def full(*args) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export, "write_at", full)
+    monkeypatch.setattr(object_server, "write_at", full)
     with pytest.raises(StoreError, match=r"The disk of .* is full"):
         export.from_server(server.url, tmp_path / "model.safetensors")
     assert list(tmp_path.glob("*.safetensors")) == []

@@ -29,7 +29,7 @@ from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport import part_transfer
 from atoll.transport.http_client import Http, Watch
-from atoll.transport.object_server import disk_error
+from atoll.transport.object_server import unnamed_file_error
 from atoll.transport.part_connection import PartConnection
 from atoll.transport.part_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, TransferPool, transfer_pool
 
@@ -543,7 +543,7 @@ def test_two_unanswered_heartbeats_in_a_row_are_a_loss() -> None:
     ids=["temporary", "given"],
 )
 def test_a_full_disk_is_named_with_the_way_to_another_folder(folder: Path | None, where: str, remedy: str) -> None:
-    error = disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
+    error = unnamed_file_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
     assert isinstance(error, DiskFull)
     assert error.message == f"The disk of {where} is full."
     assert remedy in error.remedy
