@@ -15,20 +15,17 @@ from torch.autograd.graph import increment_version
 from atoll.codecs.base import Codec
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Move
-from atoll.tensors.chunks import CHUNK_ELEMENTS, AnyTensors, assign_run_, bytes_of, run_of, writable_bytes
+from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import PARAMS
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox, TensorFile
 
-_WIDEST_BYTES = 8
-"""Bytes of one element of the widest dtype."""
-
 
 def _scratch() -> memoryview:
     """Return an uninitialised buffer for one chunk of any dtype."""
-    return bytes_of(torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
+    return bytes_of(torch.empty(CHUNK_ELEMENTS * WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
 
 
 def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:

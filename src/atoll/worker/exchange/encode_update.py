@@ -31,7 +31,7 @@ from atoll.protocol.messages import Ticket
 from atoll.protocol.values import UpdateInfo
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Run, RunTable
-from atoll.tensors.chunks import CHUNK_ELEMENTS, AnyTensors, bytes_of, run_of
+from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, version_layout
 from atoll.tensors.module_tensors import Tensors
@@ -280,10 +280,8 @@ class Losses:
         )
 
 
-_BUFFER_BYTES = CHUNK_ELEMENTS * 8
+_BUFFER_BYTES = CHUNK_ELEMENTS * WIDEST_BYTES
 """Bytes that are encoded, hashed and written at a time: a chunk of the widest dtype."""
-_WIDEST_BYTES = 8
-"""Bytes of one element of the widest dtype."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +351,7 @@ class UpdateFormer:
         room = min(_BUFFER_BYTES, layout.nbytes) + ALIGN_BYTES
         self.buffer = torch.empty(room, dtype=torch.uint8, device="cpu")
         self.view = bytes_of(self.buffer)
-        self.scratch = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8, device="cpu")
+        self.scratch = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device="cpu")
         if self.losses is not None:
             self.losses.begin()
         digests = []

@@ -83,7 +83,7 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.site, number = self.session.site, self.local.number
-        self.fragment, self._named = number or 0, "" if number is None else f" fragment {number}"
+        self.fragment = number or 0
         self.base, self.outbox = self.files.base, self.files.outbox
         self.puller = Puller(self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.outlet)
         self.upload = UpdateUpload(self.session, self.transfer, self.outbox, number, self.outlet)
@@ -439,7 +439,7 @@ class Exchange:
             self.session.warn(OF_THE_OPTIMIZER, [])
         failpoint("worker.acknowledged")
         nbytes = size(self.outbox.layout.own_nbytes)
-        LOG.debug("%s: submitted%s, %s for round %d", self.site, self._named, nbytes, note.round)
+        LOG.debug("%s: submitted%s, %s for round %d", self.site, self.upload.in_words, nbytes, note.round)
         return Accepted(answer.digest)
 
     def refused(self, refusal: Refused) -> None:
@@ -460,22 +460,19 @@ class Exchange:
 
     # -- updates that an interrupted synchronisation or an earlier process left in the outbox: docs/decisions/0005
 
-    def recover(self) -> Delivered | None:
+    def recover(self) -> bool:
         """Send the update that an earlier process of this worker left in the outbox.
 
         Returns:
-            `Accepted`; None if the outbox is empty or damaged, or the server does not accept the update.
+            Whether the server has accepted it; False if the outbox is empty or damaged.
 
         Raises:
             TRANSIENT: the server could not be reached.
         """
         note = self._agreed_note()
-        if note is None or note.run != self.session.info.run:
+        if note is None or note.run != self.session.info.run or not self._takes(note, check=True):
             self.outbox.clear()
-            return None
-        if not self._takes(note, check=True):
-            self.outbox.clear()
-            return None
+            return False
         self.upload.resuming = True
         delivered = self.deliver()
         self.upload.resuming = False
@@ -484,7 +481,7 @@ class Exchange:
                 LOG.info(
                     "%s: the update of round %d, which an earlier process left, is accepted", self.site, note.round
                 )
-                return delivered
+                return True
             case TooLate(error):  # keep the update: if the server falls back, it may count under another ticket
                 LOG.info("%s: an earlier process left an update, but it is too late: %s", self.site, error)
             case Refused(error):
@@ -492,7 +489,7 @@ class Exchange:
                 self.outbox.clear()
             case Lost(error):
                 raise error
-        return None
+        return False
 
     @property
     def unsettled(self) -> OutboxNote | None:

@@ -22,7 +22,7 @@ from atoll.json_files import read_note, write_note
 from atoll.protocol import messages, routes
 from atoll.protocol.messages import VersionRef
 from atoll.runtime import failpoint, single_thread
-from atoll.tensors.chunks import CHUNK_ELEMENTS, Scatter, assign_run_, bytes_of
+from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, Scatter, assign_run_, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Part, chunks
 from atoll.tensors.module_tensors import Tensors
@@ -40,9 +40,6 @@ from atoll.worker.session.session import Session
 #
 # The base does not change before the whole delta is downloaded. While the delta is added, the base's note names the new
 # version as incomplete. If the process is killed then, the next pull downloads all parts that differ from their digest.
-
-
-_WIDEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -98,8 +95,8 @@ class DeltaAdder:
 
     def __init__(self, file: DeltaFile, source: BaseFile, target: BaseFile, into: Tensors | None) -> None:
         self._file, self._source, self._target, self._into = file, source, target, into or {}
-        self._memory = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
-        self._encoded = torch.empty(CHUNK_ELEMENTS * _WIDEST_BYTES, dtype=torch.uint8)
+        self._memory = torch.empty(CHUNK_ELEMENTS * WIDEST_BYTES, dtype=torch.uint8)
+        self._encoded = torch.empty(CHUNK_ELEMENTS * WIDEST_BYTES, dtype=torch.uint8)
 
     def apply(self, note: BaseNote) -> list[Part]:
         """Add the delta: write the version of `note` into the target and the tensors.

@@ -69,13 +69,13 @@ class UpdateUpload:
 
     def __post_init__(self) -> None:
         self.fragment = self.number or 0
+        self.in_words = "" if self.number is None else f" fragment {self.number}"
 
     def progress(self, number: int) -> AbstractContextManager[Progress]:
         """Show in the status that the update of round `number` is sent. Return the transfer's progress, for the log."""
         self.session.tell(state=f"submitting to round {number}")
         rank = f": rank {self.session.ranks.rank}" if self.session.ranks.together else ""
-        of = "" if self.number is None else f" fragment {self.number}"
-        return progress(f"{self.session.site}{rank}: submitting{of}", self.outbox.layout.own_nbytes)
+        return progress(f"{self.session.site}{rank}: submitting{self.in_words}", self.outbox.layout.own_nbytes)
 
     def pushing(self, ticket: Ticket, bar: Progress) -> AbstractContextManager[Pushing]:
         """Send parts while the block forms them. The block passes each formed part to `Pushing.add`."""

@@ -321,7 +321,7 @@ class Synchroniser:
         Otherwise, another worker may be waiting for such an update, and the two would wait for each other.
         """
         fragments = self._fragments
-        is_in = [each.exchange.recover() is not None for each in fragments]
+        is_in = [each.exchange.recover() for each in fragments]
         if self._is_whole:
             replies = [require(fragments[0].exchange.ask_and_resend(None if is_in[0] else 0.0))]
             fragments[0].heard(replies[0])
