@@ -184,25 +184,27 @@ def gc_as_usual() -> Iterator[None]:
 # -- the C library's memory
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
+RETURNED_BYTES = 5 * 2**19
 
 
-def return_freed_memory(least_bytes: int = 5 * 2**19) -> None:
-    """Make glibc return freed blocks of at least `least_bytes` to the system. With other C libraries, do nothing.
+def return_freed_memory() -> None:
+    """Make glibc return freed blocks of at least `RETURNED_BYTES` to the system. With other C libraries, do nothing.
 
     After the first free of a large block, glibc by default keeps blocks of up to 32 MiB. Small live blocks between them
     fragment the heap: a server that needs 8 MB then takes 60 MB. If the environment variable `MALLOC_MMAP_THRESHOLD_`
     is set, it takes precedence.
 
-    The default is above 2 MiB, the chunk size of downloads: to get each of these chunks from the system would cost a
-    tenth of the server's CPU time. For the same reason, free memory at the top of the heap is returned only from
-    8 × `least_bytes` on: with parts of 16 MiB, that saves three of four page faults, and 2 % of the server's CPU time.
+    `RETURNED_BYTES` is above 2 MiB, the chunk size of downloads: to get each of these chunks from the system would cost
+    a tenth of the server's CPU time. For the same reason, free memory at the top of the heap is returned only from
+    8 × `RETURNED_BYTES` on: with parts of 16 MiB, that saves three of four page faults, and 2 % of the server's CPU
+    time.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, least_bytes)
-        mallopt(_TRIM_THRESHOLD, 8 * least_bytes)
+        mallopt(_MMAP_THRESHOLD, RETURNED_BYTES)
+        mallopt(_TRIM_THRESHOLD, 8 * RETURNED_BYTES)
 
 
 # -- a latch

@@ -225,9 +225,9 @@ def _free(view: RoundView) -> tuple[str, ...]:
     return tuple(site for site in view.missing if site not in view.elsewhere)
 
 
-def listed(names: Sequence[str], most: int = 3) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return names as a list in words: `a`, `a and b`, `a, b and c`, or `a, b, c and 5 others`."""
-    shown = list(names[:most])
-    if len(names) > most:
-        shown.append(f"{len(names) - most} others" if len(names) > most + 1 else names[most])
+    shown = list(names)
+    if len(names) > 4:
+        shown[3:] = [f"{len(names) - 3} others"]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"

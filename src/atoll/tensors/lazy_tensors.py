@@ -158,26 +158,17 @@ class LazyState(Mapping[str, Tensor]):
         handle: handle of the file.
         segments: name → segment of the file.
         decode: decoder for encoded tensors; None if the tensors are not encoded.
-        aliases: further name of a tied tensor → its name in `segments`.
     """
 
-    def __init__(
-        self,
-        handle: Handle,
-        segments: Mapping[str, Segment],
-        decode: Decode | None = None,
-        aliases: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, handle: Handle, segments: Mapping[str, Segment], decode: Decode | None = None) -> None:
         self._handle, self._segments, self._decode = handle, segments, decode
-        self._aliases = dict(aliases or {})
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, remove: bool = False) -> LazyState:
+    def open(cls, path: str | os.PathLike[str]) -> LazyState:
         """Open a safetensors file, and return its tensors.
 
         Args:
             path: path of the file.
-            remove: whether to delete the file when it is closed.
 
         Raises:
             BadRequest: the file is no valid safetensors file.
@@ -196,26 +187,20 @@ class LazyState(Mapping[str, Tensor]):
             except EOFError as error:
                 raise StoreError(f"{path} was shortened: {error}, before the end of the tensor.") from None
 
-        def give_back() -> None:
-            os.close(fd)
-            if remove:
-                os.unlink(path)
-
         segments = {spec.name: Segment(spec, "none", offset, spec.nbytes) for spec, offset in header.tensors}
-        return cls(Handle(read, give_back), segments)
+        return cls(Handle(read, lambda: os.close(fd)), segments)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.ref(name).resolve()
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._segments
-        yield from self._aliases
+        return iter(self._segments)
 
     def __len__(self) -> int:
-        return len(self._segments) + len(self._aliases)
+        return len(self._segments)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._segments or name in self._aliases
+        return name in self._segments
 
     def ref(self, name: str) -> LazyTensor:
         """Return an entry as a lazy tensor, without loading.
@@ -223,7 +208,7 @@ class LazyState(Mapping[str, Tensor]):
         Raises:
             KeyError: the mapping has no such name.
         """
-        return LazyTensor(self._handle, self._segments[self._aliases.get(name, name)], self._decode)
+        return LazyTensor(self._handle, self._segments[name], self._decode)
 
     def release(self) -> None:
         """Close the files. This affects all lazy values that share them. Idempotent."""

@@ -138,14 +138,11 @@ def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
     return {plain: tensors[name] for plain, name in found.items()}
 
 
-def named_tensors(
-    model: nn.Module | Tensors, *, values: bool = True, sharded: bool = False
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def named_tensors(model: nn.Module | Tensors, *, sharded: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return a model's tensors, each once, and the further names of tied tensors.
 
     Args:
         model: a module; the names are those of its `state_dict`. Or a mapping name → tensor.
-        values: whether tensors must have values. If False, tensors on the meta device are allowed.
         sharded: whether DTensors are allowed. `atoll.tensors.fsdp_shards` handles them.
 
     Returns:
@@ -154,7 +151,7 @@ def named_tensors(
     Raises:
         UsageError: an entry is not a dense tensor. The message names the entry.
     """
-    owners, aliases = _owned(model, values=values, sharded=sharded)
+    owners, aliases = _owned(model, values=True, sharded=sharded)
     return {name: tensor.detach() for name, tensor in owners.items()}, aliases
 
 
@@ -188,7 +185,8 @@ def schema_of(
     Args:
         model: as for `named_tensors`.
         buffers: shell patterns of further tensors that are averaged as buffers instead of stepped.
-        values, sharded: as for `named_tensors`.
+        values: whether tensors must have values. If False, tensors on the meta device are allowed.
+        sharded: as for `named_tensors`.
 
     Returns:
         The schema: float parameters are in the group `params`, all other tensors in `buffers`. For a mapping,

@@ -115,9 +115,10 @@ def test_tensors_that_begin_at_one_place_are_tied_only_where_they_are_the_same_e
         "far": torch.empty(3, device="meta"),
     }
     tensors["far again"] = tensors["far"]
-    owners, aliases = named_tensors(tensors, values=False)
+    schema = schema_of(tensors, values=False)
+    aliases = dict(schema.aliases)
     assert aliases == {"again": "row", "matrix again": "matrix", "far again": "far"}
-    assert list(owners) == [name for name in tensors if name not in aliases]
+    assert [spec.name for spec in schema.tensors] == [name for name in tensors if name not in aliases]
 
 
 def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
