@@ -76,6 +76,8 @@ TABLES: dict[str, dict[str, str]] = {
     },
 }
 """kind → name → "module:attribute". To add a built-in extension, write its own file and one line here."""
+PLURALS = {"outer": "outer optimizers", "staleness": "staleness weights"}
+"""Kind → its name in messages, where the kind itself is no plural."""
 
 
 def names(kind: str) -> list[str]:
@@ -109,7 +111,8 @@ def load(kind: str, name: str) -> Any:
         plugins = {point.name: point.value for point in entry_points(group=f"atoll.{kind}")}
         target = plugins.get(name, name if ":" in name else None)
     if target is None:
-        raise ConfigError(f"{name!r} is not one of the {kind}: {', '.join(names(kind))}.", nearest(name, names(kind)))
+        known, plural = names(kind), PLURALS.get(kind, kind)
+        raise ConfigError(f"{name!r} is not one of the {plural}: {', '.join(known)}.", nearest(name, known))
     return load_attribute(target)
 
 

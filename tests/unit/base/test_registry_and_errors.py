@@ -146,6 +146,8 @@ def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: li
     assert caught.value.remedy == "Did you mean 'bf16'?"
     with pytest.raises(ConfigError, match="Did you mean 'ternary'"):
         registry.load("codecs", "ternery")
+    with pytest.raises(ConfigError, match="'sdg' is not one of the outer optimizers: sgd, "):
+        registry.load("outer", "sdg")
 
 
 def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
