@@ -137,7 +137,7 @@ def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Hand
 # -- a process that gets messages
 
 
-MOST_BYTES = 2**16
+MOST_MESSAGE_BYTES = 2**16
 """Maximum size of a message in a `ProcessPipe`. A longer message is sent as a memory file."""
 LONG = b"+"
 """Sent in place of a long message. The message itself is in a memory file; its descriptor is sent, too."""
@@ -169,7 +169,7 @@ class ProcessPipe:
         data = json.dumps(message).encode()
         with contextlib.ExitStack() as stack:
             fds = [] if fd is None else [fd]
-            if len(data) > MOST_BYTES:
+            if len(data) > MOST_MESSAGE_BYTES:
                 text = stack.enter_context(open(os.memfd_create("message", os.MFD_CLOEXEC), "wb", buffering=0))
                 text.write(data)
                 data, fds = LONG, [text.fileno(), *fds]
@@ -185,7 +185,7 @@ class ProcessPipe:
             EOFError: the other side has closed the connection.
         """
         try:
-            data, fds, _, _ = socket.recv_fds(self._socket, MOST_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(self._socket, MOST_MESSAGE_BYTES, 2)
         except ConnectionError as error:
             raise EOFError from error
         if not data:

@@ -18,7 +18,7 @@ from blake3 import blake3
 from atoll.config.settings import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.errors import BadRequest, PartCorrupt
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, blob_id
-from atoll.tensors.safetensors_header import MOST_BYTES as MOST_HEAD_BYTES
+from atoll.tensors.safetensors_header import MOST_HEAD_BYTES
 
 MOST_PARTS = 400_000
 """Maximum number of parts of a blob. The digests of all parts are kept in memory and sent in one message of 27 MB."""

@@ -34,8 +34,7 @@ from atoll.tensors.layout import Layout, Segment, safetensors_header
 from atoll.tensors.lazy_tensors import Handle, LazyTensor
 from atoll.tensors.module_tensors import state_of
 from atoll.tensors.payload import Packed, Plain, pack, unpack
-from atoll.tensors.safetensors_header import MOST_BYTES as MOST_HEAD_BYTES
-from atoll.tensors.safetensors_header import read_header, read_tensor
+from atoll.tensors.safetensors_header import MOST_HEAD_BYTES, read_header, read_tensor
 from atoll.tensors.schema import TensorSpec
 
 _PAYLOAD = "atoll.payload"

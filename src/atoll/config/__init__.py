@@ -1,6 +1,14 @@
 """The settings of a run, and how they are read from a run file, the environment and the command line."""
 
-from atoll.config.run_file import NOT_SETTINGS, OTHER_NAMES, require_known, set_values, to_toml, toml_lines, variable_of
+from atoll.config.run_file import (
+    NOT_SETTINGS,
+    OTHER_NAMES,
+    require_known_variables,
+    set_values,
+    to_toml,
+    toml_lines,
+    variable_of,
+)
 from atoll.config.settings import DEFAULT_PORT, FIELDS, GROUPS, IDLE_TIMEOUT_S, Settings, default_of
 from atoll.config.workflow_settings import (
     TRAIN,
@@ -28,7 +36,7 @@ __all__ = [
     "default_of",
     "entries_of",
     "is_reference",
-    "require_known",
+    "require_known_variables",
     "set_values",
     "to_toml",
     "toml_lines",

@@ -200,7 +200,7 @@ def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
 # -- the environment
 
 
-def require_known(environ: Mapping[str, str], fields: Fields) -> None:
+def require_known_variables(environ: Mapping[str, str], fields: Fields) -> None:
     """Refuse unknown ATOLL_* variables, because a misspelt ATOLL_SERVER would make a script train alone.
 
     Raises:
@@ -240,7 +240,7 @@ def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
     Raises:
         ConfigError: an ATOLL_* variable is unknown, or the value of a table is not TOML.
     """
-    require_known(environ, fields)
+    require_known_variables(environ, fields)
     layer: Layer = {}
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and (key := _key_of(variable, fields)):

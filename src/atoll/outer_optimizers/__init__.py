@@ -44,7 +44,7 @@ def build_outer(
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     known = _arguments(factory)
     if known is not None:
-        _require_known(label, given, known)
+        _require_options(label, given, known)
     given = _explicit_flags(label, factory, given, known or set())
     rule = OuterRule(label, factory, given)
     granularity = granularity_of(rule)
@@ -67,7 +67,7 @@ def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
     return {parameter.name for parameter in parameters[1:]}
 
 
-def _require_known(label: str, options: Mapping[str, Any], known: set[str]) -> None:
+def _require_options(label: str, options: Mapping[str, Any], known: set[str]) -> None:
     for key in options:
         if key not in known:
             remedy = registry.nearest(key, known, f"Its options are {', '.join(sorted(known))}.")

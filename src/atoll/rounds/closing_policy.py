@@ -58,8 +58,8 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """The decision to wait.
+class StayOpen:
+    """The decision that the round stays open.
 
     Args:
         reason: what the round waits for; it completes a sentence that begins with "the round".
@@ -99,7 +99,7 @@ class Policy(ABC):
         return 0
 
     @abstractmethod
-    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+    def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Decide to close with at least `view.floor` tickets of `view.accepted`, or to wait.
 
         Args:
@@ -117,12 +117,12 @@ class Barrier(Policy):
     def __str__(self) -> str:
         return "barrier"
 
-    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+    def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Close with all accepted updates if no site is missing and at least `view.floor` sites are expected."""
         if len(view.expected) < view.floor:
-            return Wait(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
+            return StayOpen(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
         if missing := view.missing:
-            return Wait(f"waits for {listed(missing)}")
+            return StayOpen(f"waits for {listed(missing)}")
         return Close(tuple(ticket.id for ticket in view.accepted))
 
 
@@ -136,17 +136,19 @@ class QuorumDeadline(Policy):
     def __str__(self) -> str:
         return f"quorum {self.quorum} after {self.deadline_s:g} s"
 
-    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+    def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Decide as `Barrier`. After the deadline, close if at least `view.floor` updates are accepted."""
         decision = Barrier().decide(view, now_s)
         if isinstance(decision, Close):
             return decision
         deadline_s = view.opened_s + self.deadline_s
         if now_s < deadline_s:
-            return Wait(decision.reason, until_s=deadline_s)
+            return StayOpen(decision.reason, until_s=deadline_s)
         if len(view.accepted) >= view.floor:
             return Close(tuple(ticket.id for ticket in view.accepted))
-        return Wait(f"{decision.reason}; the deadline has passed, {len(view.accepted)} of {view.floor} updates are in")
+        return StayOpen(
+            f"{decision.reason}; the deadline has passed, {len(view.accepted)} of {view.floor} updates are in"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +198,7 @@ class Async(Policy):
         """Return how often `waiting` updates fill the buffer. With a grace time, return 0: one step applies all."""
         return 0 if self.grace_s else waiting // self.buffer
 
-    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+    def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Close if the buffer is full and the grace time is over, or if no site that can submit is missing.
 
         Close with the `buffer` earliest updates, or with all updates if there is a grace time. Decide synchronous
@@ -205,16 +207,16 @@ class Async(Policy):
         if not self.is_async(view.number):
             return Barrier().decide(view, now_s)
         if len(view.expected) < view.floor:
-            return Wait(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
+            return StayOpen(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
         if len(view.accepted) < view.floor:
-            return Wait("waits for an update")
+            return StayOpen("waits for an update")
         if missing := _free(view):
             if len(view.accepted) < self.buffer:
-                return Wait(f"waits for {self.buffer - len(view.accepted)} more updates of {self.buffer}")
+                return StayOpen(f"waits for {self.buffer - len(view.accepted)} more updates of {self.buffer}")
             until_s = (now_s if view.first_s is None else view.first_s) + self.grace_s
             if self.grace_s and now_s < until_s:
                 at_most = f", {self.grace_s:g} s at most" if math.isfinite(self.grace_s) else ""
-                return Wait(f"waits for {listed(missing)}{at_most}", until_s)
+                return StayOpen(f"waits for {listed(missing)}{at_most}", until_s)
         waiting = sorted(view.accepted, key=lambda ticket: ticket.order)
         taken = waiting if self.grace_s else waiting[: self.buffer]
         return Close(tuple(ticket.id for ticket in sorted(taken, key=lambda ticket: ticket.site)))

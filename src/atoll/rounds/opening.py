@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from atoll.rounds import leases
-from atoll.rounds.closing_policy import Barrier, Wait
+from atoll.rounds.closing_policy import Barrier, StayOpen
 from atoll.rounds.events import ExpectedChanged, RoundClosed, RoundOpened, TicketsExpired
 from atoll.rounds.state import Draft, Round, view
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, advance
@@ -110,7 +110,7 @@ def _judge(draft: Draft, fragment: int) -> None:
             return  # shortcut for large rounds: an update is missing, so the policy would decide to wait
     seen = view(draft.state, fragment)
     decision = policy.decide(seen, draft.now_s)
-    if isinstance(decision, Wait):
+    if isinstance(decision, StayOpen):
         if decision.until_s != round_.until_s:
             draft.change_round(fragment, until_s=decision.until_s)
         return

@@ -1,12 +1,12 @@
 """Queries of the round machine's state: why a round waits, which site may submit, and the next deadline.
 
-What an open round waits for ("waits for clinic-a") is a `Wait` of its policy: `rounds/closing_policy`.
+What an open round waits for ("waits for clinic-a") is a `StayOpen` of its policy: `rounds/closing_policy`.
 """
 
 from __future__ import annotations
 
 from atoll.rounds import leases
-from atoll.rounds.closing_policy import Wait
+from atoll.rounds.closing_policy import StayOpen
 from atoll.rounds.events import LeaseRefused
 from atoll.rounds.state import State, ticket_by_id, view
 from atoll.rounds.transitions import Ticket
@@ -37,7 +37,7 @@ def why(state: State, fragment: int, now_s: float) -> str:
     if round_.phase == "finished":
         return "; ".join(filter(None, ["is finished", state.rules.tracking.why(state.progress)]))
     decision = state.rules.policy.decide(view(state, fragment), now_s)
-    return decision.reason if isinstance(decision, Wait) else "is about to close"
+    return decision.reason if isinstance(decision, StayOpen) else "is about to close"
 
 
 def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:

@@ -24,7 +24,7 @@ from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import BadRequest, Busy, Conflict, Gone
 from atoll.posix import write_at
 from atoll.store.file_slots import disk_error
-from atoll.tensors.reference import new_id, require_secret, seal
+from atoll.tensors.reference import hash_of_secret, new_id, require_secret
 
 LOG = logging.getLogger("atoll.server")
 
@@ -136,7 +136,7 @@ class ObjectStore:
         secret = new_id()
         object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
-        kept = Kept(object_id, seal(secret), cuts, inline, expires_at, fd=fd, touched_s=time.monotonic())
+        kept = Kept(object_id, hash_of_secret(secret), cuts, inline, expires_at, fd=fd, touched_s=time.monotonic())
         self._kept[kept.object] = kept
         return kept, secret
 
@@ -236,7 +236,7 @@ class ObjectStore:
             )
         secret = new_id()
         digests = dict(enumerate(manifest.part_digests))
-        kept = Kept(object_id, seal(secret), manifest.cuts, inline, time.time() + HELD_S, digests, held=True)
+        kept = Kept(object_id, hash_of_secret(secret), manifest.cuts, inline, time.time() + HELD_S, digests, held=True)
         try:
             os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
         except OSError as error:

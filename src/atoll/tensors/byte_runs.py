@@ -31,7 +31,7 @@ T = TypeVar("T")
 MOST_BUFFERS = 512
 """Maximum number of buffers in one read, and of pieces in a byte run. Linux allows 1,024 (IOV_MAX)."""
 
-MOST_BYTES = 2**21
+MOST_RUN_BYTES = 2**21
 """A read that spans this many bytes gets no further buffer."""
 
 Move = tuple[int, memoryview]
@@ -69,7 +69,7 @@ def read_pieces(fd: int, moves: Iterable[Move]) -> None:
 
     def joins(group: list[Move], move: Move) -> bool:
         offset, memory = group[-1]
-        is_full = len(group) == MOST_BUFFERS or move[0] - group[0][0] >= MOST_BYTES
+        is_full = len(group) == MOST_BUFFERS or move[0] - group[0][0] >= MOST_RUN_BYTES
         return offset + len(memory) == move[0] and not is_full
 
     for group in neighbours(moves, joins):

@@ -118,7 +118,7 @@ def new_id() -> str:
     return secrets.token_hex(16)
 
 
-def seal(secret: str) -> str:
+def hash_of_secret(secret: str) -> str:
     """Return the hash of a secret, which is stored instead of the secret."""
     return blake3(secret.encode()).hexdigest()
 

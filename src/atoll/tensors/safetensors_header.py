@@ -16,7 +16,7 @@ from typing import Any
 from atoll.errors import BadRequest
 from atoll.tensors.schema import ITEM_BYTES, TensorSpec
 
-MOST_BYTES = 100 * 2**20
+MOST_HEAD_BYTES = 100 * 2**20
 """Maximum size of a header, as in safetensors itself. A header of 5,000 tensors has half a MB."""
 _LENGTH_BYTES = 8
 _REMEDY = "Write it with safetensors."
@@ -51,7 +51,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
     if file_bytes < _LENGTH_BYTES:
         raise _wrong(what, f"has only {file_bytes} bytes, too few for a safetensors header")
     length = int.from_bytes(read(0, _LENGTH_BYTES), "little")
-    if not 2 <= length <= MOST_BYTES:
+    if not 2 <= length <= MOST_HEAD_BYTES:
         raise _wrong(what, f"claims to have a header of {length} bytes, which is too long")
     begin = _LENGTH_BYTES + length
     if begin > file_bytes:

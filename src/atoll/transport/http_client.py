@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import urllib3
 from pydantic import BaseModel, ValidationError
 
-from atoll.config import DEFAULT_PORT, FIELDS, require_known
+from atoll.config import DEFAULT_PORT, FIELDS, require_known_variables
 from atoll.errors import (
     BY_CODE,
     AtollError,
@@ -508,7 +508,7 @@ def server_address(given: str | None) -> str:
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable.
     """
-    require_known(os.environ, FIELDS)
+    require_known_variables(os.environ, FIELDS)
     return given or os.environ.get("ATOLL_SERVER") or DEFAULT_SERVER
 
 
@@ -520,7 +520,7 @@ def server_of(given: str | None, *, require_server: bool = False) -> str | None:
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable, or there is no server and one is required.
     """
-    require_known(os.environ, FIELDS)
+    require_known_variables(os.environ, FIELDS)
     server = given or os.environ.get("ATOLL_SERVER")
     if not server and require_server:
         raise ConfigError(

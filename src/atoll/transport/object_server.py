@@ -39,7 +39,7 @@ from atoll.protocol import messages, routes
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.tensors.layout import Part
 from atoll.tensors.payload import Packed
-from atoll.tensors.reference import TensorRef, address_of, new_id, require_secret, seal
+from atoll.tensors.reference import TensorRef, address_of, hash_of_secret, new_id, require_secret
 from atoll.transport.listener import files_limit, listen, runner_of, start_listener
 from atoll.transport.loop_thread import LoopThread
 from atoll.transport.part_transfer import Delivery, HttpTransfer, Memory, PulledPart, Sink
@@ -362,7 +362,7 @@ class ObjectHost:
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> TensorRef:
         secret, object_id = new_id(), new_id()
-        served = ServedBlob(seal(secret), manifest, inline, fd, time.monotonic() + expires_s, on_bytes)
+        served = ServedBlob(hash_of_secret(secret), manifest, inline, fd, time.monotonic() + expires_s, on_bytes)
         self._on_loop(lambda: self._begin(object_id, served, expires_s))
         expires_at = int(time.time() + expires_s)
         return TensorRef(self.name, self.port, self._context is not None, object_id, secret, manifest.id, expires_at)

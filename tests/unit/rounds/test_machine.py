@@ -7,7 +7,7 @@ from harness.sim_journal import initial
 from round_story import Story, closed
 
 from atoll.rounds import events, machine, opening, waiting
-from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 from atoll.rounds.transitions import IllegalTransition
@@ -297,7 +297,7 @@ def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
 class Hasty(Barrier):
     """A wrong policy: closes whatever is in."""
 
-    def decide(self, view: RoundView, now_s: float) -> Close | Wait:
+    def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         return Close(tuple(update.ticket for update in view.accepted))
 
 

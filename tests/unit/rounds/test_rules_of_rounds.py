@@ -11,7 +11,7 @@ from round_story import Story
 
 from atoll import Settings
 from atoll.rounds import machine
-from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, Wait, listed
+from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen, listed
 from atoll.rounds.early_stopping import Measured, Progress, Tracking
 from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
 from atoll.rounds.sampling import Sampling, appointed, to_hold, turn
@@ -186,9 +186,9 @@ def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
     ("seen", "decision"),
     [
         (view("abc", "abc"), Close((1, 2, 3))),
-        (view("abc", "b"), Wait("waits for a and c")),
-        (view("", ""), Wait("waits for another site: 0 alive, rounds.min_sites is 1")),
-        (view("ab", "ab", floor=3), Wait("waits for another site: 2 alive, rounds.min_sites is 3")),
+        (view("abc", "b"), StayOpen("waits for a and c")),
+        (view("", ""), StayOpen("waits for another site: 0 alive, rounds.min_sites is 1")),
+        (view("ab", "ab", floor=3), StayOpen("waits for another site: 2 alive, rounds.min_sites is 3")),
     ],
 )
 def test_barrier(seen, decision):
@@ -199,9 +199,9 @@ def test_barrier(seen, decision):
     ("seen", "now_s", "decision"),
     [
         (view("abc", "abc"), 100, Close((1, 2, 3))),
-        (view("abc", "ab"), 129, Wait("waits for c", until_s=130)),
+        (view("abc", "ab"), 129, StayOpen("waits for c", until_s=130)),
         (view("abc", "ab"), 130, Close((1, 2))),
-        (view("abc", "a", floor=2), 131, Wait("waits for b and c; the deadline has passed, 1 of 2 updates are in")),
+        (view("abc", "a", floor=2), 131, StayOpen("waits for b and c; the deadline has passed, 1 of 2 updates are in")),
     ],
 )
 def test_quorum_and_deadline(seen, now_s, decision):

@@ -20,7 +20,7 @@ from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec
 from atoll.errors import UsageError
 from atoll.tensors import chunks
 from atoll.tensors.arrays import as_tensor
-from atoll.tensors.byte_runs import MOST_BUFFERS, MOST_BYTES, Move, Run, RunTable, joined, read_pieces
+from atoll.tensors.byte_runs import MOST_BUFFERS, MOST_RUN_BYTES, Move, Run, RunTable, joined, read_pieces
 from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of, runs_of
 from atoll.tensors.layout import TILE, Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import fits, memory_of, named_tensors, schema_of
@@ -335,7 +335,7 @@ def test_pieces_are_read_as_they_lie_and_neighbours_by_one_call(ranges: list[tup
 
 def test_a_long_row_of_pieces_is_read_in_calls_of_bounded_size() -> None:
     reads = Reads()
-    found, expected = read([(0, MOST_BYTES // 2)] * 5 + [(0, 1)] * 2 * MOST_BUFFERS, reads)
+    found, expected = read([(0, MOST_RUN_BYTES // 2)] * 5 + [(0, 1)] * 2 * MOST_BUFFERS, reads)
     assert found == expected
     # two halves a call; the last half with 511 single bytes; 512; the last one
     assert reads.buffers == [2, 2, 512, 512, 1]

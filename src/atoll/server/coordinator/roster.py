@@ -23,7 +23,7 @@ from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import State
 from atoll.store.journal_tables import MemberRow, utc_text
-from atoll.tensors.reference import new_id, seal
+from atoll.tensors.reference import hash_of_secret, new_id
 
 LOG = logging.getLogger("atoll.server")
 
@@ -95,7 +95,7 @@ class Presence:
             site=message.site,
             host=message.host,
             process=message.process,
-            sealed=seal(secret),
+            sealed=hash_of_secret(secret),
             joined_at=utc_text(),
             labels=dict(message.labels),
             **{name: getattr(before, name) for name in kept if before is not None},
@@ -180,7 +180,7 @@ class Lease:
 
     def opens(self, presence: Presence) -> bool:
         """Return whether the lease's secret is the one that the site got. The comparison takes constant time."""
-        return bool(presence.sealed) and hmac.compare_digest(seal(self.secret), presence.sealed)
+        return bool(presence.sealed) and hmac.compare_digest(hash_of_secret(self.secret), presence.sealed)
 
     @classmethod
     def parse(cls, text: str | None) -> Lease:
