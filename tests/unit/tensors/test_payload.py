@@ -26,7 +26,7 @@ from atoll.errors import BadRequest, UsageError
 from atoll.filters import Filter, Outgoing
 from atoll.tensors.lazy_tensors import Handle, LazyState, release, resolve
 from atoll.tensors.payload import DEPTH, pack, unpack
-from atoll.tensors.safetensors_header import MOST_BYTES, Header, read_header
+from atoll.tensors.safetensors_header import MOST_HEAD_BYTES, Header, read_header
 from atoll.worker.exchange.encode_update import AnswerFilters
 
 
@@ -169,7 +169,7 @@ BAD = {
     "short": (b"1234567", "too few"),
     "no head": (bytes(8), "a header of 0 bytes"),
     "cut off": (made({"a": entry()}, length=500), "a header of 500 bytes, but has"),
-    "oversized": (made({}, length=MOST_BYTES + 1), "claims to have a header"),
+    "oversized": (made({}, length=MOST_HEAD_BYTES + 1), "claims to have a header"),
     "not JSON": (made(b"{hello}"), "not JSON"),
     "not UTF-8": (made(b'{"\xff": 1}'), "not JSON"),
     "too deep": (made(b"[" * 50_000), "not JSON"),
