@@ -172,7 +172,7 @@ def no_gc() -> Iterator[None]:
 
 @contextmanager
 def gc_as_usual() -> Iterator[None]:
-    """Suspend this thread's `no_gc` blocks within the block. Use this around user code, which can take long."""
+    """Let garbage collection run in this block, even inside a `no_gc` block of this thread. For user code."""
     count: int = getattr(_gc_mine, "count", 0)
     _add_gc_blocks(-count)
     try:

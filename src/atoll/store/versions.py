@@ -70,7 +70,10 @@ class VersionDraft:
 
     @property
     def fds(self) -> tuple[int, int | None, int | None]:
-        """Descriptors of version, outer optimizer state and delta; None for a file not needed. Do not close them."""
+        """The file descriptors of the version, the outer optimizer's state and the delta (the encoded difference).
+
+        A file that is not needed has None. Do not close the descriptors.
+        """
         return self.slot.fd, self.state.fd if self.state else None, self.delta.fd if self.delta else None
 
     def abandon(self) -> None:

@@ -60,10 +60,10 @@ class Best:
 
 
 class Persistor:
-    """Calls the user's persistor, which the setting `model.persistor` names. Without that setting, does nothing.
+    """Calls the user's own object that loads and saves models (setting `model.persistor`). Without one, does nothing.
 
     Raises:
-        ConfigError: the persistor is not found, cannot be made, or has none of the methods.
+        ConfigError: the persistor is not found, cannot be made, or has no `load`, `save` or `save_best`.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -75,8 +75,8 @@ class Peer:
                 elsewhere = True
             if elsewhere:
                 raise BadRequest(
-                    f"The reference from {site} does not point to {self.address}, the address of this worker.",
-                    "Use the same Atoll version on both sides.",
+                    f"A reference that {site} sent does not point to {self.address}, which is {site}'s own address.",
+                    f"Use the same Atoll version at {site} and at the server.",
                 )
 
     def take(self, report: PeerReport, idle_timeout_s: float) -> bool:

@@ -87,7 +87,7 @@ class Round:
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Pull the global model into `model`, in place, and return `model`. A second call restarts the round.
+        """Pull the global model into `model`, in place, and return `model`. A second call drops what was trained since.
 
         Raises:
             SchemaMismatch: `model` has another schema than the run; nothing was transferred.

@@ -410,7 +410,7 @@ class Synchroniser:
         self._submit_next()
 
     def _submit_next(self) -> None:
-        """Choose the fragment that is due, get a ticket for it, and submit it."""
+        """Choose the fragment that is due, get a ticket for its round, and submit its update."""
         for _ in range(2 * len(self._fragments)):  # if the server reports a later round, another fragment is due
             index = self._order.pick(self._places)
             if index is None:
