@@ -249,7 +249,7 @@ class Plan:
         return self.settings.swarm.enabled
 
     @property
-    def streams(self) -> bool:
+    def has_fragments(self) -> bool:
         """Whether the model has more than one fragment."""
         return len(self.fragments) > 1
 

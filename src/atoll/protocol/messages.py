@@ -129,6 +129,11 @@ class RunInfo(Message):
         False, description="Whether sites keep the model that they submit, for a later evaluation."
     )
 
+    @property
+    def streams(self) -> bool:
+        """Whether the run has several fragments, or has tau or alpha above 0."""
+        return self.fragments > 1 or self.tau > 0 or self.alpha > 0
+
 
 class TensorEntry(Message):
     """One tensor of the model."""

@@ -139,7 +139,7 @@ def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer:
 def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
     plan = plan_of(settings, given, outer)
     schema = plan.schema
-    places = {"fragments": list(plan.split.places)} if plan.streams else {}
+    places = {"fragments": list(plan.split.places)} if plan.has_fragments else {}
     store.run_log.create_run(
         RunRow(
             run_id=uuid.uuid4().hex,

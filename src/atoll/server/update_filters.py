@@ -179,7 +179,7 @@ class Filtering:
                 dict(row.metrics),
                 fragment=row.fragment,
             )
-            model = [spec.name for spec in self._plan.schema.tensors] if self._plan.streams else []
+            model = [spec.name for spec in self._plan.schema.tensors] if self._plan.has_fragments else []
             left.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(
                 left.fd, self.filters.of(row.site), about, model
             )

@@ -120,7 +120,7 @@ def new_id() -> str:
 
 def hash_of_secret(secret: str) -> str:
     """Return the hash of a secret, which is stored instead of the secret."""
-    return blake3(secret.encode()).hexdigest()
+    return blake3(secret.encode(errors="surrogateescape")).hexdigest()
 
 
 def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
@@ -134,8 +134,7 @@ def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
     Raises:
         AuthError: the secret is wrong or missing.
     """
-    given = (sent or "").encode(errors="surrogateescape")
-    if not hmac.compare_digest(blake3(given).hexdigest(), sealed):
+    if not hmac.compare_digest(hash_of_secret(sent or ""), sealed):
         raise AuthError(
             f"The secret in the request does not open object {object_id[:8]}.",
             "Use the reference exactly as its publisher gave it.",

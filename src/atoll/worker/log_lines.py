@@ -60,7 +60,7 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
         f"asynchronous{first}" if info.mode == "async" else "",
         f"codec {info.codec}{down}",
         f"{info.fragments} fragments" if info.fragments > 1 else "",
-        f"tau {info.tau}, alpha {info.alpha:g}" if info.fragments > 1 or info.tau or info.alpha else "",
+        f"tau {info.tau}, alpha {info.alpha:g}" if info.streams else "",
     ]
     return ", ".join(filter(None, parts))
 

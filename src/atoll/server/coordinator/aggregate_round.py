@@ -211,7 +211,7 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
 
 
 def in_words(
-    summary: status_messages.RoundSummary, row: VersionRow, left_s: float | None, *, streams: bool = False
+    summary: status_messages.RoundSummary, row: VersionRow, left_s: float | None, *, has_fragments: bool = False
 ) -> str:
     """Return the log line about a committed round, with the run's remaining time.
 
@@ -219,10 +219,10 @@ def in_words(
         summary: summary of the round.
         row: the new version.
         left_s: estimated remaining time of the run in seconds; None if unknown.
-        streams: whether the run has several fragments.
+        has_fragments: whether the run has several fragments.
     """
     left = f"; {told}" if (told := time_left(left_s)) else ""
-    of = f" of fragment {summary.fragment}" if streams else ""
+    of = f" of fragment {summary.fragment}" if has_fragments else ""
     numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
     behind = f", {', '.join(map(str, summary.staleness))} behind" if any(summary.staleness) else ""
     count = len(summary.workers)

@@ -725,7 +725,8 @@ class Coordinator:
             LOG.warning("%s", missing(summary, tracking))
         self.left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
         self.apply(events.VersionCommitted(fragment, row.version, value))
-        LOG.info("%s", in_words(summary, row, self.left.of(self.state, time.monotonic()), streams=self.plan.streams))
+        left_s = self.left.of(self.state, time.monotonic())
+        LOG.info("%s", in_words(summary, row, left_s, has_fragments=self.plan.has_fragments))
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:

@@ -139,7 +139,7 @@ def take_part(
 
 def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
-    if session.streams and loop is None:
+    if info.streams and loop is None:
         raise ConfigError(
             f"The run {info.name!r} streams (fragments {info.fragments}, sync delay {info.tau}, alpha "
             f"{info.alpha:g}), but this worker trains whole rounds.",

@@ -214,11 +214,6 @@ class Session:
         """The HTTP connections to the server, for the calls of tasks, objects and swarms."""
         return self.channel.http
 
-    @property
-    def streams(self) -> bool:
-        """Whether the run has several fragments, or has tau or alpha above 0."""
-        return self.info.fragments > 1 or self.info.tau > 0 or self.info.alpha > 0
-
     def require_here(self) -> None:
         """Raise an error if this worker has left. Call it before changing files: a thread may outlive the leave.
 

@@ -517,7 +517,7 @@ class DiLoCo:
         framework decides itself when it evaluates.
         """
         place, sync = self._place, self._sync
-        if place is None or sync is None or place.session.streams or self.step != sync.base_step:
+        if place is None or sync is None or place.session.info.streams or self.step != sync.base_step:
             return False
         base = place.exchange.base.note
         if base is None or not base.digest:
@@ -565,7 +565,7 @@ class DiLoCo:
         """
         session, sync = self._place.session if self._place is not None else None, self._sync
         merges = {}
-        if sync is not None and session is not None and session.streams:
+        if sync is not None and session is not None and session.info.streams:
             merges = {"merges_waited": sync.merges_waited, "merges_late": sync.merges_late}
         return {
             "rounds": self.rounds,
