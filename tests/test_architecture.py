@@ -114,7 +114,7 @@ LINES: dict[str, int] = {
     "server/tasks": 1_600,
     "simulate": 1_450,
     "store": 2_560,
-    "tensors": 1_900,
+    "tensors": 1_890,
     "testing": 470,
     "transport": 2_460,
     "worker": 250,

@@ -32,7 +32,7 @@ from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import Piece, chunks
+from atoll.tensors.layout import Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 LOG = logging.getLogger("atoll.server")
@@ -226,20 +226,19 @@ class _Work:
         squares = []
         with torch.no_grad(), single_thread():
             chain = Chain(filters, specs, about, self._change, model=model)
-            for part in self._layout.parts:
-                for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-                    run = self._layout.piece(piece.segment, start, stop)
-                    encoded, spec = self._run(chain, run), run.segment.spec
-                    if spec.is_float:
-                        values = self._decoded(encoded, run).double()
-                        if not bool(torch.isfinite(values).all()):
-                            raise FilterRefused(
-                                f"the values of {spec.name!r} after the server's {_names(filters)} are not finite"
-                            )
-                        if spec.group == PARAMS:
-                            squares.append(float(values.square().sum()))
-                    failpoint("filters.write")
-                    write_at(fd, bytes_of(encoded), run.offset)
+            for piece, start, stop in self._layout.chunks(CHUNK_ELEMENTS):
+                run = self._layout.piece(piece.segment, start, stop)
+                encoded, spec = self._run(chain, run), run.segment.spec
+                if spec.is_float:
+                    values = self._decoded(encoded, run).double()
+                    if not bool(torch.isfinite(values).all()):
+                        raise FilterRefused(
+                            f"the values of {spec.name!r} after the server's {_names(filters)} are not finite"
+                        )
+                    if spec.group == PARAMS:
+                        squares.append(float(values.square().sum()))
+                failpoint("filters.write")
+                write_at(fd, bytes_of(encoded), run.offset)
         return math.sqrt(math.fsum(squares))
 
     def _run(self, chain: Chain, run: Piece) -> Tensor:

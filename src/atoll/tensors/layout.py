@@ -146,6 +146,11 @@ class Layout:
         """The parts of `rank`, with their numbers; all parts if `rank` is None."""
         return tuple(part for part in self.all_parts if self.rank in (None, part.rank))
 
+    def chunks(self, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
+        """Yield (piece, start, stop) for the chunks of all `parts`, as `chunks` does for one part."""
+        for part in self.parts:
+            yield from chunks(part, max_elements)
+
     @property
     def own_nbytes(self) -> int:
         """Total size of `parts` in bytes."""

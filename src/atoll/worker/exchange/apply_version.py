@@ -17,7 +17,6 @@ from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Move
 from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.layout import chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import PARAMS
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox, TensorFile
@@ -40,19 +39,18 @@ def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
     """
     scratch_old, scratch_new = (_scratch() for _ in range(2))
     with torch.no_grad(), single_thread():
-        for part in new.layout.parts:
-            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-                spec = piece.segment.spec
-                if spec.name not in tensors:
-                    continue
-                dtype = torch_dtype(spec.dtype)
-                head = new.elements(piece, start, stop, scratch_new, dtype)
-                if spec.group == PARAMS:
-                    wide = accumulate_dtype(spec.dtype)
-                    base = old.elements(piece, start, stop, scratch_old, dtype)
-                    local = run_of(tensors[spec.name], start, stop).cpu()
-                    head = (head.to(wide) + (local.to(wide) - base.to(wide))).to(dtype)
-                assign_run_(tensors[spec.name], start, head)
+        for piece, start, stop in new.layout.chunks(CHUNK_ELEMENTS):
+            spec = piece.segment.spec
+            if spec.name not in tensors:
+                continue
+            dtype = torch_dtype(spec.dtype)
+            head = new.elements(piece, start, stop, scratch_new, dtype)
+            if spec.group == PARAMS:
+                wide = accumulate_dtype(spec.dtype)
+                base = old.elements(piece, start, stop, scratch_old, dtype)
+                local = run_of(tensors[spec.name], start, stop).cpu()
+                head = (head.to(wide) + (local.to(wide) - base.to(wide))).to(dtype)
+            assign_run_(tensors[spec.name], start, head)
 
 
 def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
@@ -67,14 +65,13 @@ def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
         return
     scratch = _scratch()
     with torch.no_grad(), single_thread():
-        for part in version.layout.parts:
-            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-                spec, dtype = piece.segment.spec, torch_dtype(piece.segment.spec.dtype)
-                values = version.elements(piece, start, stop, scratch, dtype)
-                if spec.is_float:
-                    wide, local = accumulate_dtype(spec.dtype), run_of(tensors[spec.name], start, stop)
-                    values = values.to(local.device, wide).mul(1 - alpha).add_(local.to(wide), alpha=alpha)
-                assign_run_(tensors[spec.name], start, values)
+        for piece, start, stop in version.layout.chunks(CHUNK_ELEMENTS):
+            spec, dtype = piece.segment.spec, torch_dtype(piece.segment.spec.dtype)
+            values = version.elements(piece, start, stop, scratch, dtype)
+            if spec.is_float:
+                wide, local = accumulate_dtype(spec.dtype), run_of(tensors[spec.name], start, stop)
+                values = values.to(local.device, wide).mul(1 - alpha).add_(local.to(wide), alpha=alpha)
+            assign_run_(tensors[spec.name], start, values)
 
 
 def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
@@ -82,21 +79,20 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
     scratch = _scratch()
     encoded = _scratch()
     with torch.no_grad(), single_thread():
-        for part in outbox.layout.parts:
-            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-                spec = piece.segment.spec
-                if spec.group != PARAMS:
-                    continue
-                wide = accumulate_dtype(spec.dtype)
-                values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
-                run = outbox.layout.piece(piece.segment, start, stop)
-                outbox.read_into(run.offset, encoded[: run.nbytes])
-                delta = torch.empty(stop - start, dtype=wide, device="cpu")
-                source = torch.frombuffer(encoded, dtype=torch.uint8, count=run.nbytes)
-                codecs[piece.segment.codec].decode_(source, delta, spec.dtype)
-                values.copy_(values.to(wide) - delta)
-                offset = base.layout.by_name[spec.name].offset + start * spec.item_bytes
-                base.write(offset, scratch[: (stop - start) * spec.item_bytes])
+        for piece, start, stop in outbox.layout.chunks(CHUNK_ELEMENTS):
+            spec = piece.segment.spec
+            if spec.group != PARAMS:
+                continue
+            wide = accumulate_dtype(spec.dtype)
+            values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
+            run = outbox.layout.piece(piece.segment, start, stop)
+            outbox.read_into(run.offset, encoded[: run.nbytes])
+            delta = torch.empty(stop - start, dtype=wide, device="cpu")
+            source = torch.frombuffer(encoded, dtype=torch.uint8, count=run.nbytes)
+            codecs[piece.segment.codec].decode_(source, delta, spec.dtype)
+            values.copy_(values.to(wide) - delta)
+            offset = base.layout.by_name[spec.name].offset + start * spec.item_bytes
+            base.write(offset, scratch[: (stop - start) * spec.item_bytes])
 
 
 def load_(tensors: AnyTensors, base: TensorFile) -> None:
@@ -108,21 +104,20 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
 
     def moves() -> Iterator[Move]:
         nonlocal scratch
-        for part in base.layout.parts:
-            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-                spec = piece.segment.spec
-                if spec.name not in tensors:
-                    continue
-                tensor, dtype = tensors[spec.name], torch_dtype(spec.dtype)
-                memory = writable_bytes(tensor) if isinstance(tensor, Tensor) and tensor.dtype == dtype else None
-                if memory is None:
-                    scratch = scratch or _scratch()
-                    assign_run_(tensor, start, base.elements(piece, start, stop, scratch, dtype))
-                    continue
-                if start == 0:
-                    increment_version(cast(Tensor, tensor))  # as `copy_` does: autograd notices the in-place change
-                low, high = start * spec.item_bytes, stop * spec.item_bytes
-                yield base.layout.by_name[spec.name].offset + low, memory[low:high]
+        for piece, start, stop in base.layout.chunks(CHUNK_ELEMENTS):
+            spec = piece.segment.spec
+            if spec.name not in tensors:
+                continue
+            tensor, dtype = tensors[spec.name], torch_dtype(spec.dtype)
+            memory = writable_bytes(tensor) if isinstance(tensor, Tensor) and tensor.dtype == dtype else None
+            if memory is None:
+                scratch = scratch or _scratch()
+                assign_run_(tensor, start, base.elements(piece, start, stop, scratch, dtype))
+                continue
+            if start == 0:
+                increment_version(cast(Tensor, tensor))  # as `copy_` does: autograd notices the in-place change
+            low, high = start * spec.item_bytes, stop * spec.item_bytes
+            yield base.layout.by_name[spec.name].offset + low, memory[low:high]
 
     with torch.no_grad():
         base.read_pieces(moves())
@@ -131,9 +126,8 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
 def store_(base: BaseFile, tensors: Tensors) -> None:
     """Copy the tensors to their places in the base file."""
     with torch.no_grad(), single_thread():
-        for part in base.layout.parts:
-            for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
-                spec = piece.segment.spec
-                if spec.name in tensors:
-                    values = run_of(tensors[spec.name], start, stop).to("cpu", torch_dtype(spec.dtype))
-                    base.write(base.layout.by_name[spec.name].offset + start * spec.item_bytes, bytes_of(values))
+        for piece, start, stop in base.layout.chunks(CHUNK_ELEMENTS):
+            spec = piece.segment.spec
+            if spec.name in tensors:
+                values = run_of(tensors[spec.name], start, stop).to("cpu", torch_dtype(spec.dtype))
+                base.write(base.layout.by_name[spec.name].offset + start * spec.item_bytes, bytes_of(values))
