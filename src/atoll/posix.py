@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from atoll.errors import UsageError
+from atoll.errors import DiskFull, StoreError, UsageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """The errno values for a full disk or an exceeded quota."""
@@ -21,6 +21,20 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 class FolderTaken(Exception):
     """Another process, or another part of this process, holds the lock. `str()` is its name, from the lock file."""
+
+
+def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
+    """Return the error to raise for an OSError of making a folder or writing into it.
+
+    Args:
+        error: the error.
+        folder: the folder.
+        remedy: what to do, if the disk is not full.
+    """
+    if error.errno in FULL:
+        return DiskFull(f"The disk of {folder} is full.", "Free disk space; nothing was lost.")
+    what = "written" if os.path.isdir(folder) else "made"  # Path.is_dir may raise PermissionError
+    return StoreError(f"The folder {folder} cannot be {what} ({error.strerror}).", remedy)
 
 
 class OwnedFile:

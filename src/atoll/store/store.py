@@ -22,7 +22,7 @@ from typing import Self
 
 from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
-from atoll.posix import FolderTaken, replace_file, take_folder
+from atoll.posix import FolderTaken, folder_error, replace_file, take_folder
 from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
@@ -36,6 +36,8 @@ from atoll.store.versions import Versions
 LOG = logging.getLogger("atoll.server")
 
 __all__ = ["FileShape", "FragmentShapes", "Store"]
+
+WRITABLE = "Use a disk.state_dir that this user may write."
 
 Files = Sequence[tuple[int, int | None]]
 """For each fragment: (descriptor of a version's file, descriptor of the outer optimizer state's file or None)."""
@@ -84,9 +86,7 @@ class Store:
         try:
             (directory / "slots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(
-                f"{directory}: {error.strerror}.", "Use a disk.state_dir that this user may write."
-            ) from error
+            raise folder_error(error, directory, WRITABLE) from error
         self._lock_fd = _lock(directory)
         try:
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
@@ -293,4 +293,4 @@ def _lock(directory: Path) -> int:
             "Stop that server, or set another disk.state_dir for this one.",
         ) from None
     except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}.", "Use a disk.state_dir that this user may write.") from error
+        raise StoreError(f"{path}: {error.strerror}.", WRITABLE) from error

@@ -38,6 +38,17 @@ def test_a_port_in_use_is_exit_code_3(nursery: Nursery, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("setting", ["disk.state_dir", "disk.export_dir"])
+def test_a_folder_that_cannot_be_made_is_exit_code_7(nursery: Nursery, tmp_path: Path, setting: str) -> None:
+    (tmp_path / "file").write_text("in a file, no folder can be made")
+    code, output = start(nursery, tmp_path, **{"network.port": 0, setting: "file/out"})
+    assert code == 7
+    assert output == (
+        f"atoll: The folder file/out cannot be made (Not a directory). Use a {setting} that this user may write."
+    )
+
+
 @pytest.mark.covers("F29")
 def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goes_on(
     nursery: Nursery, tmp_path: Path

@@ -20,6 +20,7 @@ from typing import TypeVar
 from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import model_header, model_runs
 from atoll.errors import RETRY_S, AtollError, Gone, StoreError, passing
+from atoll.posix import folder_error
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.server.coordinator.persistor import Best, Persistor
@@ -71,13 +72,20 @@ class Exports:
                 file.write(_line(summary.model_dump_json(), at))
 
     def rewrite_metrics(self) -> None:
-        """Write the metrics file again from the journal. After a crash, lines may be missing or be of lost versions."""
+        """Write the metrics file again from the journal. After a crash, lines may be missing or be of lost versions.
+
+        Raises:
+            StoreError: the export folder cannot be made or written.
+        """
         with self._lock:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.folder / f".{METRICS}.tmp"
             rows = [row for row in self._store.run_log.history(None) if row.summary_json]
-            temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
-            os.replace(temporary, self.folder / METRICS)
+            temporary = self.folder / f".{METRICS}.tmp"
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
+                os.replace(temporary, self.folder / METRICS)
+            except OSError as error:
+                raise folder_error(error, self.folder, "Use a disk.export_dir that this user may write.") from error
 
 
 def export_model(
