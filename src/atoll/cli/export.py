@@ -15,7 +15,7 @@ import typer
 
 from atoll.cli.state_directory import no_run, open_journal, require_unchanged, stored_status
 from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
-from atoll.posix import nameless_file, replace_file
+from atoll.posix import folder_error, nameless_file, replace_file
 
 if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
@@ -31,6 +31,8 @@ READ_BYTES = 2**20
 Source = tuple["Layout", int, int | None]
 """One fragment to export: the layout of its version, the descriptor of the version's file, and the descriptor of its
 fp32 masters (None: export the values in the version itself)."""
+
+ELSEWHERE = "Give a file in a folder that this user may write."
 
 ATTEMPTS = 4
 """Attempts to pull the newest version. An attempt fails if the server deletes that version meanwhile."""
@@ -62,7 +64,11 @@ def command(
         raise UsageError(f"{str(out)!r} does not end in .safetensors, as an export must.", f"Use {name}.")
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Use one of them.")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        os.close(nameless_file(out.parent))
+    except OSError as error:
+        raise folder_error(error, out.parent, ELSEWHERE) from error
     if state_dir is not None:
         written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
     else:
@@ -254,7 +260,14 @@ def _metadata(path: Path) -> dict[str, str]:
 
 def _copy(source: Path, out: Path) -> None:
     with source.open("rb") as file:
-        replace_file(out, iter(partial(file.read, READ_BYTES), b""))
+        _replace(out, iter(partial(file.read, READ_BYTES), b""))
+
+
+def _replace(out: Path, content: Iterator[bytes | memoryview]) -> None:
+    try:
+        replace_file(out, content)
+    except OSError as error:
+        raise folder_error(error, out.parent, ELSEWHERE) from error
 
 
 def _require_model(schema: Schema, where: str) -> None:
@@ -411,4 +424,4 @@ def _write(
         yield from model_runs(owners, sources)
         require_intact()
 
-    replace_file(out, content())
+    _replace(out, content())

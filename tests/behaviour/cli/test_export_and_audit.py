@@ -14,7 +14,7 @@ import torch
 from harness.processes import Nursery
 from kit.client import Client
 from kit.damage import flip_bit
-from kit.processes import export
+from kit.processes import command, export
 from kit.servers import plain_server
 from safetensors import safe_open
 from torch import nn
@@ -128,6 +128,23 @@ def test_only_a_safetensors_file_is_written_over(atoll_command, tmp_path, name: 
     assert outcome.returncode == 2
     assert outcome.stderr.startswith(f"atoll: {name!r} does not end in .safetensors")
     assert (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [("file/out", r"made \(Not a directory\)"), ("/proc", r"written \(.+\)")],
+)
+def test_a_folder_that_cannot_be_written_is_named(nursery, server, tmp_path, folder: str, reason: str) -> None:
+    """In /proc not even root may make a file."""
+    (tmp_path / "file").write_text("mine")
+    for source in (("--server", server.url), ("--dir", str(tmp_path / "state"))):
+        outcome = command(nursery, tmp_path, "export", f"{folder}/model.safetensors", *source)
+        assert outcome.returncode == 7
+        assert re.fullmatch(
+            rf"atoll: The folder {folder} cannot be {reason}\. Give a file in a folder that this user may write\.\n",
+            outcome.stderr,
+        )
 
 
 def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
