@@ -128,6 +128,18 @@ def test_a_link_in_place_of_ones_own_lock_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "other.csv").read_text() == "a row"
 
 
+@pytest.mark.covers("X3")
+def test_a_folder_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "w").write_text("a file, in which no folder can be made")
+    with plain_server(tmp_path, nn.Linear(8, 4)) as server:
+        folder = tmp_path / "w" / "a" / server.status().run
+        with pytest.raises(StoreError) as refused:
+            atoll.join(server.url, site="a", folder=tmp_path / "w")
+    assert str(refused.value) == (
+        f"The folder {folder} cannot be made (Not a directory). Set ATOLL_DIR to a folder that this user may write."
+    )
+
+
 @pytest.mark.parametrize("run", ["", ".", "..", "../b", "/tmp/b", "a/b", "a\n"])
 def test_refuses_a_run_id_that_leads_out_of_the_sites_folder(tmp_path: Path, run: str) -> None:
     """The id comes from the server, and names the folder beside which others are removed."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
-from atoll.posix import Descriptor, FolderTaken, read_at, take_folder, write_at
+from atoll.posix import Descriptor, FolderTaken, folder_error, read_at, take_folder, write_at
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -460,7 +460,7 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
     Raises:
         StateLocked: another process of the same site on this machine holds the lock.
-        StoreError: the lock file cannot be opened.
+        StoreError: the folder cannot be made, or its lock file cannot be opened.
     """
     fd = None
     while fd is None:
@@ -473,7 +473,10 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
 def _lock(folder: Path, site: str) -> int | None:
     """Lock a folder, and return the lock's descriptor. Return None if `remove_earlier` removed the folder meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise folder_error(error, folder, "Set ATOLL_DIR to a folder that this user may write.") from error
     try:
         return take_folder(folder)
     except FileNotFoundError:
