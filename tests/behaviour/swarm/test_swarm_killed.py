@@ -232,11 +232,14 @@ def test_replaces_a_worker_that_cannot_aggregate(
         monkeypatch.setattr(SwarmPeer, "_reduce", lie)
     else:
         monkeypatch.setattr(SwarmPeer, "_collect", trickle)
-    settings = {"swarm.aggregators": aggregators, "network.idle_timeout_s": 1.0}
+    idle_timeout_s = 4.0 if fault == "slow" else 1.0  # a worker reports each second how many bytes it has moved
+    settings = {"swarm.aggregators": aggregators, "network.idle_timeout_s": idle_timeout_s}
     with serve_swarm(tmp_path, **settings) as server:
         sites = Sites(server.url, tmp_path)
-        wait_until(lambda: re.search(f"a no longer aggregates {why}", caplog.text), "the change", 60)
-        enough.set()
+        try:
+            wait_until(lambda: re.search(f"a no longer aggregates {why}", caplog.text), "the change", 60)
+        finally:
+            enough.set()  # a's threads would outlive the test
         sites.join()
         server.run()
     assert len(sites.digests) == 1
