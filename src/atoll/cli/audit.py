@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from atoll.cli.state_directory import journal_of, open_journal, require_unchanged
+from atoll.cli.state_directory import journal_of, open_journal, require_unchanged, unreadable
 from atoll.errors import StateCorrupt
 from atoll.format_text import visible
 
@@ -48,6 +48,7 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
 
     Raises:
         UsageError: no run was begun in the directory.
+        StoreError: this user has no permission to read the directory.
         StateCorrupt: an entry was changed or removed, or the journal is damaged.
     """
     from atoll.json_files import NoteDamaged
@@ -58,6 +59,8 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
     try:
         head = read_head(state_dir)  # before the journal, because a running server may write both
     except NoteDamaged as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise unreadable(state_dir / NAME) from None
         raise StateCorrupt(
             f"{state_dir / NAME}, the file with the audit log's last hash, is damaged: {error}.",
             "Check the disk for errors. The server writes this file again at its next start.",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.cli.state_directory import no_run, open_journal, require_unchanged, stored_status
+from atoll.cli.state_directory import no_run, open_journal, permitted, require_unchanged, stored_status
 from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.posix import folder_error, nameless_file, replace_file
 
@@ -70,7 +70,8 @@ def command(
     except OSError as error:
         raise folder_error(error, out.parent, ELSEWHERE) from error
     if state_dir is not None:
-        written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
+        with permitted(state_dir):
+            written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
     else:
         from atoll.transport.http_client import server_address
 

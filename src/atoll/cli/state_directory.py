@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from atoll.errors import StateCorrupt, UsageError
+from atoll.errors import StateCorrupt, StoreError, UsageError
 from atoll.protocol import routes, status_messages
 
 HISTORY = 20
@@ -24,11 +25,34 @@ def journal_of(state_dir: Path) -> Path:
 
     Raises:
         UsageError: no run was begun in the directory.
+        StoreError: this user has no permission to read the directory.
     """
     path = state_dir / "journal.sqlite"
-    if not path.exists():
-        raise no_run(state_dir)
+    with permitted(state_dir):
+        if not path.exists():
+            raise no_run(state_dir)
     return path
+
+
+@contextmanager
+def permitted(state_dir: Path) -> Iterator[None]:
+    """Turn a PermissionError of reading a state directory into an error that says that nothing is damaged.
+
+    Raises:
+        StoreError: this user has no permission to read a file.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise unreadable(error.filename or state_dir) from error
+
+
+def unreadable(path: Path | str) -> StoreError:
+    """Return the error for a file that this user has no permission to read."""
+    return StoreError(
+        f"This user has no permission to read {path}.",
+        "Nothing is damaged. Run the command as the owner of the file, or give this user read permission.",
+    )
 
 
 @contextmanager
@@ -37,7 +61,8 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
 
     Raises:
         UsageError: no run was begun in the directory.
-        StateCorrupt: the journal cannot be read.
+        StoreError: this user lacks a permission that reading the journal needs.
+        StateCorrupt: the journal is damaged.
     """
     path = journal_of(state_dir)
     try:
@@ -45,6 +70,14 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
             db.execute("BEGIN")
             yield db
     except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite's message may quote damaged bytes
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN):
+            if not os.access(path, os.R_OK):
+                raise unreadable(path) from error
+            if not os.access(state_dir, os.W_OK):
+                raise StoreError(
+                    f"SQLite cannot read {path} without permission to write into its folder.",
+                    "Nothing is damaged. Run the command as the owner of the folder, or on a copy of the folder.",
+                ) from error
         raise StateCorrupt(f"{path} cannot be read: {error}.", "Restore the directory from a backup.") from error
 
 

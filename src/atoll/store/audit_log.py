@@ -181,7 +181,7 @@ def read_head(folder: Path) -> AuditHead | None:
             if attempt == _TRIES:  # a running server may be rewriting it at this moment
                 raise
         except (OSError, TypeError) as error:
-            raise NoteDamaged(str(error)) from None
+            raise NoteDamaged(str(error)) from error
     raise AssertionError("not reached")
 
 

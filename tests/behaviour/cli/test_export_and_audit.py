@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
+import shutil
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -145,6 +149,49 @@ def test_a_folder_that_cannot_be_written_is_named(nursery, server, tmp_path, fol
             rf"atoll: The folder {folder} cannot be {reason}\. Give a file in a folder that this user may write\.\n",
             outcome.stderr,
         )
+
+
+def without_permission(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`atoll WORDS` of a user for which the modes of files hold: root without the capabilities that override them."""
+    if os.geteuid():
+        plain = []
+    elif shutil.which("setpriv"):
+        plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    else:
+        pytest.skip("root may read every file, and there is no setpriv to take that away")
+    atoll = Path(sys.executable).with_name("atoll")
+    return subprocess.run([*plain, atoll, *words], cwd=folder, capture_output=True, text=True, check=False)
+
+
+OTHER_FILE = (
+    "atoll: This user has no permission to read state/{}. Nothing is damaged. Run the command as the owner of the "
+    "file, or give this user read permission.\n"
+)
+OTHER_FOLDER = (
+    "atoll: SQLite cannot read state/journal.sqlite without permission to write into its folder. Nothing is damaged. "
+    "Run the command as the owner of the folder, or on a copy of the folder.\n"
+)
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("path", "words", "expected"),
+    [
+        ("", "status --dir state", OTHER_FOLDER),
+        ("journal.sqlite", "status --dir state", OTHER_FILE),
+        ("audit.head", "audit state", OTHER_FILE),
+        ("slots/version-0-0.safetensors", "export model.safetensors --dir state", OTHER_FILE),
+    ],
+    ids=["folder", "journal", "head", "version"],
+)
+def test_what_another_user_may_not_read_is_not_called_damaged(
+    server, tmp_path, path: str, words: str, expected: str
+) -> None:
+    server.stop()
+    (tmp_path / "state" / path).chmod(0 if path else 0o555)
+    outcome = without_permission(tmp_path, *words.split())
+    (tmp_path / "state" / path).chmod(0o755)
+    assert (outcome.returncode, outcome.stderr) == (7, expected.format(path))
 
 
 def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
