@@ -1,7 +1,7 @@
 """A demo: one server and several workers, real processes on this machine, train a real model.
 
     python examples/demo/demo.py
-    python examples/demo/demo.py --set algorithm.name=fedavg
+    python examples/demo/demo.py --algorithm fedavg
 
 The server is `atoll server`, the workers are training scripts (`demo_worker.py`). This process starts them, shows the
 server's status, and prints a summary at the end.

@@ -39,8 +39,7 @@ def corpus(workers: int, seed: int) -> tuple[list[Tensor], Tensor]:
     if total_bytes < LEAST_BYTES:
         raise ConfigError(
             f"This Python has {total_bytes} bytes of standard library sources; the demo trains on them.",
-            "Use a Python that is installed with its sources, or python examples/demo/demo.py --set "
-            "algorithm.name=fedavg.",
+            "Use a Python that is installed with its sources, or python examples/demo/demo.py --algorithm fedavg.",
         )
     random.Random(seed).shuffle(texts)
     held_out, held_bytes = 0, 0

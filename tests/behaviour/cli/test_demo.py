@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from harness.processes import wait_until
 from kit.processes import running_in
 
@@ -20,6 +22,7 @@ from atoll.child_processes import Children
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "demo"))
 
+import demo
 import demo_data
 import demo_models
 import demo_summary
@@ -128,6 +131,17 @@ def test_ctrl_c_ends_every_process(tmp_path) -> None:
     assert "every process has ended" in output
     assert running_in(tmp_path) == []
     assert not (folder / ".work").exists()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("source", [demo.__file__, demo_data.__file__], ids=["usage", "error"])
+def test_the_demo_accepts_the_options_that_it_advises(source: str) -> None:
+    text = Path(source).read_text(encoding="utf-8")
+    advised = re.findall(r"examples/demo/demo\.py (--[^\n\".]+)", text)
+    assert advised == ["--algorithm fedavg"]
+    app = typer.Typer()
+    app.command()(demo.main)
+    typer.main.get_command(app).make_context("demo", advised[0].split())
 
 
 def test_a_folder_with_something_in_it_is_refused(script, tmp_path) -> None:
