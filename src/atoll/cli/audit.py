@@ -12,12 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from atoll.cli.state_directory import journal_of, open_journal, require_unchanged, unreadable
-from atoll.errors import StateCorrupt
+from atoll.errors import StateCorrupt, UsageError
 from atoll.format_text import visible
 
 
 def command(
-    state_dir: Annotated[Path, typer.Argument(help="State directory of a server, running or stopped.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="State directory of a server, running or stopped.", metavar="STATE_DIR")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option("--dir", help="The state directory, as an option.", show_default=False)
+    ] = None,
     last: Annotated[int, typer.Option(min=0, help="How many of the last entries to print.")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
@@ -25,7 +30,13 @@ def command(
 
     Keep the last hash in another place: any change of an entry also changes this hash.
     """
-    count, digest, entries = read(state_dir, last)
+    chosen = [each for each in (folder, state_dir) if each is not None]
+    if len(chosen) != 1:
+        raise UsageError(
+            "Both a folder and --dir are given." if chosen else "No state directory is given.",
+            "Give one: atoll audit STATE_DIR.",
+        )
+    count, digest, entries = read(chosen[0], last)
     if json:
         found = [{"seq": seq, "at": at, "what": what} | json_module.loads(detail) for seq, at, what, detail in entries]
         print(json_module.dumps({"entries": count, "last_hash": digest, "last": found}, indent=2))

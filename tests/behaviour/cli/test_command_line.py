@@ -53,6 +53,8 @@ WRONG = [
     *((f"status --server {address}", repr(address)) for address in ("h:8512", "ftp://h", "http://", "http://h:port")),
     ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Use only one of them"),
     ("audit .", "There is no run in"),
+    ("audit", "No state directory is given. Give one: atoll audit STATE_DIR."),
+    ("audit a --dir b", "Both a folder and --dir are given."),
     ("new mine --algorithm fedproxy", "There is no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
 ]
 

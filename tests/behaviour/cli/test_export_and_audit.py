@@ -248,7 +248,7 @@ def test_audit_tells_what_was_decided_beside_a_running_server_and_behind_a_stopp
     assert [entry["what"] for entry in running["last"]] == ["committed", "accepted", "committed", "finished"]
     assert running["last"][1]["site"] == "clinic-a"
     server.stop()
-    stopped = atoll_command("audit", "state", "--last", "1")
+    stopped = atoll_command("audit", "--dir", "state", "--last", "1")
     assert stopped.returncode == 0
     lines = stopped.stdout.splitlines()
     assert "finished" in lines[0]
