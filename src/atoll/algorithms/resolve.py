@@ -96,6 +96,7 @@ def require_training(settings: Settings) -> None:
 
 def _loaded(settings: Settings) -> Algorithm:
     name = settings.algorithm.target or TASKS_ALONE
+    registry.require_known("algorithms", "algorithm.name", name)
     algorithm = registry.load("algorithms", name)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
@@ -106,6 +107,13 @@ def _loaded(settings: Settings) -> Algorithm:
         raise ConfigError(
             f"The entry point {name!r} has an algorithm with another name, {algorithm.name!r}.",
             "Use the same name for both, because sites load the algorithm by this name.",
+        )
+    if algorithm.local is not None and algorithm.name not in registry.names("algorithms"):
+        raise ConfigError(
+            f"algorithm.path = {name!r} has a local rule, but no installed package has the algorithm "
+            f"{algorithm.name!r}: sites load a local rule only from an installed package.",
+            f"Make it the entry point {algorithm.name!r} of the group atoll.algorithms in a package, install that at "
+            f"the server and at every site, and set algorithm.name = {algorithm.name!r}; see docs/algorithms/own.md.",
         )
     return algorithm
 
@@ -139,9 +147,9 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             )
     outer = outer_given or settings.algorithm.outer_optimizer.target or algorithm.outer
     if isinstance(outer, str):
-        registry.require_known("outer", "algorithm.outer_optimizer", outer)
+        registry.require_known("outer", "algorithm.outer_optimizer.name", outer)
     reducer = settings.aggregation.reducer.target or algorithm.reduce["params"]
-    registry.require_known("reducers", "aggregation.reducer", reducer)
+    registry.require_known("reducers", "aggregation.reducer.name", reducer)
     own = algorithm.reduce["params"]
     if algorithm.own_reducer and reducer != own:
         raise ConfigError(
@@ -159,8 +167,9 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
     if settings.async_.momentum_every:
         outer, outer_options = "delayed_nesterov", _delayed(settings, outer, outer_options)
     codec = settings.aggregation.upload_codec.target or algorithm.codec
-    registry.require_known("codecs", "aggregation.upload_codec", codec)
-    registry.require_known("codecs", "aggregation.download_codec", settings.aggregation.download_codec.target or "none")
+    registry.require_known("codecs", "aggregation.upload_codec.name", codec)
+    download = settings.aggregation.download_codec.target or "none"
+    registry.require_known("codecs", "aggregation.download_codec.name", download)
     return ResolvedAlgorithm(
         algorithm=algorithm,
         outer=outer,

@@ -173,7 +173,8 @@ class Algorithm(Choice):
     path: str | None = Field(
         None,
         min_length=1,
-        description="Your own algorithm instead of `name`, as `my_file.py:attribute` or `module:attribute`.",
+        description="Your own algorithm instead of `name`, as `my_file.py:attribute` or `module:attribute`. Only for "
+        "algorithms without a local rule; one with a local rule must be installed, and is set by `name`.",
     )
     outer_optimizer: Choice = Field(
         default_factory=Choice,

@@ -156,6 +156,22 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
                 atoll.join(server.url, site="b", folder=tmp_path / "sites")
 
 
+@pytest.mark.covers("X3")
+def test_refuses_one_from_a_path_if_no_package_has_its_local_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a site joins: no site could load the rule. A simulation refuses it, too."""
+    monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
+    own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
+    for run in (
+        lambda: served(tmp_path, **own),
+        lambda: new_simulation(One(), script=f"{__file__}:train", sites=1, **SETTINGS | own),
+    ):
+        with pytest.raises(ConfigError, match="has a local rule, but no installed package has") as refused:
+            run()
+        assert "set algorithm.name = 'feddyn_local'; see docs/algorithms/own.md" in refused.value.remedy
+
+
 def test_its_file_is_the_page_on_own_algorithms_and_at_most_60_lines() -> None:
     code = (EXAMPLE / "feddyn_local.py").read_text()
     page = (EXAMPLE.parents[1] / "docs" / "algorithms" / "own.md").read_text()

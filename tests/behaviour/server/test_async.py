@@ -222,7 +222,7 @@ def test_settings_that_defeat_each_other_are_told_of_at_the_start_and_in_status(
     ("settings", "says"),
     [
         ({"aggregation.download_codec.density": 0.1, "async.enabled": False}, "but no name of a codec"),
-        ({"aggregation.download_codec.name": "itn8"}, "download_codec = 'itn8' is not one of none, bf16"),
+        ({"aggregation.download_codec.name": "itn8"}, "download_codec.name = 'itn8' is not one of none, bf16"),
         ({"algorithm.name": "scaffold"}, "this algorithm's own tensors change only in rounds"),
         ({"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', but async.enabled is true"),
         ({"rounds.min_sites": 2, "rounds.sites": 2}, "rounds.min_sites is 2, but async.buffer_size is 1"),

@@ -212,7 +212,7 @@ def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, t
             assert site.kept.wait() != 0
         assert server.status().workers == []
     said = site.kept.now.output()
-    assert "This worker cannot aggregate with the server's settings: 'half' is not one of the algorithms" in said
+    assert "This worker cannot aggregate with the server's settings: algorithm.name = 'half' is not one of" in said
     assert "and of plugins at all sites" in said
 
 
