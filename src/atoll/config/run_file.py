@@ -133,8 +133,16 @@ def source_of(key: str, source: Mapping[str, str]) -> str:
     return next((source[each] for each in [*around, *within] if each in source), "")
 
 
-def nearest_key(key: str, fields: Fields) -> str:
-    """Return the remedy for an unknown key: the most similar known key, and how to list all keys."""
+def nearest_key(key: str, fields: Fields, *, is_group: bool = False) -> str:
+    """Return the remedy for an unknown key or group: the most similar known one, and how to list all keys.
+
+    Args:
+        key: `group.key`, or a name without a group.
+        fields: all settings.
+        is_group: whether the value is a table. Then `key` alone may be meant as a group.
+    """
+    groups = [each.partition(".")[0] for each in fields] if is_group and "." not in key else []
+    group = difflib.get_close_matches(key.lower(), groups, n=1, cutoff=0.7)
     leaf = key.rpartition(".")[2].replace("-", "_")
     own = [each for each in fields if each.startswith(f"{key}.")] if "." not in key else []
     same = [each for each in fields if each.rpartition(".")[2] == leaf]
@@ -142,7 +150,7 @@ def nearest_key(key: str, fields: Fields) -> str:
     alike = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.7)
     leaves = {each.rpartition(".")[2]: each for each in fields}
     like = [leaves[each] for each in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
-    for found in (*own[:1], *same, *alike, *like):
+    for found in (*group, *own[:1], *same, *alike, *like):
         return f"Did you mean {found}? `atoll config schema` lists all settings."
     return "`atoll config schema` lists all settings."
 
@@ -151,7 +159,7 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
     """Parse the text of a variable or of `--set` as the value of a key.
 
     Text for tables, options and unknown keys is parsed as TOML. Text for a list may also be items separated by commas.
-    Any other text is returned unchanged, for pydantic to convert.
+    Any other text is returned unchanged, for pydantic to convert or refuse.
 
     Raises:
         ValueError: the text of a known setting should be TOML, and is not.
@@ -161,7 +169,8 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
         kind = str(field.annotation)
         if "tuple" in kind:
             return tuple(filter(None, (each.strip() for each in text.split(","))))
-        if "dict" not in kind and "Choice" not in kind:
+        is_name = "Choice" in kind and "=" not in text  # validation says how to write it as a table
+        if is_name or ("dict" not in kind and "Choice" not in kind):
             return text
     try:
         return tomllib.loads(f"value = {text}")["value"]

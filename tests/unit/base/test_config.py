@@ -175,6 +175,35 @@ def test_an_unknown_key_names_its_source_and_the_nearest(
     assert error.remedy == "Did you mean diloco.sync_every? `atoll config schema` lists all settings."
 
 
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("text", "flags", "meant"),
+    [
+        ("[Rounds]\ntotal = 3", {}, "rounds"),
+        ('[agregation]\nreducer = {name = "mean"}', {}, "aggregation"),
+        ("", {"round.total": 3}, "rounds"),
+    ],
+)
+def test_an_unknown_group_names_the_nearest(tmp_path: Path, text: str, flags: dict[str, Any], meant: str) -> None:
+    error = refusal(tmp_path, text, flags, {})
+    assert error.remedy == f"Did you mean {meant}? `atoll config schema` lists all settings."
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(("value", "table"), [("int8", "{name = 'int8'}"), ("own.py:Mine", "{path = 'own.py:Mine'}")])
+def test_a_name_in_place_of_a_table_gets_the_same_remedy_from_every_source(
+    tmp_path: Path, value: str, table: str
+) -> None:
+    key = "aggregation.upload_codec"
+    for text, given, environ in (
+        (f'[aggregation]\nupload_codec = "{value}"', [], {}),
+        ("", [f"{key}={value}"], {}),
+        ("", [], {variable_of(key): value}),
+    ):
+        error = refusal(tmp_path, text, set_values(given, FIELDS), environ)
+        assert f"{key} = '{value}': this setting is a table: write {key} = {table}." in error.message
+
+
 def test_an_unknown_variable_names_the_nearest() -> None:
     with pytest.raises(
         ConfigError, match=r"ATOLL_DILOCO__SYNC_EVRY is unknown.*Did you mean ATOLL_DILOCO__SYNC_EVERY\?"
@@ -188,6 +217,10 @@ def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
         "Did you mean rounds.total? `atoll config schema` lists all settings."
     )
     assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll config schema` lists all settings."
+    assert str(refusal(tmp_path, "rounds = 3\nwandb = 1\nsites = 2\n[model]\nranks = 1\n", {}, {})) == (
+        f"{tmp_path}/run.toml: this is the old flat form: rounds, sites are set outside the tables of their groups. "
+        "Put each key into the table of its group, say total = 3 under [rounds]; `atoll config schema` lists them."
+    )
     assert "Did you mean rounds.min_sites?" in refusal(tmp_path, "min_clients = 1\n", {}, {}).remedy
     assert "Did you mean network.host?" in refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
 
