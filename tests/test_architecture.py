@@ -92,14 +92,14 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_010,
+    ".": 1_020,
     "aggregation": 1_130,
-    "algorithms": 830,
+    "algorithms": 840,
     "blobs": 450,
-    "cli": 1_670,
+    "cli": 1_690,
     "cli/templates": 80,
     "codecs": 460,
-    "config": 1_110,
+    "config": 1_125,
     "filters": 280,
     "integrations": 950,
     "outer_optimizers": 400,

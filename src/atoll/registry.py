@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -237,6 +238,15 @@ def require_known(kind: str, setting: str, name: str) -> None:
     known = names(kind)
     if name not in known and ":" not in name:
         raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", nearest(name, known))
+
+
+def options_of(build: Callable[..., Any], name: str) -> str:
+    """Return advice for a wrong option: the keyword arguments of the class or function registered as `name`."""
+    try:
+        known = [each.name for each in inspect.signature(build).parameters.values() if each.kind != each.VAR_KEYWORD]
+    except (TypeError, ValueError):
+        return f"Use only keyword arguments of {name!r}."
+    return f"The options of {name!r} are: {', '.join(known)}." if known else f"{name!r} has no options."
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:

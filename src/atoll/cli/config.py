@@ -84,16 +84,33 @@ NAMES = (
     ("codecs", "aggregation.upload_codec"),
     ("codecs", "aggregation.download_codec"),
 )
-"""(Kind of extension, setting with a name of that kind): names that can be checked without PyTorch."""
+"""(Kind of extension, setting with a name of that kind)."""
+
+
+def _require_accepted(settings: Settings) -> None:
+    """Check names and options as the server does at its start. Code named by a path is not run.
+
+    Raises:
+        ConfigError: a name is unknown, or an option does not exist or has a wrong value.
+    """
+    from atoll.algorithms.resolve import resolve
+    from atoll.codecs.encoded_layout import build_codecs
+
+    for kind, key in NAMES:
+        if name := settings.at(key).name:
+            registry.require_known(kind, f"{key}.name", name)
+    if settings.algorithm.name:
+        resolve(settings)
+    for key in ("aggregation.upload_codec", "aggregation.download_codec"):
+        if name := settings.at(key).name:
+            build_codecs(name, settings.at(key).options, setting=key)
 
 
 @app.command()
 def show(run_file: RunFile = None, sets: Sets = None) -> None:
     """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
-    for kind, key in NAMES:
-        if name := settings.at(key).name:
-            registry.require_known(kind, key, name)
+    _require_accepted(settings)
     _, source = collected(run_file, _given(sets, {}))
     group = ""
     for key, value in settings.by_key().items():

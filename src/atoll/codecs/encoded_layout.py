@@ -46,7 +46,7 @@ def build_codecs(
     made = registry.made(
         lambda: found(**options),
         f"{setting} = {dict(options)!r}",
-        f"Use only keyword arguments of {codec!r}.",
+        registry.options_of(found, codec),
     )
     for option, value in options.items():
         if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):

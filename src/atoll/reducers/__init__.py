@@ -55,7 +55,7 @@ def _made(name: str, options: Mapping[str, Any]) -> Reducer:
     reducer = registry.made(
         lambda: kind(**options),
         f"aggregation.reducer = {dict(options)!r}",
-        f"Use only keyword arguments of {name!r}.",
+        registry.options_of(kind, name),
     )
     if not isinstance(reducer, Reducer):
         raise ConfigError(

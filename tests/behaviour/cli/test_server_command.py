@@ -258,6 +258,29 @@ def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(ato
     (tmp_path / "run.toml").write_text('[algorithm]\nname = "fedavgg"\n')
     outcome = atoll_command("config", "show", "run.toml")
     assert outcome.returncode == 2
+    assert "algorithm.name = 'fedavgg' is not one of" in outcome.stderr
     assert "Did you mean 'fedavg'?" in outcome.stderr
     outcome = atoll_command("config", "show", "run.toml", "--set", "algorithm.name=fedavg")
     assert re.search(r"^state_dir = .*  # default$", outcome.stdout, re.MULTILINE)
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("algorithm.muu=0.5", "the setting 'muu', which fedavg does not have"),
+        ('aggregation.upload_codec={name = "int8", bits = 3}', "'bits'. 'int8' has no options."),
+        ('aggregation.download_codec={name = "topk", size = 3}', "'size'. The options of 'topk' are: density."),
+    ],
+)
+def test_config_show_refuses_the_options_that_the_server_refuses(
+    atoll_command, tmp_path, given: str, said: str
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        'algorithm.name = "fedavg"\nrounds.total = 1\nnetwork.port = 0\n'
+        '[model]\nsource = "torch.nn:Linear"\nargs = {in_features = 1, out_features = 1}\n'
+    )
+    for command in (["config", "show"], ["server"]):
+        outcome = atoll_command(*command, "run.toml", "--set", given)
+        assert outcome.returncode == 2
+        assert said in outcome.stderr
