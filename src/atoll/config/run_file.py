@@ -280,7 +280,9 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     except IsADirectoryError:
         raise ConfigError(f"{str(path)!r} is a folder.", f"Give the run file: {path / 'run.toml'}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}.", "A run file is TOML: tables with one key = value a line.") from None
+        # tomllib names the table ('a', 'b') that the file writes as [a.b]
+        said = re.sub(r"\('(.+?)',?\)", lambda found: f"[{found[1]}]".replace("', '", "."), str(error))
+        raise ConfigError(f"{path}: {said}.", "A run file is TOML: tables with one key = value a line.") from None
     values: dict[str, Any] = {}
     for group, table in tables.items():
         values |= (

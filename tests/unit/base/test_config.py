@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,9 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
         Settings.read(tmp_path, environ={})
     with pytest.raises(ConfigError, match=r"run\.toml: .*line 2.*A run file is TOML"):
         Settings.read(write(tmp_path, "rounds.total = 1\nrounds: 2\n"), environ={})
+    for table in ("rounds", "algorithm.outer_optimizer"):
+        with pytest.raises(ConfigError, match=rf"run\.toml: Cannot declare \[{re.escape(table)}\] twice \(at line 3, "):
+            Settings.read(write(tmp_path, f"[{table}]\nx = 1\n[{table}]\n"), environ={})
     (tmp_path / "run.toml").write_bytes(b"run.name = '\xff'")
     with pytest.raises(ConfigError, match="A run file is TOML"):
         Settings.read(tmp_path / "run.toml", environ={})
