@@ -113,7 +113,7 @@ LINES: dict[str, int] = {
     "server/swarm": 600,
     "server/tasks": 1_600,
     "simulate": 1_450,
-    "store": 2_560,
+    "store": 2_565,
     "tensors": 1_890,
     "testing": 470,
     "transport": 2_460,

@@ -72,6 +72,8 @@ class Journal:
         self._translated = _Translated(self)
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
+        if path.is_file() and path.stat().st_size == 1:  # SQLite would overwrite it: it treats it as an empty file
+            raise StateCorrupt(f"{path} is damaged: file is not a database.", NEW_RUN)
         with self._translated:
             self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
         try:
@@ -88,6 +90,12 @@ class Journal:
 
     def _prepare(self, begin: bool) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if tables and (tables.isdisjoint(journal_tables.CHECKED) or (version == 0 and begin)):
+            raise StateCorrupt(
+                f"{self.path} belongs to another program: it has the table {min(tables)!r}.",
+                "Move it away, or set another disk.state_dir.",
+            )
         if version == 0 and not begin:
             raise StateCorrupt(f"{self.path} is missing or empty, but files of its run exist.", NEW_RUN)
         self._db.execute("PRAGMA journal_mode = WAL")

@@ -7,6 +7,7 @@ import os
 import resource
 import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from atoll.rounds import events
 from atoll.server.coordinator.ledger import record_in
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal import Journal
+from atoll.store.journal_tables import SCHEMA_VERSION
 from atoll.store.store import Store
 from atoll.store.verify_journal import everything
 
@@ -221,6 +223,34 @@ def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -
         path.write_bytes(b"x" * len(data) if damage == "garbage" else data[: len(data) // 2 + 100])
     with pytest.raises(StateCorrupt, match="version 99" if damage == "newer" else "damaged"):
         begin(tmp_path)
+
+
+@pytest.mark.covers("F41", "X3")
+@pytest.mark.parametrize(
+    ("version", "table"), [(0, "notes"), (0, "versions"), (SCHEMA_VERSION, "notes"), (99, "notes")]
+)
+def test_a_database_of_another_program_is_refused_and_unchanged(tmp_path: Path, version: int, table: str) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript(f"CREATE TABLE {table} (text); PRAGMA user_version = {version};")
+    before = path.read_bytes()
+    with pytest.raises(StateCorrupt) as caught:
+        Store(tmp_path)
+    assert str(caught.value) == (
+        f"{path} belongs to another program: it has the table '{table}'. Move it away, or set another disk.state_dir."
+    )
+    assert path.read_bytes() == before
+
+
+@pytest.mark.covers("F41", "X3")
+@pytest.mark.parametrize("size", [1, 2, 100, 24_000])
+def test_a_file_that_is_no_database_is_refused_and_unchanged(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "journal.sqlite"
+    path.write_bytes(b"x" * size)
+    with pytest.raises(StateCorrupt) as caught:
+        Store(tmp_path)
+    assert str(caught.value).startswith(f"{path} is damaged: file is not a database. Restore the whole directory")
+    assert path.read_bytes() == b"x" * size
 
 
 @pytest.mark.covers("F41")
