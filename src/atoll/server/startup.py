@@ -19,7 +19,7 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import Settings
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
-from atoll.server.coordinator.background_writes import require_files
+from atoll.server.coordinator.background_writes import require_files, require_no_results
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.store.journal import NEW_RUN
@@ -81,7 +81,8 @@ def open_run(
         The plan of the run, its store, and one sentence for each thing that a crash has lost.
 
     Raises:
-        ConfigError: the model or a setting cannot be used, or is not the one that the run began with.
+        ConfigError: the model or a setting cannot be used, or is not the one that the run began with; or a new run
+            would replace the exports of another run.
         StateLocked: another server uses the directory.
         StateCorrupt: no version in the directory is intact.
         StoreError: a folder has the name of a file of the best version.
@@ -97,6 +98,8 @@ def open_run(
         if settings.rounds.best_metric:
             require_files(settings.exports)
         run = store.run_log.run
+        if not run:
+            require_no_results(settings.exports)
         if run and store.slots.in_memory:
             raise ConfigError(
                 f"{settings.disk.state_dir} contains a run, but with disk.in_files = false a stopped run "

@@ -57,7 +57,7 @@ class RunLog:
                 f"{self._journal.path.parent} already contains a run.",
                 "Continue that run, or set another disk.state_dir.",
             )
-        with self._journal.transaction():
+        with self._journal.transaction(synced=True):  # otherwise exports could survive a power loss, but not their run
             self._journal.insert(RUNS, row)
 
     @property

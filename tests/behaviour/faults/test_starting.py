@@ -102,6 +102,37 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(
     assert "rounds.site" not in settings or not (tmp_path / "state").exists()
 
 
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("export_dir", [None, "results"])
+def test_a_new_run_does_not_replace_the_exports_of_another_run(
+    nursery: Nursery, tmp_path: Path, export_dir: str | None
+) -> None:
+    exports = Path(export_dir or "state/exports")
+    (tmp_path / exports).mkdir(parents=True)
+    files = {"metrics.jsonl": b'{"round": 1}\n', "model.safetensors": b"of another run"}
+    for name, data in files.items():
+        (tmp_path / exports / name).write_bytes(data)
+    for _ in range(2):  # the first refusal must not leave what the second start takes for a run
+        code, output = start(nursery, tmp_path, **{"network.port": 0, "disk.export_dir": export_dir})
+        assert code == 2
+        assert output == (
+            f"atoll: A new run would replace metrics.jsonl, model.safetensors of another run in {exports}. "
+            "Set another disk.export_dir, or move the old files away."
+        )
+    assert {path.name: path.read_bytes() for path in (tmp_path / exports).iterdir()} == files
+
+
+def test_a_run_that_continues_keeps_its_own_exports(tmp_path: Path) -> None:
+    metrics = tmp_path / "state" / "exports" / "metrics.jsonl"
+    with serve(tmp_path) as server:
+        FederatedSites(server.url, tmp_path).join()
+        server.run()
+    before = metrics.read_text()
+    assert before
+    with serve(tmp_path):
+        assert metrics.read_text() == before
+
+
 @pytest.mark.covers("X2")
 @pytest.mark.parametrize("flags", [(), ("--set", "network.insecure=false")])
 def test_beyond_loopback_without_tls_and_token_is_refused(

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import model_header, model_runs
-from atoll.errors import RETRY_S, AtollError, Gone, StoreError, passing
+from atoll.errors import RETRY_S, AtollError, ConfigError, Gone, StoreError, passing
 from atoll.posix import folder_error
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
@@ -238,6 +238,20 @@ def require_files(folder: Path) -> None:
     for path in (folder / BEST_MODEL, folder / BEST_NOTE):
         if path.is_dir():
             raise StoreError(f"{path} is a folder.", "Move it away, then restart the server.")
+
+
+def require_no_results(folder: Path) -> None:
+    """Check that a folder has no exports. A new run would replace them, and they are of another run.
+
+    Raises:
+        ConfigError: there are such files. An empty file is none.
+    """
+    paths = [folder / name for name in (METRICS, MODEL, BEST_MODEL, BEST_NOTE)]
+    if found := [path.name for path in paths if path.is_file() and path.stat().st_size]:
+        raise ConfigError(
+            f"A new run would replace {', '.join(found)} of another run in {folder}.",
+            "Set another disk.export_dir, or move the old files away.",
+        )
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
