@@ -92,7 +92,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_020,
+    ".": 1_030,
     "aggregation": 1_130,
     "algorithms": 840,
     "blobs": 450,

@@ -37,6 +37,19 @@ def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
     return StoreError(f"The folder {folder} cannot be {what} ({error.strerror}).", remedy)
 
 
+def require_writable_folder(folder: Path, remedy: str) -> None:
+    """Make the folder if it is missing, and try to write into it.
+
+    Raises:
+        StoreError: the folder cannot be made, or this user may not write into it; the message ends with `remedy`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.close(nameless_file(folder))
+    except OSError as error:
+        raise folder_error(error, folder, remedy) from error
+
+
 class OwnedFile:
     """Base class of objects that own an open descriptor, `fd`: `close` or the object's deletion closes it, once."""
 

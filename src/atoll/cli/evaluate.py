@@ -20,6 +20,7 @@ from atoll.cli.text import counted, log_lines
 from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.format_text import visible
+from atoll.posix import require_writable_folder
 
 if TYPE_CHECKING:
     from atoll.protocol.task_messages import Evaluation
@@ -71,6 +72,8 @@ def command(
             "Give either a run file or --server.",
             "A run file starts an evaluation of stored models; --server shows the results of a running server.",
         )
+    if out is not None:  # now, not after the evaluation
+        require_writable_folder(out.parent, "Give a file in a folder that this user may write.")
     if server is not None:
         from atoll.protocol import routes
         from atoll.protocol.task_messages import Evaluation
@@ -90,7 +93,6 @@ def command(
         from atoll.protocol.task_messages import markdown
 
         text = found.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(found)
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     show(found, as_json=json)
 

@@ -15,7 +15,7 @@ import typer
 
 from atoll.cli.state_directory import no_run, open_journal, permitted, require_unchanged, stored_status
 from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
-from atoll.posix import folder_error, nameless_file, replace_file
+from atoll.posix import folder_error, nameless_file, replace_file, require_writable_folder
 
 if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
@@ -64,11 +64,7 @@ def command(
         raise UsageError(f"{str(out)!r} does not end in .safetensors, as an export must.", f"Use {name}.")
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Use one of them.")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        os.close(nameless_file(out.parent))
-    except OSError as error:
-        raise folder_error(error, out.parent, ELSEWHERE) from error
+    require_writable_folder(out.parent, ELSEWHERE)
     if state_dir is not None:
         with permitted(state_dir):
             written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)

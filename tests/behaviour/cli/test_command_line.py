@@ -183,6 +183,16 @@ def test_new_names_a_folder_that_cannot_be_written_in_one_line(atoll_command, tm
     assert outcome.stderr.count("\n") == 1
 
 
+@pytest.mark.covers("X3")
+def test_evaluate_names_a_folder_that_cannot_be_written_before_it_asks_for_anything(atoll_command, tmp_path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    outcome = atoll_command("evaluate", "--server", "http://127.0.0.1:9", "--out", "taken/found.md")
+    assert outcome.returncode == 7
+    assert outcome.stderr == (
+        "atoll: The folder taken cannot be made (File exists). Give a file in a folder that this user may write.\n"
+    )
+
+
 def test_new_quotes_a_name_that_toml_would_misread(atoll_command, tmp_path: Path) -> None:
     name = 'a"b\\c'
     atoll_command("new", name)
