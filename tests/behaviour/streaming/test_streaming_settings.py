@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.models import Tied
 from kit.requests import get
 from kit.servers import SHORT
 from streaming_world import loop_of, names_of, serve
@@ -129,15 +130,6 @@ def test_fragments_are_balanced_by_bytes_not_by_tensors(tmp_path: Path) -> None:
     sizes = [8, 2, 2, 2, 2, 4]
     model = {f"{index}.weight": torch.zeros(size) for index, size in enumerate(sizes)}
     assert [len(names) for names in cut(tmp_path, model, 2)] == [2, 4]
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4)
-        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False))
-        self.head = nn.Linear(4, 10, bias=False)
-        self.head.weight = self.embedding.weight
 
 
 @pytest.mark.covers("L8")
