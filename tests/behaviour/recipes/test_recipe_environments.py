@@ -228,12 +228,15 @@ def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run(tmp_path: Pat
     The site finds it: the only other process in the current folder, beside the test's own.
     """
     stop = """if fl_round.number == 2 and not open("marks", "a+").tell():
-            import contextlib, os, pathlib, signal
+            import contextlib, os, pathlib, signal, time
             for process in filter(lambda each: each.name.isdigit(), pathlib.Path("/proc").iterdir()):
                 with contextlib.suppress(OSError):
                     number, here = int(process.name), (process / "cwd").readlink() == pathlib.Path.cwd()
                     if here and number not in (os.getpid(), os.getppid()):
-                        os.kill(number, signal.SIGTERM)"""
+                        os.kill(number, signal.SIGTERM)
+                        until_s = time.monotonic() + 2  # it must not close round 2 before the signal has come
+                        while time.monotonic() < until_s and (process / "cwd").readlink():
+                            time.sleep(0.01)"""
     train_and(stop)
     with pytest.raises(RunFailed, match=r"The server ended with exit code 0: .* stopping; to continue the run"):
         recipe(min_sites=1).execute(LocalEnv(sites=1, folder="here", quiet=True))
