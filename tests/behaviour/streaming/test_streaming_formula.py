@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.processes import Nursery, free_port
 from kit.servers import plain_server
 from kit.sites import DiLoCoSites
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from streaming_world import WEIGHTS, Sites, Trace, build, data, expected, inner, require_close, serve
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -67,9 +67,19 @@ def rank_of_a_site(site: str, folder: Path) -> None:
             (model(inputs) - targets).square().mean().backward()
             optimizer.step()
             trace.append({name: p.detach().clone() for name, p in model.module.named_parameters()})
-    torch.save(trace, folder / f"{site}-{rank}.pt")
+    steps = {f"{step:03d}/{name}": each for step, named in enumerate(trace) for name, each in named.items()}
+    save_file(steps, folder / f"{site}-{rank}.safetensors")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def trace_of(path: Path) -> Trace:
+    """The parameters after every step, as `rank_of_a_site` saved them under STEP/NAME."""
+    steps: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in load_file(path).items():
+        step, _, name = key.partition("/")
+        steps.setdefault(step, {})[name] = value
+    return [steps[step] for step in sorted(steps)]
 
 
 @pytest.mark.slow
@@ -100,7 +110,7 @@ def test_ranks_together_are_one_worker(tmp_path: Path, nursery: Nursery, how: di
         server.run()
     right = expected(["a", "b"], settings)
     for rank in (0, 1):
-        traces: dict[str, Trace] = {site: torch.load(tmp_path / f"{site}-{rank}.pt") for site in "ab"}
+        traces: dict[str, Trace] = {site: trace_of(tmp_path / f"{site}-{rank}.safetensors") for site in "ab"}
         require_close(traces, right)
     assert [worker.site for worker in server.status().workers] == ["a", "b"]
 
