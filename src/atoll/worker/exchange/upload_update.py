@@ -1,7 +1,7 @@
 """Upload of an update from the outbox, and how an interrupted upload is resumed.
 
 Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process has left
-the update, this worker asks the server which parts it has, and sends only the others (`UpdateUpload._send_parts`).
+the update, this worker asks the server which parts it has, and sends only the others (`UpdateUpload.send`).
 `transport/part_transfer` moves the bytes. In a swarm, an update does not go to the server: other workers pull it.
 """
 
@@ -96,6 +96,8 @@ class UpdateUpload:
     ) -> messages.Receipt | Lost:
         """Send the update to the server; in a swarm, serve it until another worker has pulled it.
 
+        Send the parts that the server lacks, then the message that the update is complete. Repeat after errors.
+
         Args:
             note: the update's note.
             bar: the progress of the transfer.
@@ -106,26 +108,10 @@ class UpdateUpload:
         Raises:
             UpdateRefused: the server refuses the update.
             TicketClosed, Gone: the update came too late.
+            Conflict: after `MAX_CONFLICTS` repetitions, the server still has other parts than the note's digests say.
         """
         if self.outlet is not None:
             return self._offer(self.outlet, note, bar, retries)
-        return self._send_parts(note, bar, sent, failure, retries)
-
-    def _send_parts(
-        self,
-        note: OutboxNote,
-        bar: Progress,
-        sent: Collection[int] | None,
-        failure: BaseException | None,
-        retries: int | None,
-    ) -> messages.Receipt | Lost:
-        """Send the parts that the server lacks, then the message that the update is complete. Repeat after errors.
-
-        A resumed upload first asks the server which parts it has.
-
-        Raises:
-            Conflict: after `MAX_CONFLICTS` repetitions, the server still has other parts than the note's digests say.
-        """
         attempts = [(sent, failure)]
         digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
 
