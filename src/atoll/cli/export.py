@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.cli.state_directory import no_run, open_journal, permitted, require_unchanged, stored_status
+from atoll.cli.text import ELSEWHERE
 from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.posix import folder_error, nameless_file, replace_file, require_writable_folder
 
@@ -32,7 +33,6 @@ Source = tuple["Layout", int, int | None]
 """One fragment to export: the layout of its version, the descriptor of the version's file, and the descriptor of its
 fp32 masters (None: export the values in the version itself)."""
 
-ELSEWHERE = "Give a file in a folder that this user may write."
 
 ATTEMPTS = 4
 """Attempts to pull the newest version. An attempt fails if the server deletes that version meanwhile."""

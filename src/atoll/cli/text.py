@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from atoll.protocol import status_messages
 
 
+ELSEWHERE = "Give a file in a folder that this user may write."
+"""Remedy if the file that a command was asked to write cannot be written."""
 QUIET_S = 30.0
 """Seconds without progress after which the line of a workflow says how long nothing has moved."""
 
