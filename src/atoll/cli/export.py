@@ -190,7 +190,7 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
 
     Raises:
         UsageError: no run was begun in the directory, or there is no file of its best version.
-        StateCorrupt: the journal cannot be read.
+        StateCorrupt: the journal or the file of the best version is damaged.
     """
     from atoll.server.coordinator.background_writes import BEST_MODEL
 
@@ -243,16 +243,29 @@ def _is_file_of(best: BestStatus) -> bool:
     """
     if not best.file or not Path(best.file).is_file():
         return False
-    told = _metadata(Path(best.file))
-    return (told.get("version"), told.get(best.metric)) == (str(best.version), repr(best.value))
+    try:
+        found = _metadata(Path(best.file))
+    except StateCorrupt:
+        return False
+    return (found.get("version"), found.get(best.metric)) == (str(best.version), repr(best.value))
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """Return the metadata in the header of a best-model file: its version, and the value of the metric."""
-    from safetensors import safe_open
+    """Return the metadata in the header of a best-model file: its version, and the value of the metric.
 
-    with safe_open(path, framework="np") as file:
-        return file.metadata() or {}
+    Raises:
+        StateCorrupt: the file is not a complete safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except SafetensorError as error:
+        raise StateCorrupt(
+            f"{path} is damaged: {error}.",
+            "Restart the server: it writes the file again if it still keeps that version.",
+        ) from error
 
 
 def _copy(source: Path, out: Path) -> None:

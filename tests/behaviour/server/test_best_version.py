@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import atoll
-from atoll.errors import ConfigError, Gone, UsageError
+from atoll.errors import ConfigError, Gone, StateCorrupt, UsageError
 
 
 def serve(folder: Path, **settings: Any) -> atoll.Server:
@@ -171,6 +171,9 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
         assert exported(*at) == 4
         with safe_open(out, framework="pt") as file:
             assert file.get_tensor("w").tolist() == [4.0, 4.0]
+        (server.exports / "best.safetensors").write_bytes(b"half")
+        assert exported(*at) == 4
+        require_refused(StateCorrupt, r"best\.safetensors is damaged", "--dir", str(tmp_path / "state"))
         (server.exports / "best.safetensors").unlink()
         require_refused(UsageError, "There is no", "--dir", str(tmp_path / "state"))
         (tmp_path / "elsewhere").rename(server.exports / "best.safetensors")
