@@ -1,1 +1,1 @@
-"""The server's files on disk: the journal, the tensor files (slots), published objects and the audit log."""
+"""The server's files on disk: a database (the journal), tensor files (slots), published objects and the audit log."""

@@ -1,18 +1,20 @@
-"""The audit log, a hash chain of every update, decision and version, and the head file, which notes the log's end.
+"""The audit log (a hash chain of updates, decisions and versions), and `audit.head`, a file that names its last entry.
 
-An entry is written in the same transaction as the decision that it records. `atoll audit` prints the last hash. If an
-operator stores this hash elsewhere, it proves later that no entry up to it was changed.
+The audit log is a table of the journal, the server's SQLite database. An entry is written in the same transaction as
+the decision that it records. `atoll audit` prints the hash of the last entry. If an operator stores this hash
+elsewhere, it can prove later that neither this entry nor an earlier one was changed.
 
-The newest transactions are in SQLite's write-ahead log. If a frame of that log is damaged, SQLite silently drops all
-frames behind it. The head file `audit.head` makes this loss visible: it has the number and the hash of the last entry,
-and is rewritten after each commit that adds an entry. The server compares it with the audit log at every start:
+SQLite writes the newest transactions to its write-ahead log. If a frame of the write-ahead log is damaged, SQLite
+silently drops all later frames. The file `audit.head` makes this loss visible. It has the number and the hash of the
+last audit entry, and is rewritten after each commit that adds an entry. At every start, the server looks for this entry
+in the audit log:
 
-    the log has the noted entry and hash     nothing is lost; later entries were committed just before a kill
-    the log ends before the noted entry      the end is lost; with durability `process` a power loss may cause this
-    the log has another hash at that entry   journal and head file are from different runs, or from different times
+    found, with the same hash        nothing is lost; later entries were committed just before the server was killed
+    not found: the log ends before   the last entries are lost; with durability `process`, a power loss may cause this
+    found, with another hash         journal and `audit.head` are from different runs, or from different times
 
-There is one exception. A start that finds a loss adds an entry `lost` with the hash in the head file. If the server is
-killed before it rewrites the head file, the next start finds that entry, and accepts the old head file.
+There is one exception. A start that finds a loss adds an entry `lost`, which repeats the hash in `audit.head`. If the
+server is killed before it rewrites `audit.head`, the next start finds the entry `lost`, and accepts the old file.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ START = "0" * 64
 
 
 class AuditLog:
-    """Adds entries to the audit log in a journal, and keeps the head file up to date."""
+    """Adds entries to the audit log in the journal (the server's database), and updates the file `audit.head`."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -47,7 +49,12 @@ class AuditLog:
         self._noted: tuple[int, str] | None = None  # (entries, last hash) in the head file
 
     def append(self, what: str, **detail: Any) -> None:
-        """Add an entry to the log. Call it inside a transaction."""
+        """Add an entry to the audit log. Call it inside a transaction.
+
+        Args:
+            what: kind of the entry, such as "accepted".
+            detail: values of the entry, stored as JSON.
+        """
         entries, previous = self._known_end()
         seq, at, text = entries + 1, utc_text(), json.dumps(detail, sort_keys=True)
         digest = hash_of(seq, at, what, text, previous)
@@ -55,13 +62,13 @@ class AuditLog:
         self._end = seq, digest
 
     def keep_head(self, head: AuditHeadFile) -> None:
-        """Write number and hash of the last entry to `head` now, and again after each commit that adds an entry."""
+        """Write the last entry's number and hash to `head` now, and after each later commit that adds an entry."""
         self._head = head
         self._note_end()
         self._journal.committed = self._note_end
 
     def close(self) -> None:
-        """Close the head file."""
+        """Close the file `audit.head`."""
         if self._head is not None:
             self._head.close()
 
@@ -78,11 +85,14 @@ class AuditLog:
 
 
 Query = Callable[..., list[tuple[Any, ...]]]
-"""Function of an SQL query and its values that returns all rows: `Journal.rows`, or that of another process."""
+"""Function that takes an SQL query and its values, and returns all rows, such as `Journal.rows`."""
 
 
 def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:
-    """Return the hash of an audit entry: the BLAKE3 of its fields as a JSON list, hex."""
+    """Return the hash of an audit entry (hex): the BLAKE3 of its fields as a JSON list.
+
+    One of the fields is `previous`, the hash of the entry before, so the entries form a chain.
+    """
     return blake3(json.dumps([seq, at, what, detail_json, previous]).encode()).hexdigest()
 
 
@@ -90,21 +100,21 @@ LOG = logging.getLogger("atoll.server")
 
 NAME = "audit.head"
 _BYTES = 512
-"""Size of the head file in bytes. It fits into one disk sector and one page, so a write is all or nothing."""
+"""Size of `audit.head` in bytes. It fits into one disk sector and one page, so a write is all or nothing."""
 _TRIES = 5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
 class AuditHead:
-    """Content of the head file `audit.head`: the end of the audit log when the file was last written.
+    """Content of the file `audit.head`: what the audit log's last entry was when the file was written.
 
     Attributes:
-        entries: number of entries in the log.
+        entries: number of entries in the audit log.
         last_hash: hash of the last entry.
-        epoch: the journal's epoch.
-        durability: the durability that the server was started with.
-        boot: Linux's boot id. If the current id differs, the machine has rebooted since.
+        epoch: the journal's epoch, a number that rises at every start of the server.
+        durability: the server's setting `disk.durability`.
+        boot: Linux's boot id. If it differs from the current id, the machine has rebooted since the file was written.
     """
 
     entries: int
@@ -119,11 +129,11 @@ class AuditHeadFile(OwnedFile):
 
     Args:
         folder: the state directory, locked by the caller.
-        durability: the durability that the server was started with.
-        epoch: the journal's epoch.
+        durability: the server's setting `disk.durability`.
+        epoch: the journal's epoch, a number that rises at every start of the server.
 
     Raises:
-        StoreError: the head file cannot be opened for writing.
+        StoreError: the file cannot be opened for writing.
     """
 
     def __init__(self, folder: Path, durability: str, epoch: int) -> None:
@@ -139,9 +149,10 @@ class AuditHeadFile(OwnedFile):
             ) from error
 
     def write(self, entries: int, last_hash: str) -> None:
-        """Write number and hash of the audit log's last entry to the file.
+        """Write the number and hash of the audit log's last entry to the file.
 
-        If the write fails, log a warning once. The file then names an earlier entry, which the next start accepts.
+        If the write fails, log a warning, but only the first time. The file then still names an earlier entry. The
+        next start of the server accepts this.
         """
         if self.fd < 0:
             return
@@ -151,7 +162,7 @@ class AuditHeadFile(OwnedFile):
         except OSError as error:
             if not self._failed:
                 LOG.warning(
-                    "%s cannot be written (%s): if the journal's end is lost, the server may not notice.",
+                    "%s cannot be written (%s), so a later loss of journal entries may go unnoticed. Check the disk.",
                     self.path,
                     error.strerror,
                 )
@@ -170,7 +181,7 @@ def read_head(folder: Path) -> AuditHead | None:
     """Return the content of `audit.head` in a state directory; None if there is no such file.
 
     Raises:
-        NoteDamaged: the file cannot be read, or its content is not what a server wrote.
+        NoteDamaged: the file cannot be read, or was changed since a server wrote it.
     """
     for attempt in range(1, _TRIES + 1):
         try:
@@ -186,18 +197,18 @@ def read_head(folder: Path) -> AuditHead | None:
 
 
 def require_same_log(head: AuditHead, rows: Query, where: Path) -> tuple[int, int]:
-    """Check that the head file and the audit log belong together, and count the entries that the log has lost.
+    """Check that `audit.head` and the audit log belong together, and count the entries that the log has lost.
 
     Args:
-        head: content of the head file.
-        rows: query function of the journal.
+        head: content of `audit.head`.
+        rows: function that runs an SQL query on the journal (the server's database).
         where: state directory, for the error message.
 
     Returns:
-        The number of entries in the log, and the number of entries that it has lost.
+        The number of entries in the audit log, and the number of entries that it has lost.
 
     Raises:
-        StateCorrupt: the hash in `head` is not the hash of that entry in the log, and no entry `lost` records it.
+        StateCorrupt: the entry that `head` names has another hash in the log, and no entry `lost` explains this.
     """
     entries, _ = tip(rows)
     if _is_noted_as_lost(head, rows):
@@ -207,7 +218,7 @@ def require_same_log(head: AuditHead, rows: Query, where: Path) -> tuple[int, in
     found = rows("SELECT hash FROM audit WHERE seq = ?", head.entries) if head.entries else [(START,)]
     if found != [(head.last_hash,)]:
         raise StateCorrupt(
-            f"{NAME} does not belong to the audit log of {where}: entry {head.entries} differs.",
+            f"{NAME} does not belong to the audit log of {where}: entry {head.entries} has another hash.",
             "Restore the whole directory, with all of its files, from one backup.",
         )
     return entries, 0

@@ -1,11 +1,11 @@
 """Slots: preallocated files for tensors. A new version is written into a free slot, not into a new file.
 
-Whatever uses a slot adds a hold to it. A slot with a hold is never rewritten or removed. The kinds of holds:
+Each use of a slot adds a hold (a counted reference). A slot with a hold is never rewritten or removed. Kinds of holds:
 
-    journal    a row of the journal refers to the slot
+    journal    a row of the journal (the server's database) refers to the slot
     writer     the slot is being written
-    pull       a version or delta in the slot is being read, for example to send it to a worker
-    reader     a worker of a swarm reads the slot
+    pull       the slot is being read, for example to send the version in it to a worker
+    reader     a worker of a swarm reads the slot; in a swarm, workers aggregate the updates instead of the server
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class FileShape:
-    """Size, header and hashed regions of a tensor file. All slots of one kind and fragment have the same shape.
+    """Size, header and hashed regions of a tensor file. All files of one kind and fragment have the same shape.
 
     Attributes:
         nbytes: file size in bytes.
-        header: first bytes of the file, the same in every slot; written when the file is created.
-        regions: regions of the file, each with a digest of its own in the journal. A region consists of one or more
-            byte ranges (offset, nbytes).
-        elsewhere: True in a swarm. Then the workers have the tensors, the server's file is empty, and the digests in
-            the journal come from the workers.
+        header: first bytes of every such file; written when the file is created.
+        regions: regions of the file, each with a digest of its own in the journal (the server's database). A region
+            consists of one or more byte ranges (offset, nbytes).
+        elsewhere: True in a swarm, where workers aggregate. Then the workers have the tensors, the server's file is
+            empty, and the digests in the journal come from the workers.
     """
 
     nbytes: int
@@ -65,20 +65,21 @@ class FileShape:
 
     @property
     def header_digest(self) -> bytes:
-        """BLAKE3 of the header. The journal stores it, so that a server with another model's tensors cannot start."""
+        """BLAKE3 of the header. The journal stores it, so that a run cannot be continued with another model."""
         return blake3(self.header).digest()
 
 
 @dataclass(frozen=True)
 class FragmentShapes:
-    """Sizes, headers and hashed regions of the files of one fragment.
+    """Sizes, headers and hashed regions of the files of one fragment (tensors that are synchronised together).
 
     Attributes:
         version: shape of a version's file.
         state: shape of the file of the outer optimizer's state; None if the outer optimizer has no state.
         update_bytes: size of an encoded update in bytes.
         update_parts: (offset, nbytes) of each part of an update.
-        delta: shape of a delta's file; None if versions are always pulled whole.
+        delta: shape of the file with the encoded difference between two versions; None if workers always download
+            whole versions.
     """
 
     version: FileShape
@@ -88,9 +89,9 @@ class FragmentShapes:
     delta: FileShape | None = None
 
     def elsewhere(self) -> FragmentShapes:
-        """Return the shapes for a swarm, in which the workers hold the tensors.
+        """Return the shapes for the server of a swarm, where the workers aggregate and have the tensors.
 
-        The files are empty and updates have no parts. The journal rows keep the same number of digests.
+        The server's files are empty, and updates have no parts. The number of digests in the journal stays the same.
         """
 
         def empty(shape: FileShape | None) -> FileShape | None:
@@ -101,7 +102,7 @@ class FragmentShapes:
         return FragmentShapes(version, empty(self.state), self.update_bytes, (), empty(self.delta))
 
     def by_kind(self) -> dict[str, FileShape]:
-        """Return the shape of the file for each kind of slot that the fragment needs."""
+        """Return kind of file (version, state, spool for updates, delta) → shape, for the kinds that are needed."""
         nbytes = 0 if self.version.elsewhere else self.update_bytes
         spool = FileShape(nbytes, b"", tuple((part,) for part in self.update_parts))
         shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
@@ -110,13 +111,13 @@ class FragmentShapes:
 
 @dataclass(eq=False)
 class Slot:
-    """One slot: a preallocated file and its holds (see the head of this module).
+    """One slot: a preallocated file, and its holds (references). While it has a hold, it is not rewritten or removed.
 
     Attributes:
         fd: descriptor of the file, open as long as this object lives.
-        holds: kind of hold → number of holds.
-        one_writes: lock for writes to this file. The kernel allows one write to a file at a time, and threads without
-            this lock would spin there.
+        holds: kind of hold, such as "writer" → number of holds.
+        one_writes: lock for writes to this file. The kernel allows only one write to a file at a time, and threads
+            that wait for it there, without this lock, would use CPU time.
     """
 
     number: int
@@ -130,12 +131,12 @@ class Slot:
 
     @property
     def free(self) -> bool:
-        """Whether the slot has no hold, so that it may be rewritten or removed."""
+        """Whether the slot has no hold (reference), so that it may be rewritten or removed."""
         return not self.holds
 
 
 def slot_path(folder: Path, kind: str, fragment: int, number: int) -> Path:
-    """Return the path of a slot in the folder of all slots."""
+    """Return the path of the slot (preallocated tensor file) with this kind, fragment and number."""
     return folder / f"{kind}-{fragment}-{number}.{'bin' if kind in (SPOOL, DELTA) else 'safetensors'}"
 
 
@@ -144,9 +145,9 @@ class SlotPool:
 
     Args:
         folder: folder of the files.
-        lock: the journal's lock, because journal rows and holds change together.
-        most: if there are more slots than this, a slot that becomes free is removed. None: free slots wait for `trim`.
-        in_memory: make slots memory files (memfd), which end with this process.
+        lock: the journal's lock. It also guards the holds (references) of slots, which change with the journal's rows.
+        most: if there are more slots than this, a slot that becomes free is removed. None: only `trim` removes them.
+        in_memory: keep the slots in memory (memfd) instead of on disk. They are lost when this process ends.
     """
 
     def __init__(
@@ -167,14 +168,14 @@ class SlotPool:
         self._reserved: set[int] = set()
 
     def path(self, number: int) -> Path:
-        """Return the path of a slot. If slots are in memory, no file has this path; a slot only has the path's name."""
+        """Return the path of a slot's file. If slots are in memory, there is no file; the path only names the slot."""
         return slot_path(self.folder, self.kind, self.fragment, number)
 
     def take(self, why: str) -> Slot:
-        """Add a hold to a free slot, and return the slot. If no slot is free, create one.
+        """Reserve a free slot by a hold (a reference), and return the slot. If no slot is free, create one.
 
         Args:
-            why: kind of hold, such as `WRITER`.
+            why: kind of hold, such as `WRITER`. `drop` ends the hold.
 
         Raises:
             DiskFull: the disk has no space for another slot; no partial file is left behind.
@@ -220,7 +221,7 @@ class SlotPool:
         return slot
 
     def adopt(self, number: int) -> Slot | None:
-        """Open a slot that a journal row refers to, after a restart, and add the journal's hold to it.
+        """After a restart, open a slot that a row of the journal refers to, and add a hold for the journal.
 
         Returns:
             The slot; None if its file is missing or has the wrong size.
@@ -243,14 +244,14 @@ class SlotPool:
         return self._slots[number]
 
     def hold(self, slot: Slot, why: str) -> None:
-        """Add one hold of kind `why` to a slot. `drop` ends the hold."""
+        """Add a hold (a reference) of kind `why` to a slot, which is then not rewritten or removed until `drop`."""
         with self.lock:
             slot.holds[why] += 1
             if self._slots.get(slot.number) is slot:  # if this slot was removed, another may have its number
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
-        """End one hold of kind `why`. After its last hold the slot is free; if the pool is too large, it is removed."""
+        """End one hold of kind `why`. After its last hold, a slot is free for reuse or, if there are many, removed."""
         with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # removes entries that have come to zero
@@ -262,7 +263,7 @@ class SlotPool:
 
     @contextmanager
     def held(self, slot: Slot, why: str) -> Iterator[None]:
-        """Hold a slot inside a `with` block."""
+        """Keep a slot from being rewritten or removed while the `with` block runs. `why` is the kind of hold."""
         self.hold(slot, why)
         try:
             yield
@@ -270,14 +271,14 @@ class SlotPool:
             self.drop(slot, why)
 
     def retain(self, numbers: Collection[int]) -> None:
-        """End the journal's hold on every slot that is not in `numbers`."""
+        """End the journal's hold on all slots except those with the given numbers."""
         with self.lock:
             for slot in list(self._slots.values()):
                 if JOURNAL in slot.holds and slot.number not in numbers:
                     self.drop(slot, JOURNAL)
 
     def trim(self, keep: int = 0) -> None:
-        """Remove free slots until at most `keep` of them are left."""
+        """Remove free slots until at most `keep` free slots are left."""
         with self.lock:
             for number in sorted(self._free)[keep:]:
                 self._remove(self._slots[number])
@@ -288,7 +289,7 @@ class SlotPool:
             slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close slots that only the journal holds. Any other slot closes when Python deletes it."""
+        """Close the files that are not being read or written. Each other file closes when Python deletes its `Slot`."""
         with self.lock:
             for slot in self._slots.values():
                 if not slot.holds.keys() - {JOURNAL}:
@@ -297,7 +298,7 @@ class SlotPool:
             self._free.clear()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return the number of holds by slot (file name), then by kind of hold. A free slot has an empty dict."""
+        """Return file name of the slot → kind of hold → number of holds. A free slot has an empty dict."""
         with self.lock:
             return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
 
@@ -308,7 +309,7 @@ class Slots:
     Args:
         folder: folder of the slot files.
         versions: maximum number of versions per fragment that are kept at the same time.
-        in_memory: make slots memory files (memfd), which end with this process.
+        in_memory: keep the slots in memory (memfd) instead of on disk. They are lost when this process ends.
     """
 
     def __init__(self, journal: Journal, folder: Path, versions: int, *, in_memory: bool = False) -> None:
@@ -318,7 +319,7 @@ class Slots:
         self._pools: dict[tuple[str, int], SlotPool] = {}
 
     def shape(self, fragments: Sequence[FragmentShapes]) -> None:
-        """Set sizes, headers and hashed regions of the run's files. Call it on every start, before `Store.recover`.
+        """Set sizes, headers and hashed regions of the run's files. Call it at every start, before `Store.recover`.
 
         Raises:
             ConfigError: the run in this directory was begun with other file sizes or headers.
@@ -353,11 +354,11 @@ class Slots:
         for fragment, kind in sorted(known.keys() | wanted.keys()):
             before, after = known.get((fragment, kind)), wanted.get((fragment, kind))
             if before != after:
-                sizes = [f"{value[0]} bytes" if value else "none" for value in (before, after)]
+                sizes = [f"{value[0]} bytes" if value else "no file" for value in (before, after)]
                 raise ConfigError(
-                    f"The run in {self.folder.parent} was started with another model, codec or outer "
-                    f"optimizer: its {kind} files of fragment {fragment} have {sizes[0]}, but these settings "
-                    f"need {sizes[1]}{', with other tensors' if sizes[0] == sizes[1] else ''}.",
+                    f"The run in {self.folder.parent} was started with another model, codec or outer optimizer. "
+                    f"Its files of kind {kind!r} for fragment {fragment}: {sizes[0]}. With these settings: "
+                    f"{sizes[1]}{', but other tensors' if sizes[0] == sizes[1] else ''}.",
                     "Use the settings that the run was started with, or set another disk.state_dir for a new run.",
                 )
 
@@ -371,7 +372,7 @@ class Slots:
         return self._shapes[fragment]
 
     def pool(self, kind: str, fragment: int) -> SlotPool:
-        """Return the pool of slots of one kind and fragment.
+        """Return the pool of slots (preallocated files) of one kind and fragment.
 
         Raises:
             UsageError: the fragment has no slots of this kind, or `shape` was not called.
@@ -383,7 +384,7 @@ class Slots:
         return self._pools[kind, fragment]
 
     def drop_after_commit(self, kind: str, fragment: int, number: int | None) -> None:
-        """End the journal's hold on slot `number` after the transaction's commit. If `number` is None, do nothing."""
+        """After the current transaction is committed, end the journal's hold on slot `number`. None: do nothing."""
         if number is not None:
             pool = self.pool(kind, fragment)
             self._journal.after_commit(lambda: pool.drop(pool[number], JOURNAL))
@@ -403,11 +404,11 @@ class Slots:
                 path.unlink()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return the number of holds by slot (file name), then by kind of hold (journal, writer, pull, reader)."""
+        """Return file name of the slot → kind of hold (journal, writer, pull or reader) → number of holds."""
         return {name: holds for pool in self._pools.values() for name, holds in pool.holds().items()}
 
     def close(self) -> None:
-        """Remove free slots and close the others."""
+        """Remove the files of free slots, and close the other files."""
         for pool in self._pools.values():
             pool.trim()
             pool.close()
@@ -419,7 +420,7 @@ def is_slot_name(name: str) -> bool:
 
 
 def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
-    """Return whether a file has the header of `shape`, and its regions have these digests.
+    """Return whether a file has the header of `shape`, and the regions of `shape` have these digests.
 
     In a swarm (`shape.elsewhere`) the file is empty, and only the number of digests is checked.
     """
@@ -451,7 +452,7 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
 
 
 def disk_error(error: OSError, path: Path) -> StoreError:
-    """Return the error to raise for an OSError: `DiskFull` if space is lacking, else `StoreError`."""
+    """Return the error to raise for a failed write to `path`: `DiskFull` if space is lacking, else `StoreError`."""
     if error.errno in FULL:
         return DiskFull(f"The disk of {path.parent} is full.", "Free disk space; nothing was lost.")
     return StoreError(f"{path}: {error.strerror}.", "Check the disk.")

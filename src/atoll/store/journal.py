@@ -1,4 +1,4 @@
-"""The journal: one SQLite file in WAL mode, with one connection and one lock.
+"""The journal: the SQLite database (WAL mode) with the server's decisions. It has one connection and one lock.
 
 The lock also guards values in memory that must agree with the journal, such as which tensor files are in use. Callbacks
 (`after_commit`, `after_rollback`) keep these values equal to the journal. If the process is killed at any instruction,
@@ -117,7 +117,7 @@ class Journal:
             raise StateCorrupt(
                 f"{self.path} is damaged: the content of {changed} does not match its checksum.", NEW_RUN
             )
-        journal_tables.keep(self._db)
+        journal_tables.write_checksums(self._db)
 
     @contextmanager
     def transaction(self, *, synced: bool = False) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Journal:
                 raise self._broken
             outermost, marks = self._depth == 0, (len(self._then), len(self._undo))
             if not outermost and not self._db.in_transaction:
-                raise StoreError("SQLite has ended this transaction.", "Repeat all of its changes.")
+                raise StoreError("SQLite has rolled this transaction back.", "Repeat all its changes in a new one.")
             changes = self._db.total_changes
             self._depth += 1
             try:
@@ -178,7 +178,7 @@ class Journal:
         self._db.execute("COMMIT")
 
     def _forget(self, then: int, undo: int) -> None:
-        """For a failed block, discard its `after_commit` callbacks and run its `after_rollback` callbacks, last first.
+        """After a failed transaction block, drop its `after_commit` and run its `after_rollback` callbacks, last first.
 
         Args:
             then: number of `after_commit` callbacks that were registered before the block.
@@ -222,7 +222,13 @@ class Journal:
             self._db.executemany(sql, values)
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
-        """Return the rows of a table that match an SQL clause `WHERE … ORDER BY …`."""
+        """Return the rows of a table that match `where`, an SQL clause `WHERE … ORDER BY …`, as dataclass objects.
+
+        Args:
+            table: the table.
+            where: the clause, with a `?` for each of `values`; empty for all rows.
+            values: values for the clause.
+        """
         return [table.read(row) for row in self.rows(f"{table.select} {where}", *values)]
 
     def first(self, table: Table[Row], where: str = "", *values: Any) -> Row | None:
@@ -247,7 +253,7 @@ class Journal:
         return row[0] if row else None
 
     def count(self, name: str, by: int = 1) -> None:
-        """Add `by` to the counter `name`. Call it inside a transaction."""
+        """Add `by` to the counter `name`, one of the run's totals. Call it inside a transaction."""
         self.execute(
             "INSERT INTO counters VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
             name,
@@ -271,7 +277,11 @@ class Journal:
             raise self.sync_failed(what, error) from error
 
     def sync_folder(self, folder: Path) -> None:
-        """Fsync a folder, so that its file names survive a power loss. Errors are those of `sync`."""
+        """Fsync a folder, so that its file names survive a power loss.
+
+        Raises:
+            SyncFailed: fsync failed. Every later transaction fails, too.
+        """
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self.sync(fd, str(folder))
@@ -281,7 +291,8 @@ class Journal:
     def sync_failed(self, what: str, error: OSError) -> SyncFailed:
         """Make every later transaction fail, and return the error to raise.
 
-        After a failed fsync the kernel may have dropped data that was not written yet, so a retry would prove nothing.
+        After a failed fsync the kernel may have dropped data that was not written yet. So a later fsync that succeeds
+        does not prove that the data are on disk.
 
         Args:
             what: name of the file or folder for the error message.
@@ -327,7 +338,7 @@ class Journal:
                 self._db.close()
 
     def readable(self, error: sqlite3.Error) -> StoreError:
-        """Return the `StoreError` (or a subclass) that stands for an error of SQLite, with a message and a remedy."""
+        """Convert an error of SQLite to a `StoreError`, or a subclass, with a readable message and a remedy."""
         code = getattr(error, "sqlite_errorcode", 0)
         if code & 0xFF == sqlite3.SQLITE_FULL:
             return DiskFull(f"The disk of {self.path.parent} is full.", "Free disk space; nothing was lost.")
@@ -345,9 +356,9 @@ class Journal:
 
 
 class _Translated:
-    """A context manager that turns errors of SQLite into a `StoreError` or a subclass. Every SQL statement runs in it.
+    """A context manager that converts errors of SQLite to a `StoreError` or a subclass. Every SQL statement runs in it.
 
-    It is a class, because entering a generator with `contextmanager` is slower.
+    It is a class, because a generator with `contextmanager` would be slower.
 
     Raises:
         DiskFull: the disk is full.

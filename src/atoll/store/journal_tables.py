@@ -1,7 +1,7 @@
 """The journal's tables, their checksums, and one dataclass per table for its rows.
 
-Constraints of the tables exclude impossible states. The table `heads` decides which versions exist: one UPDATE of
-`heads` commits a version, and a row in `versions` with a number above its fragment's head is ignored.
+Constraints of the tables exclude impossible states. The table `heads` has the number of each fragment's newest version
+(its head). One UPDATE of `heads` commits a version; rows of `versions` with a higher number are ignored.
 
 SQLite has checksums for its write-ahead log, but not for its database file. So each row has a checksum in the column
 `row_check`. Triggers of the server's connection write this column, so no statement can forget it. If a disk or another
@@ -38,10 +38,10 @@ def row_check(*values: object) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-def keep(db: sqlite3.Connection) -> None:
-    """Create triggers on a connection that write the checksum of every row it inserts or updates."""
+def write_checksums(db: sqlite3.Connection) -> None:
+    """Create triggers that write the checksum of every row that this connection inserts or updates."""
     db.execute("PRAGMA temp_store = MEMORY")
-    understand(db)
+    register_row_check(db)
     for table in CHECKED:
         keys, columns = _columns(db, table)
         same_row = " AND ".join(f"{key} = NEW.{key}" for key in keys)
@@ -51,14 +51,14 @@ def keep(db: sqlite3.Connection) -> None:
             db.execute(f"CREATE TEMP TRIGGER {name} AFTER {when} ON main.{table} BEGIN {write} END")
 
 
-def understand(db: sqlite3.Connection) -> None:
-    """Register the Python function `row_check` as an SQL function on a connection."""
+def register_row_check(db: sqlite3.Connection) -> None:
+    """Make the Python function `row_check` callable in SQL statements of a connection."""
     db.create_function("row_check", -1, row_check, deterministic=True)
 
 
 def changed_row(db: sqlite3.Connection) -> str | None:
     """Return the first row that does not match its checksum, as text: `table (key = value)`. None if all rows match."""
-    understand(db)
+    register_row_check(db)
     for table in CHECKED:
         keys, columns = _columns(db, table)
         found = db.execute(
@@ -86,7 +86,7 @@ def _definitions(db: sqlite3.Connection) -> dict[str, str]:
 
 
 def _columns(db: sqlite3.Connection, table: str) -> tuple[list[str], list[str]]:
-    """Return two lists of a table's columns: the primary key, and the columns that the checksum covers."""
+    """Return two lists of a table's columns: those of the primary key, and those that the row's checksum covers."""
     found = [(name, key) for _, name, _, _, _, key in db.execute(f"PRAGMA main.table_info({table})")]
     return [name for name, key in found if key], [name for name, _ in found if name not in UNCHECKED]
 
@@ -101,7 +101,7 @@ TicketState = Literal["open", "accepted", "counted", "refused", "expired"]
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """The run in a state directory. Its row is written once, when the run begins."""
+    """The run in a state directory: id, settings and model schema. The row is written when the run begins."""
 
     run_id: str
     settings_json: str
@@ -114,11 +114,11 @@ class RunRow:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A site and its newest lease.
+    """A site and its newest lease, the right of one worker process to act for the site.
 
     Attributes:
         process: text with the id of the process that has the lease, and the hash of the lease's secret.
-        weight: weight of the site's first counted update; 0 before that, or if no reducer needs the total weight.
+        weight: weight of the site's first aggregated update; 0 before that, or if no reducer needs the total weight.
     """
 
     site: str
@@ -135,13 +135,13 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """The round of a fragment that starts from `base_version`.
+    """A round of one fragment: sites train from `base_version`, and their updates make the next version.
 
     State `frozen`: the round is closed, but its new version is not committed yet.
 
     Attributes:
         expected: sites that the round waits for while it is open.
-        tickets: tickets that count, in the order in which their updates are reduced; empty while the round is open.
+        tickets: tickets of the updates to aggregate, in this order; empty while the round is open.
         population: number of sites that had joined the run, at any time before the round was closed.
         total_weight: estimated total weight of these sites when the round was closed; 0 if no reducer needs it.
     """
@@ -158,12 +158,12 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class TicketRow:
-    """A ticket and, after acceptance, its update.
+    """A ticket (a site's permission to submit one update) and, after acceptance, values of the update.
 
     Attributes:
         slot: number of the file (slot) with the update's bytes; None if there is no file.
         digest: digest of the accepted update, hex; None before acceptance.
-        version: version that was made from the update; None until the update is counted.
+        version: version into which the update was aggregated; None before that.
         bytes: size of the accepted update in bytes.
         accepted_order: position of the update among all accepted updates of the run, from 1; 0 before acceptance.
     """
@@ -186,18 +186,18 @@ class TicketRow:
 
     @property
     def is_live(self) -> bool:
-        """Whether the ticket is open or accepted: its update may still arrive, or waits to be reduced."""
+        """Whether the ticket is open or accepted: its update may still arrive, or waits to be aggregated."""
         return self.state in ("open", "accepted")
 
     @property
     def is_in(self) -> bool:
-        """Whether the server has accepted the update, counted or not."""
+        """Whether the server has accepted the update. It may have aggregated it already."""
         return self.state in ("accepted", "counted")
 
 
 @dataclass(frozen=True, slots=True)
 class PartRow:
-    """A part of an update, on disk and checked. `sumsq` is the sum of squares of its decoded values."""
+    """A part of an update that is on disk and passed its check. `sumsq` is the sum of squares of its decoded values."""
 
     ticket: int
     part: int
@@ -277,7 +277,7 @@ class AuditRow:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Numbers of versions, updates and worker deaths in the whole run; `bytes` is the size of all accepted updates."""
+    """Totals of the run: versions; counted, refused and expired updates; dead workers; bytes of accepted updates."""
 
     versions: int
     counted: int
@@ -357,12 +357,12 @@ class Table(Generic[Row]):
         self.insert = f"INSERT INTO {name} ({names}) VALUES ({', '.join('?' for _ in self._columns)})"
 
     def read(self, values: tuple[Any, ...]) -> Row:
-        """Return the dataclass value for one row of a query that begins with `self.select`."""
+        """Convert one row of a query that begins with `self.select` to the table's dataclass."""
         columns = self._columns.values()
         return self._row(*(c.load(value) if c.load else value for c, value in zip(columns, values, strict=True)))
 
     def write(self, row: Row) -> list[Any]:
-        """Return the SQL values of a row, for the statement `self.insert`."""
+        """Convert a dataclass value to the SQL values for the statement `self.insert`."""
         values = ((column, getattr(row, name)) for name, column in self._columns.items())
         return [column.save(value) if column.save else value for column, value in values]
 

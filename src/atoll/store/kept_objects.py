@@ -1,8 +1,8 @@
-"""Published objects that the server stores, each as a safetensors file and a note in the state directory's `objects/`.
+"""Published objects (tensors for others to download) that the server stores, in the state directory's `objects/`.
 
     objects/ID.part           the file while its parts arrive; removed by a restart, or if no more bytes arrive
     objects/ID.safetensors    the complete file; it never changes
-    objects/ID.json           the note: sizes, digests, expiry time; written last, and replaced atomically
+    objects/ID.json           a note about the file: sizes, digests, expiry time; written last, and replaced atomically
 
 The journal has no rows about objects. When an object expires, its files are removed and its event `Kept.gone` is set,
 so that downloads under way stop.
@@ -37,11 +37,11 @@ HELD_S = 10 * 365 * 86400.0
 
 @dataclass(eq=False)
 class Kept:
-    """An object in the store, complete or still arriving.
+    """A published object at the server, complete or still arriving.
 
     Attributes:
         object: id of the object.
-        sealed: hash of the object's secret.
+        sealed: hash of the object's secret, which a process needs to download or remove the object.
         cuts: sizes of the object and its parts.
         inline: whether the object's bytes are sent within its manifest.
         expires_at: expiry time in seconds since 1970.
@@ -76,7 +76,7 @@ class Kept:
 
     @property
     def manifest(self) -> Manifest:
-        """The object's manifest. Only for an object with all parts on disk."""
+        """The object's manifest (sizes and digests of its parts). Only for an object with all parts on disk."""
         return Manifest.of_cuts(self.cuts, [self.digests[index] for index in range(self.cuts.count)])
 
 
@@ -150,7 +150,7 @@ class ObjectStore:
         try:
             with kept.lock:
                 if kept.fd < 0:
-                    raise Gone(f"The upload of object {kept.object[:8]} was ended.", "Publish it again.")
+                    raise Gone(f"Object {kept.object[:8]} is complete, or was removed.", "Publish it again.")
                 fd = os.dup(kept.fd)  # during the write the object may be removed, and its descriptor number reused
             try:
                 write_at(fd, data, offset)
@@ -160,7 +160,7 @@ class ObjectStore:
             raise disk_error(error, self._path(kept, "part")) from error
 
     def complete(self, kept: Kept, digest: str) -> None:
-        """Make an object readable now that all parts are on disk; a restart of the server keeps it. Idempotent.
+        """Make an object downloadable, after all its parts arrived. It survives restarts of the server. Idempotent.
 
         Args:
             kept: the object.
@@ -213,10 +213,10 @@ class ObjectStore:
         (self.folder / f"{object_id}.part").unlink(missing_ok=True)
 
     def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Kept, str]:
-        """Make a file from `draft` readable as the server's own object, which stays until `drop` or the next start.
+        """Make a written file downloadable as an object of the server's own. It stays until `drop` or the next start.
 
         Args:
-            object_id: id that `draft` returned.
+            object_id: id of the file, from `draft`.
             manifest: manifest of the written bytes.
             inline: whether the object's bytes are sent within its manifest.
 
@@ -250,7 +250,8 @@ class ObjectStore:
         The file is unlinked at once. Its bytes exist until the descriptor is closed.
 
         Raises:
-            Gone, AuthError: as in `find`.
+            Gone: the store does not have the object, or it has expired.
+            AuthError: the secret is wrong.
             Conflict: parts are missing, or the object is the server's own.
         """
         kept = self.complete_one(object_id, secret)
@@ -260,12 +261,13 @@ class ObjectStore:
         return kept, fd
 
     def make_own(self, object_id: str, secret: str) -> Kept:
-        """Make a complete object the server's own. It stays until `drop` or the server's next start.
+        """Take over a complete object from its publisher. It stays until `drop` or the server's next start.
 
         The object no longer counts towards `max_bytes`.
 
         Raises:
-            Gone, AuthError: as in `find`.
+            Gone: the store does not have the object, or it has expired.
+            AuthError: the secret is wrong.
             Conflict: parts are missing, or the object is the server's own already.
         """
         kept = self.complete_one(object_id, secret)
@@ -276,7 +278,7 @@ class ObjectStore:
 
     def _require_not_held(self, kept: Kept) -> None:
         if kept.held:
-            raise Conflict(f"Object {kept.object[:8]} belongs to the server.", "It is removed when its task ends.")
+            raise Conflict(f"Object {kept.object[:8]} belongs to the server.", "The server removes it after the task.")
 
     # -- calls of a process that has the reference
 
@@ -294,7 +296,7 @@ class ObjectStore:
         if kept is None:
             raise Gone(
                 f"The server does not have object {object_id[:8]}: it has expired, was withdrawn, or never existed.",
-                "Publish it again; if it is fetched late, with a longer expires_s.",
+                "Publish it again. Pass a longer expires_s if it is fetched late.",
             )
         require_secret(secret, kept.sealed, object_id)
         return kept
@@ -303,7 +305,8 @@ class ObjectStore:
         """Return a complete object, if the secret is right.
 
         Raises:
-            Gone, AuthError: as in `find`.
+            Gone: the store does not have the object, or it has expired.
+            AuthError: the secret is wrong.
             Conflict: the object is still arriving.
         """
         kept = self.find(object_id, secret)
@@ -326,7 +329,8 @@ class ObjectStore:
         """Remove an object on request of its publisher.
 
         Raises:
-            Gone, AuthError: as in `find`.
+            Gone: the store does not have the object, or it has expired.
+            AuthError: the secret is wrong.
             Conflict: the object is the server's own.
         """
         kept = self.find(object_id, secret)
@@ -344,7 +348,7 @@ class ObjectStore:
                 self.drop(kept)
 
     def close(self) -> None:
-        """Remove incomplete objects and the server's own. Other complete objects stay for the next start."""
+        """Remove incomplete objects and the server's own objects. Complete objects of publishers stay on disk."""
         for kept in list(self._kept.values()):
             if kept.fd >= 0 or kept.held:
                 self.drop(kept)
@@ -393,7 +397,7 @@ def _note(kept: Kept) -> dict[str, Any]:
 
 
 def _read_note(path: Path) -> Kept | None:
-    """Return the object that a note describes; None if the note is damaged or belongs to another object."""
+    """Return the object that a note (a file `ID.json`) describes; None if the note is damaged or has a wrong name."""
     try:
         note: Mapping[str, Any] = json_files.unseal(path.read_bytes())
         kept = Kept(

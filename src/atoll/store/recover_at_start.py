@@ -1,6 +1,6 @@
-"""Recovery at a server's start: find the newest intact version, drop damaged data, remove files without a journal row.
+"""Recovery at a server's start: find the newest intact version, drop damaged data, remove files that nothing refers to.
 
-Each step is one transaction, and files are removed last. So if recovery is killed at any instruction, the next recovery
+Each step is one transaction, and files are removed last. So if the server is killed during recovery, the next recovery
 gives the same result.
 """
 
@@ -20,7 +20,7 @@ from atoll.store.versions import Versions
 
 
 class Recovery:
-    """Checks the files of a run at a server's start, and drops damaged ones. Details are in `Store.recover`."""
+    """Checks the files of a run at a server's start, and drops damaged ones. `Store.recover` describes the details."""
 
     def __init__(
         self, journal: Journal, audit: AuditLog, slots: Slots, run_log: RunLog, tickets: Tickets, versions: Versions
@@ -29,13 +29,13 @@ class Recovery:
         self._run_log, self._tickets, self._versions = run_log, tickets, versions
 
     def run(self) -> tuple[str, ...]:
-        """Recover versions, deltas and spools, and remove files without a journal row.
+        """Check all versions and updates against their digests, drop damaged ones, and remove unused files.
 
         Returns:
             One sentence for each loss.
 
         Raises:
-            StateCorrupt: no version of a fragment matches its digests. This fragment is unchanged.
+            StateCorrupt: all versions of a fragment are damaged. This fragment's files and rows stay unchanged.
         """
         fell_back = []
         for fragment in self._slots.fragments:
@@ -58,10 +58,10 @@ class Recovery:
     # -- versions
 
     def _recover_head(self, fragment: int) -> list[str]:
-        """Make the newest intact version of a fragment its head.
+        """Find a fragment's newest intact version. If newer versions are damaged, make the run continue from it.
 
         Returns:
-            One sentence if the fragment falls back to an older version; else an empty list.
+            One sentence if the run continues from an older version; else an empty list.
 
         Raises:
             StateCorrupt: no version of the fragment matches its digests.
@@ -99,7 +99,7 @@ class Recovery:
         return state is not None and verify(state.fd, shapes.state, row.state_digests)
 
     def _recover_deltas(self, fragment: int) -> None:
-        """Remove the rows of deltas that are damaged or belong to a version that is not kept."""
+        """Remove the rows of deltas (differences between versions) that are damaged, or useless without a version."""
         shape = self._slots.shapes_of(fragment).delta
         kept = {row.version for row in self._versions.kept(fragment)}
         with self._journal.transaction():
@@ -111,7 +111,12 @@ class Recovery:
                     )
 
     def _fall_back(self, fragment: int, head: int, version: int) -> str:
-        """Make `version` the head again, in one transaction: expire later updates, delete later rounds and versions.
+        """Return to an older version in one transaction: expire later updates, delete later rounds and versions.
+
+        Args:
+            fragment: the fragment.
+            head: number of the lost newest version.
+            version: number of the version to continue from.
 
         Returns:
             A sentence about the loss.
@@ -160,7 +165,9 @@ class Recovery:
         self._audit.append("expired", ticket=ticket.ticket, site=ticket.site, reason=reason)
 
     def _recover_spool(self, ticket: TicketRow) -> list[str]:
-        """Check the received parts of an open or accepted ticket, and drop damaged ones.
+        """Check the received parts of a ticket's update. If parts are damaged, drop them.
+
+        An accepted update cannot be used without them, so its ticket expires.
 
         Returns:
             One sentence about the loss; an empty list if nothing was lost.
@@ -191,7 +198,7 @@ class Recovery:
         return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; the site submits its update again."]
 
     def _bad_parts(self, ticket: TicketRow, slot: Slot | None) -> list[int]:
-        """Return the numbers of damaged parts; if the update is accepted, also those of parts without a row."""
+        """Return the numbers of an update's damaged parts and, if it was accepted, of parts without a journal row."""
         ranges = self._slots.shapes_of(ticket.fragment).update_parts
         recorded = self._tickets.parts(ticket.ticket)
 

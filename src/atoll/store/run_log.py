@@ -1,4 +1,4 @@
-"""Reads and writes the journal's rows about the run, its sites, rounds, version history and ended workflows."""
+"""Reads and writes the journal's rows about the run, its sites, rounds, history of versions, and ended workflows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from atoll.store.journal_tables import (
 
 
 class RunLog:
-    """The journal's rows of a run, except those of tickets and of kept versions."""
+    """Reads and writes the journal's rows of a run, except the rows of tickets and of stored versions."""
 
     def __init__(self, journal: Journal, audit: AuditLog) -> None:
         self._journal, self._audit = journal, audit
@@ -33,7 +33,7 @@ class RunLog:
 
     @property
     def epoch(self) -> int:
-        """The journal's epoch: a number that rises at every server start, and when the run falls back a version."""
+        """The journal's epoch: a number that rises at each server start, and at each return to an older version."""
         return int(self._journal.value("SELECT epoch FROM meta"))
 
     @property
@@ -84,7 +84,7 @@ class RunLog:
 
         Args:
             site: name of the site.
-            lease: number of the lease.
+            lease: number of the lease, the right of one worker process to act for the site.
             process: id of the worker process, with the hash of the lease's secret.
             host: host of the worker.
             labels_json: labels of the site.
@@ -126,7 +126,7 @@ class RunLog:
         """
         row = self._journal.first(MEMBERS, "WHERE site = ?", site)
         if row is None:
-            raise StoreError(f"{site!r} never joined.")
+            raise StoreError(f"No site named {site!r} has ever joined this run.")
         return row
 
     def members(self) -> tuple[MemberRow, ...]:
@@ -138,9 +138,9 @@ class RunLog:
         return int(self._journal.value("SELECT coalesce(max(lease), 0) + 1 FROM members"))
 
     def kept_weight(self, site: str) -> float:
-        """Return the weight of the site's first counted update.
+        """Return the weight of the site's first aggregated update.
 
-        Return 0 if the site has no counted update, or if the run's reducers do not need weights of absent sites.
+        Return 0 if none was aggregated yet, or if the run's reducers do not need the weights of absent sites.
         """
         found = self._journal.value("SELECT weight FROM members WHERE site = ? AND rounds_counted > 0", site)
         return float(found or 0.0)
@@ -156,7 +156,7 @@ class RunLog:
             expected: sites that the round waits for.
 
         Raises:
-            StoreError: the round is frozen or committed.
+            StoreError: the round is closed.
         """
         with self._journal.transaction():
             changed = self._journal.insert(
@@ -168,12 +168,12 @@ class RunLog:
                 raise _not_open(fragment, base_version)
 
     def freeze(self, fragment: int, base_version: int, tickets: Sequence[int], *, keep_weights: bool = False) -> None:
-        """Close a round with exactly these tickets, in this order. If it is closed with them already, change nothing.
+        """Close a round. If it is closed with the same tickets already, change nothing.
 
         Args:
             fragment: the fragment.
             base_version: the version that the round starts from.
-            tickets: the tickets of the updates that count, in the order in which they are reduced.
+            tickets: the tickets of the updates to aggregate, in this order.
             keep_weights: also record the weight of each site's first update, and the estimated weight of all sites.
 
         Raises:
@@ -242,7 +242,7 @@ class RunLog:
         return self._journal.first(ROUNDS, "WHERE fragment = ? AND base_version = ?", fragment, base_version)
 
     def rounds(self) -> tuple[RoundRow, ...]:
-        """Return all open and frozen rounds, sorted by fragment."""
+        """Return all rounds that are open, or closed but without a new version so far, sorted by fragment."""
         return tuple(self._journal.select(ROUNDS, "WHERE state IN ('open', 'frozen') ORDER BY fragment"))
 
     def has_begun(self, fragment: int) -> bool:
@@ -270,9 +270,10 @@ class RunLog:
         return found
 
     def lost_versions(self, fragment: int = 0) -> tuple[int, ...]:
-        """Return the numbers below the head that belong to lost versions.
+        """Return the numbers of a fragment's lost versions that are below its newest version.
 
-        Versions are lost when damage makes a run continue from an older version. Their numbers are not used again.
+        If the newest versions are damaged, the run continues from an older one, and the damaged versions are lost.
+        Their numbers are not used again.
         """
         found = self._journal.rows(
             "SELECT version FROM history WHERE lost AND fragment = ?1 "

@@ -1,12 +1,13 @@
 """The state directory of a run: everything that a server needs to continue after a kill.
 
     <directory>/lock             locked by the server that uses the directory
-    <directory>/journal.sqlite   every decision, as rows
+    <directory>/journal.sqlite   the journal: a database with every decision of the server
     <directory>/audit.head       number and hash of the audit log's last entry
-    <directory>/slots/           preallocated tensor files: versions, outer optimizer states, spools of updates
+    <directory>/slots/           preallocated tensor files: versions, outer optimizer states, arriving updates
 
-Bytes are written to a slot before a journal row refers to them, so no row exists without its bytes. On every start a
-server creates a `Store`, then calls `store.slots.shape`, then `store.recover`. After that it may use the store.
+Bytes are written to a tensor file before a row of the journal refers to them, so no row exists without its bytes. At
+every start, a server creates a `Store`, then calls `store.slots.shape`, then `store.recover`. Only then it may use the
+store.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class Store:
     """The files of one run at the server. Thread-safe. Methods that read or write files block; call them in a thread.
 
     Attributes:
-        journal: the journal, for transactions.
+        journal: the journal (the server's database), for transactions.
         audit: the audit log.
-        run_log: rows about the run, its sites, rounds, history and workflows.
-        slots: the slot files.
+        run_log: the journal's rows about the run, its sites, rounds, history and workflows.
+        slots: the preallocated tensor files.
         tickets: the tickets and their updates.
-        versions: the versions and deltas.
+        versions: the versions, and the encoded differences between versions (deltas).
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Store:
             raise
 
     def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
-        """Log the warnings in `start`, raise the epoch in the journal, and write `audit.head` from now on."""
+        """Raise the epoch in the journal, log the warnings in `start`, and begin to keep `audit.head` up to date."""
         for warning in start.warnings:
             LOG.warning("%s", warning)
         with self.journal.transaction(synced=True):
@@ -132,18 +133,19 @@ class Store:
         return head
 
     def recover(self) -> tuple[str, ...]:
-        """Check the files against the journal and drop damaged ones. Call it on every start, after `slots.shape`.
+        """Check the files against the journal and drop damaged ones. Call it at every start, after `slots.shape`.
 
-        The head of each fragment is compared with its digests. If the head is damaged, the newest intact version
-        becomes the head. Then updates to later versions expire, later rounds are deleted, and the epoch rises.
-        Damaged parts of open tickets are dropped. A damaged accepted update expires, and its round opens again. Files
-        without a journal row are removed. A frozen round stays frozen; the server has to reduce its updates again.
+        The newest version of each fragment is compared with its digests. If it is damaged, the run continues from the
+        newest intact version: updates for later versions expire, later rounds are deleted, and the epoch rises.
+        Damaged parts of incomplete updates are dropped. A damaged accepted update expires, and its round opens again.
+        Files that no row of the journal refers to are removed. A round that was closed, but has no new version yet,
+        stays closed; the server has to aggregate its updates again.
 
         Returns:
             One sentence for each loss.
 
         Raises:
-            StateCorrupt: no version of a fragment matches its digests. This fragment is unchanged.
+            StateCorrupt: all versions of a fragment are damaged. This fragment's files and rows stay unchanged.
         """
         return Recovery(self.journal, self.audit, self.slots, self.run_log, self.tickets, self.versions).run()
 
@@ -162,7 +164,7 @@ class Store:
         """Raise an error if `free_bytes` is below `min_free_bytes`.
 
         Raises:
-            DiskFull: too little is free. The request may be repeated after `retry_after_s` seconds, set on the error.
+            DiskFull: too little is free. The error's `retry_after_s` says when the client may repeat its request.
         """
         free = self.free_bytes()
         if free < min_free_bytes:
@@ -216,9 +218,9 @@ class Store:
         return target
 
     def close(self) -> None:
-        """Close and unlock the directory. If the run is finished, first remove all versions except the last.
+        """Close and unlock the directory. If the run is finished, first remove all versions except the newest.
 
-        A tensor file that is still being read or written stays open until the last reference to it ends.
+        A tensor file that is still being read or written stays open until its last reader or writer has ended.
         """
         with self.journal.lock:
             if self.journal.closed:
@@ -293,4 +295,4 @@ def _lock(directory: Path) -> int:
             "Stop that server, or set another disk.state_dir for this one.",
         ) from None
     except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}.", WRITABLE) from error
+        raise StoreError(f"{path} cannot be locked: {error.strerror}.", WRITABLE) from error

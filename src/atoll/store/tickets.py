@@ -1,4 +1,4 @@
-"""Tickets and their updates. The server accepts at most one update per ticket, and counts it at most once."""
+"""Tickets and their updates. A ticket permits a site to submit one update, which is aggregated at most once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from atoll.store.update_spool import PartWriter, Spool
 
 
 class Tickets:
-    """The tickets of a run, and the files (spools) of their updates. A ticket is live while it is open or accepted."""
+    """The tickets of a run, and the files (spools) of their updates.
+
+    A ticket is open until its update is accepted or refused, or the ticket expires. An accepted ticket is counted as
+    soon as its update is aggregated into a version. Open and accepted tickets are called live.
+    """
 
     def __init__(self, journal: Journal, audit: AuditLog, slots: Slots) -> None:
         self._journal, self._audit, self._slots = journal, audit, slots
@@ -37,7 +41,7 @@ class Tickets:
             base_version: version that the site trains from.
 
         Raises:
-            StoreError: the number is taken, or the site has an open, accepted or counted ticket of this round.
+            StoreError: the number is taken, or the site has an open, accepted or counted ticket of this round already.
         """
         row = TicketRow(ticket, site, fragment, base_version, "open")
         with self._journal.transaction():
@@ -46,7 +50,7 @@ class Tickets:
         return row
 
     def get(self, ticket: int) -> TicketRow:
-        """Return a ticket in any state.
+        """Return the row of a ticket, whatever its state.
 
         Raises:
             Gone: this run has never issued the ticket.
@@ -63,12 +67,12 @@ class Tickets:
             return row
 
     def require_live(self, ticket: int) -> TicketRow:
-        """Return an open or accepted ticket.
+        """Return the row of a ticket. Raise an error unless the ticket is open or accepted.
 
         Raises:
             Gone: this run has never issued the ticket.
-            TicketClosed: the ticket is counted or expired.
-            UpdateRefused: the ticket is refused.
+            TicketClosed: the ticket has expired, or its update was aggregated.
+            UpdateRefused: the ticket's update was refused.
         """
         row = self.get(ticket)
         if not row.is_live:
@@ -76,14 +80,17 @@ class Tickets:
         return row
 
     def _known(self) -> dict[int, TicketRow]:
-        """Return the cache of live tickets, emptied if the journal was rolled back. Call it under the lock."""
+        """Return the cache of open and accepted tickets. Empty it first if a transaction was rolled back since.
+
+        Call it under the journal's lock.
+        """
         if self._live_as_of != self._journal.undone:
             self._live.clear()
             self._live_as_of = self._journal.undone
         return self._live
 
     def change(self, sql: str, tickets: Sequence[int], *values: Any) -> None:
-        """Execute an SQL statement once for each ticket, and forget the cached rows. Call it inside a transaction.
+        """Execute an SQL statement for each ticket, and remove the tickets from the cache. Call it in a transaction.
 
         Args:
             sql: statement with one `?` for each of `values`, then one `?` for the ticket's number.
@@ -105,7 +112,7 @@ class Tickets:
     def to_go_on(self) -> tuple[TicketRow, ...]:
         """Return the tickets that a restarted server needs, sorted by number.
 
-        These are all open and accepted tickets, and all tickets of the rounds that start from a current head.
+        These are all open and accepted tickets, and all tickets of rounds that start from a fragment's newest version.
         """
         return self.select(
             "state IN ('open', 'accepted') OR (fragment, base_version) IN (SELECT fragment, version FROM heads)"
@@ -116,7 +123,7 @@ class Tickets:
         return int(self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"))
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
-        """Return site → base version of the site's newest ticket in a fragment."""
+        """Return site → base version of the site's newest ticket for a fragment."""
         return dict(
             self._journal.rows(
                 "SELECT site, base_version FROM tickets WHERE ticket IN "
@@ -126,13 +133,13 @@ class Tickets:
         )
 
     def last_of(self, site: str, fragment: int = 0) -> TicketRow | None:
-        """Return the newest ticket of a site in a fragment; None if there is none."""
+        """Return the newest ticket of a site for a fragment; None if there is none."""
         return self._journal.first(
             TICKETS, "WHERE site = ? AND fragment = ? ORDER BY ticket DESC LIMIT 1", site, fragment
         )
 
     def last_counted(self, site: str) -> TicketRow | None:
-        """Return the site's newest counted ticket; None if there is none. Only for runs with one fragment."""
+        """Return the newest ticket of a site with an aggregated update; None if there is none. Only for fragment 0."""
         return self._journal.first(
             TICKETS, "WHERE site = ? AND fragment = 0 AND state = 'counted' ORDER BY ticket DESC LIMIT 1", site
         )
@@ -143,7 +150,8 @@ class Tickets:
         """Return the spool (the file of the update) of an open or accepted ticket. The first call assigns the file.
 
         Raises:
-            Gone, TicketClosed, UpdateRefused: as in `require_live`.
+            Gone: this run has never issued the ticket.
+            TicketClosed, UpdateRefused: the ticket is neither open nor accepted.
             DiskFull: the disk has no space for the file.
         """
         with self._journal.lock:
@@ -194,11 +202,11 @@ class Tickets:
                 self.drop_part(ticket, part)
 
     def drop_part(self, ticket: int, part: int) -> None:
-        """Delete the row of a recorded part. Call it inside a transaction."""
+        """Delete the record of a part, which then must be sent again. Call it inside a transaction."""
         self._journal.execute("DELETE FROM parts WHERE ticket = ? AND part = ?", ticket, part)
 
     def parts(self, ticket: int) -> dict[int, PartRow]:
-        """Return the recorded parts of a ticket: part number → row."""
+        """Return the parts of a ticket's update that are on disk and checked: part number → row."""
         return {row.part: row for row in self._journal.select(PARTS, "WHERE ticket = ? ORDER BY part", ticket)}
 
     def record_part(
@@ -231,9 +239,9 @@ class Tickets:
             self._journal.after_commit(lambda: failpoint("part.recorded"))
 
     def close_spools(self) -> None:
-        """Close all spools, so that later writes fail. Call it when the server stops."""
+        """Close the files of all arriving updates, so that later writes fail. Call it when the server stops."""
         for spool in self._spools.values():
-            spool.close(StoreError("The server is stopping.", "Send it again when it is back."))
+            spool.close(StoreError("The server is stopping.", "Send the part again after its restart."))
         self._spools.clear()
         self._live.clear()
 
@@ -244,7 +252,7 @@ class Tickets:
     ) -> TicketRow:
         """Accept the update of a ticket. A repeated call with the same digest returns the same row.
 
-        With durability `power`, the spool is fsynced before the ticket is accepted.
+        With durability `power`, the update's file is fsynced before the ticket is accepted.
 
         Args:
             ticket: number of the ticket.
@@ -255,7 +263,7 @@ class Tickets:
             norm: L2 norm of the update.
 
         Raises:
-            Conflict: an update with another digest was accepted under this ticket.
+            Conflict: an update with another digest was accepted for this ticket.
             TicketClosed, UpdateRefused: the ticket has expired or was refused. The message says why.
             BadRequest: parts are missing. The message lists them.
             SyncFailed: fsync failed; the server must end.
@@ -271,7 +279,8 @@ class Tickets:
                 return row
             if row.is_in:
                 raise Conflict(
-                    f"Ticket {ticket} of {row.site} already has the update {str(row.digest)[:12]}, not {digest[:12]}.",
+                    f"Ticket {ticket} of {row.site} already has the update with digest {str(row.digest)[:12]}, so an "
+                    f"update with digest {digest[:12]} is not accepted.",
                     "Ask for the next ticket: each ticket is for one update.",
                 )
             if row.state != "open":
@@ -314,14 +323,14 @@ class Tickets:
         missing = [part for part in range(len(wanted)) if part not in recorded]
         if missing:
             raise BadRequest(
-                f"Ticket {row.ticket} of {row.site} lacks the parts {missing}.", "Send them, then complete it again."
+                f"The update for ticket {row.ticket} lacks the parts {missing}.", "Send these, then complete it again."
             )
 
     def refuse(self, ticket: int, reason: str) -> TicketRow:
         """Refuse the update of an open ticket, and return the ticket. A refused or expired ticket stays unchanged.
 
         Raises:
-            StoreError: the update is accepted or counted.
+            StoreError: the update was accepted.
         """
         self._end_open([ticket], "refused", reason)
         return self.get(ticket)
@@ -330,15 +339,21 @@ class Tickets:
         """Expire open tickets. Refused and expired tickets stay unchanged.
 
         Raises:
-            StoreError: a ticket is accepted or counted. No ticket was changed.
+            StoreError: the update of a ticket was accepted. No ticket was changed.
         """
         self._end_open(tickets, "expired", reason)
 
     def reopen(self, fragment: int, base_version: int, tickets: Sequence[int], reason: str) -> None:
-        """Open a round of a swarm again, after the worker that had collected its accepted updates was lost.
+        """Open a swarm's round again, because the worker that aggregated it was lost with the collected updates.
 
-        Accepted tickets become open, because their updates have to be sent again. A frozen round becomes open. If
-        there is nothing to change, no entry is added to the audit log.
+        Accepted tickets become open, because their updates have to be sent again. If the round was closed, it becomes
+        open. If there is nothing to change, no entry is added to the audit log.
+
+        Args:
+            fragment: the fragment.
+            base_version: the version that the round starts from.
+            tickets: tickets of the round.
+            reason: the reason, for the audit log.
         """
         with self._journal.transaction():
             rows = [row for row in map(self.get, tickets) if row.state == "accepted"]
@@ -372,9 +387,9 @@ class Tickets:
                 self._audit.append(state, ticket=row.ticket, site=row.site, reason=reason)
 
     def end(self, rows: Sequence[TicketRow], state: TicketState, reason: str, version: int | None = None) -> None:
-        """Give tickets their final state, and delete the rows of their parts. Call it inside a transaction.
+        """Give tickets their final state, and delete the records of their parts. Call it inside a transaction.
 
-        After the commit, the file of an update may be reused as soon as no writer uses it.
+        After the commit, the files of their updates may be reused as soon as nothing writes to them.
 
         Args:
             rows: the tickets.
@@ -407,10 +422,10 @@ class Tickets:
 
 
 def why_closed(row: TicketRow) -> AtollError:
-    """Return the error for a request that sends bytes for a ticket that is no longer open.
+    """Return the error for a request that sends a part, or completes an update, for a ticket that is not open.
 
-    For a refused ticket it is `UpdateRefused`, whether the request sends a part or completes the update. A worker may
-    have several requests under way, also from several ranks, and acts on the first answer.
+    It is `UpdateRefused` for every such request if the ticket was refused, else `TicketClosed`. A worker may wait for
+    several requests at once, also from several ranks, and acts on the first answer, so all answers are the same.
     """
     if row.state == "refused":
         return UpdateRefused(

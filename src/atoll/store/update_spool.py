@@ -1,7 +1,7 @@
 """The spool: the file into which the server writes one arriving update. Each part has at most one writer.
 
-If a worker sends a part again, a new writer replaces the part's writer. The old writer is cancelled, and its running
-pwrite ends, before the new writer begins. So a late byte of a lost connection cannot overwrite a newer request's bytes.
+If a worker sends a part again, a new writer replaces the part's old writer. The old writer is cancelled, and its last
+write ends, before the new writer begins. So a late byte of a lost connection cannot overwrite a newer request's bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ class WriterCancelled(StoreError):
 
 
 class PartWriter:
-    """Writes the bytes of one part into the spool, in order. `Spool.begin_part` creates it; end it with `abandon`."""
+    """Writes the bytes of one part of an update to the update's file, in order.
+
+    `Spool.begin_part` returns a writer. Call `abandon` when the writer is no longer needed.
+    """
 
     def __init__(self, spool: Spool, part: int, lock: threading.Lock) -> None:
         self.part = part
@@ -60,7 +63,7 @@ class PartWriter:
         if self.written + len(data) > self.nbytes:
             raise BadRequest(
                 f"Part {self.part} has {self.nbytes} bytes, but more were sent.",
-                "Cut the update as the ticket's layout says.",
+                "Divide the update into parts as the ticket's layout says.",
             )
         try:
             failpoint("spool.write")
@@ -73,7 +76,7 @@ class PartWriter:
             self._spool.sync()
 
     def abandon(self) -> None:
-        """Cancel this writer. A part that is not recorded yet must then be written again. Never raises."""
+        """Cancel this writer. If its part is not recorded yet, the part must be written again. Never raises."""
         self.cancel(WriterCancelled(f"Part {self.part} is no longer wanted."))
 
     def cancel(self, reason: AtollError) -> None:
@@ -103,8 +106,8 @@ class Spool:
         pool: pool that the slot belongs to.
         slot: slot (preallocated file) for the bytes.
         ranges: (offset, nbytes) of each part in the file.
-        forget: function of ticket and part that deletes the part's row. It is called with the lock held, before a part
-            is written again.
+        forget: function that deletes the record of a part, given the numbers of ticket and part. It is called under the
+            journal's lock, before the part is written again.
         sync: function that fsyncs the file, called after each part; None with durability `process`.
     """
 
@@ -126,18 +129,21 @@ class Spool:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file. Do not close it. Hold the slot (`SlotPool.hold`) if the ticket may end meanwhile."""
+        """Descriptor of the file. Do not close it.
+
+        If the ticket may end while the descriptor is in use, call `SlotPool.hold`, so that the file is not reused.
+        """
         return self.slot.fd
 
     def begin_part(self, part: int) -> PartWriter:
-        """Return a new writer that starts at the first byte of a part. Cancel an earlier writer of the part first.
+        """Cancel a part's earlier writer, if there is one, and return a new writer that starts at the first byte.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.
             BadRequest: the update has no part with this number.
         """
         if not 0 <= part < len(self.ranges):
-            raise BadRequest(f"Part {part} does not exist; the update has {len(self.ranges)} parts.")
+            raise BadRequest(f"Part {part} does not exist; the update has {len(self.ranges)} parts, numbered from 0.")
         with self.pool.lock:
             if self._closed:
                 raise self._closed

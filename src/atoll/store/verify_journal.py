@@ -1,7 +1,7 @@
-"""Checks that a journal is intact: that its last entries are not lost, and that its rows agree with the audit log.
+"""Checks that a journal is intact: that it has not lost its last entries, and that its rows agree with the audit log.
 
-A server's start checks the rows that the server is going to use. `atoll audit` checks all rows. Both read the audit log
-from its last entry backwards, and check the hash chain on the way.
+A starting server checks the rows that it is going to use. `atoll audit` checks all rows. Both read the audit log from
+its last entry backwards, and check the hash chain on the way.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _REMEDY = (
 
 @dataclass
 class Start:
-    """Result of the check at a server's start.
+    """Result of the check of the journal at a server's start.
 
     Attributes:
-        lost: content of `audit.head` if a power loss has cut off the journal's end; else None.
+        lost: content of `audit.head` if a power loss has removed the journal's last entries; else None.
         lost_entries: number of audit entries that are lost.
         warnings: sentences for the server's log.
     """
@@ -56,7 +56,7 @@ def at_start(rows: Query, directory: Path) -> Start:
     """Check the rows of the journal that a starting server is going to use.
 
     Args:
-        rows: query function of the journal.
+        rows: function that runs an SQL query on the journal.
         directory: the state directory.
 
     Raises:
@@ -83,7 +83,7 @@ def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[in
     """Compare each entry of the audit log with the journal's row that the entry is about.
 
     Args:
-        rows: query function of the journal.
+        rows: function that runs an SQL query on the journal.
         directory: the state directory.
         head: content of `audit.head`. Read it before the journal, because a running server may write both.
 
@@ -112,8 +112,8 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
     if head.durability != "process" or (boot and boot == head.boot):
         raise StateCorrupt(
             (
-                f"The journal in {directory} has lost its end: it has {entries} entries of the audit log in epoch "
-                f"{epoch}, but once had {head.entries} in epoch {head.epoch}. "
+                f"The journal in {directory} has lost its end: its audit log has {entries} entries (epoch {epoch}), "
+                f"but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
             )
             + (
                 "The machine has not lost power since."
@@ -138,10 +138,10 @@ def _compare(rows: Query, directory: Path, *, since: int, everything: bool) -> N
 
 
 class _Comparison:
-    """Reads the audit log once, from the last entry backwards, and compares its entries with the journal's rows.
+    """Compares the entries of the audit log with the journal's rows, from the last entry backwards.
 
     Args:
-        rows: query function of the journal.
+        rows: function that runs an SQL query on the journal.
         since: number of the earliest entry that must be read.
         everything: True: read back to the first entry. False: stop when the entries of all needed rows are found.
     """
@@ -163,7 +163,7 @@ class _Comparison:
         )
 
     def problem(self) -> str:
-        """Compare entries and rows. Return a description of the first difference; empty if there is none."""
+        """Compare entries and rows. Return a text about the first difference; empty if there is none."""
         ((above,),) = self._rows(
             "SELECT min(versions.version) FROM versions LEFT JOIN heads USING (fragment) "
             "WHERE versions.version > coalesce(heads.version, -1)"
@@ -186,10 +186,10 @@ class _Comparison:
         return self._of_the_end()
 
     def _entries(self) -> Iterator[AuditRow]:
-        """Yield the entries from the last to the first. Check the hash of each, and that the next entry repeats it.
+        """Yield the entries from the last to the first, and check that they form a hash chain.
 
         Raises:
-            StateCorrupt: a check failed.
+            StateCorrupt: an entry does not match its hash, or the entry after it does not contain this hash.
         """
         behind: AuditRow | None = None
         for values in _paged(self._rows, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
@@ -198,8 +198,8 @@ class _Comparison:
             if not follows or hash_of(*values[:-1]) != row.hash:
                 number = row.seq if follows or behind is None else behind.seq - 1
                 raise StateCorrupt(
-                    f"The audit log is broken at entry {number}: it was changed or removed.",
-                    "Restore the directory from a backup.",
+                    f"The audit log is broken at entry {number}: this entry was changed or removed.",
+                    "Restore the whole state directory from a backup.",
                 )
             yield row
             behind = row
@@ -251,7 +251,15 @@ class _Comparison:
         )
 
     def _head(self, detail: Mapping[str, Any], seq: int) -> str:
-        """Compare a fragment's head with the newest entry about it. Return the difference; empty if there is none."""
+        """Compare the number of a fragment's newest version (its head) with the newest audit entry about it.
+
+        Args:
+            detail: values of the audit entry.
+            seq: number of the audit entry.
+
+        Returns:
+            A text about the difference; empty if there is none.
+        """
         fragment, version = detail["fragment"], detail["version"]
         head = self._left.pop(f"the head of fragment {fragment}", version)
         return (
@@ -275,7 +283,7 @@ class _Comparison:
         return ""
 
     def _of_the_end(self) -> str:
-        """Check that journal and audit log agree on whether the run is over. Return the difference; empty if none."""
+        """Compare journal and audit log: is the run over? Return a text if they differ, else an empty text."""
         told = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )
@@ -290,7 +298,7 @@ def _paged(rows: Query, sql: str) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of a query. At most `_PAGE` rows are in memory at a time.
 
     Args:
-        rows: query function of the journal.
+        rows: function that runs an SQL query on the journal.
         sql: query with a condition `< ?` on its first column, in descending order of that column.
     """
     below = 2**62

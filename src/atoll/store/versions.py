@@ -42,7 +42,8 @@ class VersionDigests:
         digest: digest of the version, hex.
         part_digests: BLAKE3 of each region of the version's file.
         state_digests: BLAKE3 of each region of the outer optimizer state's file; empty if no state was written.
-        delta_digest: digest of the delta from the previous head, hex; empty if there is no delta.
+        delta_digest: digest of the delta (the encoded difference from the previous version), hex; empty if there is
+            no delta.
         delta_digests: BLAKE3 of each region of the delta's file; empty if there is no delta.
     """
 
@@ -55,9 +56,9 @@ class VersionDigests:
 
 @dataclass(eq=False)
 class VersionDraft:
-    """Files of a new version that is not committed yet: version, outer optimizer state and delta.
+    """Files of a new version that is not committed yet: version, outer optimizer state and difference (delta).
 
-    `Versions.begin` returns the draft. End it with `Versions.commit` or `abandon`.
+    `Versions.begin` returns a draft. Call `Versions.commit` or `abandon` at its end.
     """
 
     fragment: int
@@ -77,20 +78,20 @@ class VersionDraft:
         return self.slot.fd, self.state.fd if self.state else None, self.delta.fd if self.delta else None
 
     def abandon(self) -> None:
-        """Free the slots. After a commit or an earlier call, do nothing."""
+        """Discard the draft, so that its files can be reused. After a commit or an earlier call, do nothing."""
         if not self.ended:
             self.ended = True
             self._drop()
 
 
 class Pin(Generic[Row]):
-    """Keeps the files of a version or a delta unchanged while they are read, until `release`.
+    """Keeps the files of a version or a delta (a difference between versions) unchanged for reading, until `release`.
 
     Attributes:
         row: row of the version or the delta.
-        slots: slots of the files: of the version and, if requested, of the outer optimizer's state; or of the delta.
+        slots: the files: of the version and, if requested, of the outer optimizer's state; or of the delta.
         fds: descriptors of the files, in the same order; duplicated for this pin.
-        revoked: event that is set when the store needs the slots for newer versions. Then stop reading and call
+        revoked: event that is set when the store needs the files for newer versions. Then stop reading and call
             `release`.
     """
 
@@ -104,7 +105,7 @@ class Pin(Generic[Row]):
 
     @property
     def fd(self) -> int:
-        """Descriptor of the version or the delta."""
+        """Descriptor of the file of the version or the delta (a difference between versions)."""
         return self.fds[0]
 
     @property
@@ -138,7 +139,7 @@ class Versions:
         max_pins: number of older versions that are kept in addition while workers still download them.
 
     Attributes:
-        wanted: function of a fragment that returns the versions that workers are going to pull. These are kept, too,
+        wanted: function that returns the versions of a fragment that workers will soon download. These are kept, too,
             up to `keep_versions + max_pins` versions in all.
     """
 
@@ -166,7 +167,7 @@ class Versions:
 
         Raises:
             DiskFull: the disk is full. No partial file is left behind.
-            StoreError: `version` is not the next number.
+            StoreError: `version` is not the next version number.
         """
         head, shapes = self._require_next(fragment, version), self._slots.shapes_of(fragment)
         self._revoke_oldest(fragment)
@@ -190,7 +191,7 @@ class Versions:
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
-        """Make a draft the new head of its fragment, and its tickets counted, in one transaction.
+        """Commit a draft as the newest version of its fragment, and mark its tickets as counted, in one transaction.
 
         Args:
             draft: the draft, with all its files completely written.
@@ -199,12 +200,12 @@ class Versions:
             tickets: the tickets that the round was closed with, in the same order; empty for version 0.
 
         Returns:
-            The row of the new head.
+            The row of the new version.
 
         Raises:
             DiskFull: nothing changed; commit the same draft again, or abandon it.
             SyncFailed: fsync failed; the server must end.
-            StoreError: the round was not closed with these tickets, or the head has changed since `begin`.
+            StoreError: the round was not closed with these tickets, or another version was committed since `begin`.
         """
         self._check_digests(draft, written)
         power = self._journal.durability == "power"
@@ -262,22 +263,22 @@ class Versions:
             )
 
     def next_number(self, fragment: int = 0) -> int:
-        """Return the next version number: one above the newest committed version, even if that version is lost."""
+        """Return the next version number: one above the newest version ever committed, even if that one is lost."""
         newest = self._journal.value(
             "SELECT version FROM history WHERE fragment = ? ORDER BY seq DESC LIMIT 1", fragment
         )
         return 0 if newest is None else int(newest) + 1
 
     def _require_next(self, fragment: int, version: int) -> int | None:
-        """Return the number of the head that `version` follows; None for version 0.
+        """Check that `version` is the next version number. Return the number of the version before; None for version 0.
 
         Raises:
-            StoreError: `version` is not the next number.
+            StoreError: `version` is not the next version number.
         """
         head, following = self._head_number(fragment), self.next_number(fragment)
         if version != following:
             raise StoreError(
-                f"Version {version} cannot follow head {head} of fragment {fragment}; the next is {following}."
+                f"Version {version} cannot follow {head}, the newest of fragment {fragment}; the next is {following}."
             )
         return head
 
@@ -288,7 +289,7 @@ class Versions:
         if round_ is None or round_.state != "frozen" or round_.tickets != tuple(tickets):
             raise StoreError(
                 f"Version {version} of fragment {fragment} was made from the tickets {list(tickets)}, but the "
-                f"journal has {round_ and (round_.state, list(round_.tickets))}."
+                f"round's state and tickets in the journal are {round_ and (round_.state, list(round_.tickets))}."
             )
         rows = [self._tickets.get(ticket) for ticket in tickets]
         self._tickets.end(rows, "counted", "", version)
@@ -328,10 +329,10 @@ class Versions:
         return tuple(version for (version,) in found)
 
     def get(self, fragment: int, version: int) -> VersionRow:
-        """Return the row of a kept version.
+        """Return the row of a version that the server still has.
 
         Raises:
-            Gone: the version is not kept. The message gives the head's number.
+            Gone: the server does not have the version. The message gives the newest version's number.
         """
         row = self._journal.first(VERSIONS, f"WHERE {_KEPT} AND version = ?2", fragment, version)
         if row is None:
@@ -343,15 +344,18 @@ class Versions:
         return row
 
     def kept(self, fragment: int = 0) -> tuple[VersionRow, ...]:
-        """Return the rows of all kept versions of a fragment, oldest first."""
+        """Return the rows of all versions of a fragment that the server still has, oldest first."""
         return tuple(self._journal.select(VERSIONS, "WHERE fragment = ? ORDER BY version", fragment))
 
     def delta(self, fragment: int, version: int) -> DeltaRow | None:
-        """Return the row of the delta from an older version to `version`; None if there is none."""
+        """Return the row of the delta (difference) from an older version to `version`; None if there is none."""
         return self._journal.first(DELTAS, "WHERE fragment = ? AND version = ?", fragment, version)
 
     def state_file(self, fragment: int = 0) -> int | None:
-        """Return the descriptor of the outer optimizer's state at the head; None if there is none. Do not close it."""
+        """Return the descriptor of the outer optimizer's state after the newest version; None if it has no state.
+
+        Do not close the descriptor.
+        """
         row = self.head(fragment)
         return None if row.state_slot is None else self._slots.pool(STATE, fragment)[row.state_slot].fd
 
@@ -371,7 +375,7 @@ class Versions:
         with self._journal.lock:
             row = self.get(fragment, version)
             if with_state and row.state_digests and row.state_slot is None:
-                raise Gone(f"The outer state of version {version} is no longer kept.", "Use the newest version.")
+                raise Gone(f"The outer optimizer's state after version {version} is gone.", "Use the newest version.")
             numbers = [(VERSION, row.slot)]
             if with_state and row.state_slot is not None:
                 numbers.append((STATE, row.state_slot))
@@ -383,16 +387,16 @@ class Versions:
         return pin
 
     def pin_delta(self, fragment: int, version: int) -> Pin[DeltaRow]:
-        """Keep the delta of a version, and the version itself, unchanged until the pin is released.
+        """Keep a version and its delta (the difference from the version before) unchanged until the pin is released.
 
         Raises:
-            Gone: the version is no longer kept, or it has no delta.
+            Gone: the server no longer has the version, or the version has no delta.
         """
         with self._journal.lock:
             pin, row = self.pin(fragment, version), self.delta(fragment, version)
             if row is None:
                 pin.release()
-                raise Gone(f"Version {version} of fragment {fragment} has no delta.", "Download it whole.")
+                raise Gone(f"Version {version} of fragment {fragment} has no delta.", "Download the whole version.")
             pool = self._slots.pool(DELTA, fragment)
             slot = pool[row.slot]
             pool.hold(slot, PULL)
@@ -417,7 +421,7 @@ class Versions:
                     self.drop_old(fragment)
 
     def _revoke_oldest(self, fragment: int) -> None:
-        """Drop the oldest versions above `keep_versions + max_pins`, and tell their readers by the event `revoked`."""
+        """Drop the oldest versions above `keep_versions + max_pins`, and set `revoked` of their pins (readers)."""
         with self._journal.lock:
             rows, needed = self.kept(fragment), self._needed(fragment)
             most = self._keep_versions + self._max_pins
@@ -443,17 +447,18 @@ class Versions:
         return {*kept, *wanted[: max(0, self._keep_versions + self._max_pins - len(kept))]}
 
     def _newest(self, fragment: int, count: int) -> list[int]:
-        """Return the numbers of the newest `count` kept versions. The numbers have gaps if versions were lost."""
+        """Return the numbers of the newest `count` versions on disk. The numbers have gaps if versions were lost."""
         found = self._journal.rows(
             f"SELECT version FROM versions WHERE {_KEPT} ORDER BY version DESC LIMIT ?2", fragment, count
         )
         return [version for (version,) in found]
 
     def drop_old(self, fragment: int) -> None:
-        """Drop versions that are neither needed nor being read. Call it in a transaction; the commit frees the slots.
+        """Drop versions that are neither needed nor being read. Call it in a transaction; the commit frees their files.
 
-        States of the outer optimizer are kept for the head, for the version before the head (in case the head turns
-        out to be damaged), for the durable version, and for versions that are being read with their state.
+        States of the outer optimizer are kept for the newest version, for the one before (in case the newest turns out
+        to be damaged), for the newest version that survives a power loss, and for versions that are being read with
+        their state.
         """
         needed, head = self._needed(fragment), self._head_number(fragment)
         if head is None:
@@ -480,7 +485,7 @@ class Versions:
         self._slots.drop_after_commit(STATE, row.fragment, row.state_slot)
 
     def forget(self, row: VersionRow) -> None:
-        """Delete the rows of a version and its delta, without freeing slots. Call it inside a transaction."""
+        """Delete the rows of a version and its delta, but do not free their files. Call it inside a transaction."""
         for table in ("versions", "deltas"):
             self._journal.execute(f"DELETE FROM {table} WHERE fragment = ? AND version = ?", row.fragment, row.version)
 
@@ -491,7 +496,10 @@ class Versions:
         )
 
     def drop_all_but_heads(self) -> None:
-        """Drop all versions but the head, in each fragment with a durable head. Call it when the run is finished."""
+        """For each fragment, drop all versions except the newest, if the newest is known to survive a power loss.
+
+        Call it when the run is finished.
+        """
         with self._journal.transaction():
             for fragment in self._slots.fragments:
                 rows = self.kept(fragment)
@@ -502,17 +510,18 @@ class Versions:
     # -- durable versions
 
     def durable(self, fragment: int = 0) -> int | None:
-        """Return the newest version that is known to survive a power loss; None if there is none."""
+        """Return the number of the newest version that is known to survive a power loss; None if there is none."""
         found: int | None = self._journal.value("SELECT durable_version FROM heads WHERE fragment = ?", fragment)
         return found
 
     def write_durable(self, fragment: int = 0) -> int | None:
-        """Fsync the head, then record in the journal that the head survives a power loss.
+        """Fsync a fragment's newest version, then record in the journal that this version survives a power loss.
 
-        The fsync may be slow, but does not block other calls. Until it is done, the earlier durable version is kept.
+        The fsync may be slow, but does not block other calls. Until it is done, the version that was fsynced last is
+        kept.
 
         Returns:
-            The version that is durable now; None if the fragment has no version.
+            The number of the newest version; None if the fragment has no version.
 
         Raises:
             SyncFailed: fsync failed; the server must end.

@@ -93,17 +93,17 @@ def audited_by(app: typer.Typer, folder: Path) -> bool:
     return outcome.exception is not None
 
 
-def forge(folder: Path, keep: Callable[[sqlite3.Connection], None], sql: str, *values: object) -> None:
-    """Change the journal, and make the checksums of its rows right again, as `keep` does."""
+def forge(folder: Path, write_checksums: Callable[[sqlite3.Connection], None], sql: str, *values: object) -> None:
+    """Change the journal, and make the checksums of its rows right again, as `write_checksums` does."""
     with closing(sqlite3.connect(folder / "state" / JOURNAL, isolation_level=None)) as journal:
-        keep(journal)
+        write_checksums(journal)
         assert journal.execute(sql, values).rowcount == 1
 
 
 @pytest.mark.covers("F41")
 def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audited: Audit) -> None:
     """Also where the row has a new checksum, and not of the newest alone: the audit log has the weight, too."""
-    from atoll.store.journal_tables import keep
+    from atoll.store.journal_tables import write_checksums
 
     over, settings = threading.Event(), {"rounds.sites": 4, "rounds.total": 1}
 
@@ -120,7 +120,7 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
         sites.join()
     for (ticket,) in ask_journal(copy, accepted):
         folder = copy_folder(copy, tmp_path / str(ticket))
-        forge(folder, keep, "UPDATE tickets SET weight = 99.0 WHERE ticket = ?", ticket)
+        forge(folder, write_checksums, "UPDATE tickets SET weight = 99.0 WHERE ticket = ?", ticket)
         with pytest.raises(StateCorrupt, match=rf"ticket {ticket} has the weight 99\.0"), serve(folder, **settings):
             pass
         assert "weight" in audited(folder)
@@ -129,9 +129,9 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
 @pytest.mark.covers("F41")
 def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
     """A start adds no entry to the audit log: the epoch alone tells that the journal is older than `audit.head`."""
-    from atoll.store.journal_tables import keep
+    from atoll.store.journal_tables import write_checksums
 
-    forge(later, keep, "UPDATE meta SET epoch = epoch - 1")
+    forge(later, write_checksums, "UPDATE meta SET epoch = epoch - 1")
     with pytest.raises(StateCorrupt, match=r"lost its end.*epoch"), serve(later):
         pass
 

@@ -122,7 +122,7 @@ def test_nothing_is_changed_after_sqlite_has_ended_a_transaction(journal: Journa
     """SQLite does so where the disk is full: what came then would be a transaction of its own, and outlive it."""
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         journal._db.execute("ROLLBACK")
-        with pytest.raises(StoreError, match="has ended this transaction"), journal.transaction():
+        with pytest.raises(StoreError, match="has rolled this transaction back"), journal.transaction():
             journal.count("a")
         raise Undone
     assert counted(journal) == {}

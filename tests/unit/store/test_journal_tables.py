@@ -321,10 +321,10 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
 )
 def test_a_changed_row_is_found_where_its_checksum_was_made_anew(state: Path, tampering: str, words: str) -> None:
     """By one that lets the journal's own connection write it: the audit log has it otherwise."""
-    from atoll.store.journal_tables import keep
+    from atoll.store.journal_tables import write_checksums
 
     with closing(sqlite3.connect(state / "journal.sqlite", isolation_level=None)) as journal:
-        keep(journal)
+        write_checksums(journal)
         journal.execute(tampering)
     assert words in said(state)
 

@@ -113,7 +113,7 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     assert audited(store)[-1].what == "fell back"
     assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
     freeze(store, 1, {6: "a", 7: "b"})
-    with pytest.raises(StoreError, match=r"Version 2 cannot follow head 1 of fragment 0; the next is 3\."):
+    with pytest.raises(StoreError, match=r"Version 2 cannot follow 1, the newest of fragment 0; the next is 3\."):
         store.versions.begin(0, 2)
     assert write_version(store, 3, (6, 7)).version == 3
 
@@ -231,9 +231,9 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shapes", "complaint"),
     [
-        (replace(SHAPES, update_bytes=23), "spool files of fragment 0 have 24 bytes, but these settings need 23 bytes"),
-        (replace(SHAPES, state=None), "state files of fragment 0 have 20 bytes, but these settings need none"),
-        (replace(SHAPES, version=FileShape(40, b"other:::", SHAPES.version.regions)), "40 bytes, with other tensors"),
+        (replace(SHAPES, update_bytes=23), "'spool' for fragment 0: 24 bytes. With these settings: 23 bytes"),
+        (replace(SHAPES, state=None), "'state' for fragment 0: 20 bytes. With these settings: no file"),
+        (replace(SHAPES, version=FileShape(40, b"other:::", SHAPES.version.regions)), "40 bytes, but other tensors"),
     ],
 )
 def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, complaint: str) -> None:
