@@ -262,10 +262,7 @@ def _metadata(path: Path) -> dict[str, str]:
         with safe_open(path, framework="np") as file:
             return file.metadata() or {}
     except SafetensorError as error:
-        raise StateCorrupt(
-            f"{path} is damaged: {error}.",
-            "Restart the server: it writes the file again if it still keeps that version.",
-        ) from error
+        raise StateCorrupt(f"{path} is damaged: {error}.", "Restart the server, which writes it again.") from error
 
 
 def _copy(source: Path, out: Path) -> None:
