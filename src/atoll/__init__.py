@@ -8,13 +8,14 @@
     with atoll.DiLoCo(model, optimizer, server="http://host:8512", sync_every=500):
         ...                                                    # any training loop
 
-    atoll.integrations.lightning.patch(trainer)                # each trainer.fit is a round
+    atoll.integrations.lightning.patch(trainer)                # each call of trainer.fit is a round
 
     atoll.Simulation(model, settings, script=train, sites=200).run()     # many sites on this machine
 
 Public modules: `atoll.recipes` starts a run in one call. `atoll.objects` passes tensors by reference.
-`atoll.functional` offers rounds as functions. `atoll.testing` helps to test plugins and scripts. The base classes of
-your own extensions are in `atoll.algorithms`, `codecs`, `filters`, `outer_optimizers` and `reducers`.
+`atoll.functional` has functions for scripts that have no loop over rounds. `atoll.testing` helps to test plugins and
+scripts. The base classes for your own extensions are in `atoll.algorithms`, `codecs`, `filters`, `outer_optimizers` and
+`reducers`.
 
 Importing this module is fast: each name imports its dependencies on first use.
 """

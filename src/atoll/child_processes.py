@@ -25,11 +25,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Terminated(BaseException):
-    """The exception that SIGTERM raises. It is a BaseException, so that `except Exception` does not catch it."""
+    """Raised in the main thread by SIGTERM, after `raise_on_sigterm`. `except Exception` does not catch it."""
 
 
 def raise_on_sigterm() -> None:
-    """Make SIGTERM raise `Terminated`, so that it unwinds the program like Ctrl-C."""
+    """Make SIGTERM raise `Terminated` in the main thread, so that `with` and `finally` blocks run, as after Ctrl-C."""
 
     def handler(signum: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -38,7 +38,7 @@ def raise_on_sigterm() -> None:
 
 
 class Children:
-    """A set of child processes. At the end of a `with` block, those that still run are stopped.
+    """A set of child processes. The end of a `with` block stops the processes that still run.
 
     Each child has its own session, so that Ctrl-C does not reach it directly. `stop` ends the children in reverse order
     of their start. On Linux, the children also get SIGTERM when this process is killed.
@@ -61,7 +61,7 @@ class Children:
             name: key of the process in the attribute `processes`.
             argv: arguments of the Python interpreter.
             environment: all environment variables of the process.
-            log: file for its standard output and standard error.
+            log: file for the process's standard output and standard error; None: both go to this process's.
         """
         file = log.open("wb") if log is not None else None
         try:
@@ -89,7 +89,7 @@ class Children:
         self.stop()
 
     def stop(self) -> None:
-        """Send SIGTERM to the children, in reverse order of their start. After `GRACE_S`, kill those that still run."""
+        """Send SIGTERM to the children, the last started first. After `GRACE_S` seconds, kill those that still run."""
         with _handled_by(signal.SIG_IGN):  # a second Ctrl-C must not leave half of the processes running
             alive = [process for process in reversed(self.processes.values()) if process.poll() is None]
             for process in alive:
@@ -179,7 +179,7 @@ class ProcessPipe:
                 self._socket.send(data)
 
     def receive(self) -> tuple[dict[str, Any], int | None]:
-        """Return the next message, and its file descriptor or None. The caller closes the descriptor.
+        """Return the next message, and its file descriptor (None if it has none). The caller closes the descriptor.
 
         Raises:
             EOFError: the other side has closed the connection.
@@ -206,7 +206,7 @@ class ProcessPipe:
 
 
 class PipedProcess:
-    """A child process that runs the function `main` of a module. `pipe` is this process's end of a pipe to the child.
+    """A child process that runs the function `main` of a module. The attribute `pipe` exchanges messages with it.
 
     The child's standard output goes to standard error. Ctrl-C does not reach the child.
 
@@ -241,9 +241,9 @@ class PipedProcess:
         self._popen.kill()
 
     def bury(self) -> int:
-        """Wait until the child has ended, kill the processes that the child has forked, and return its exit code.
+        """Wait until the child has ended, kill the processes that it has forked, and return the child's exit code.
 
-        Idempotent. The code is negative if a signal ended the child.
+        Idempotent. The exit code is negative if a signal ended the child.
         """
         with contextlib.suppress(ChildProcessError, ProcessLookupError):  # already waited for, or no fork left
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)

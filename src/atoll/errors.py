@@ -1,17 +1,17 @@
-"""The tree of all errors that Atoll raises, and the handling of errors that leave a public function.
+"""The classes of all errors that Atoll raises, and how an error leaves a public function.
 
     AtollError                 1   any error of Atoll
     ├── ConfigError            2   a wrong run file, flag or ATOLL_ variable
     ├── UsageError             2   a wrong call of a public function
-    ├── SchemaMismatch         6   the two sides have different models
+    ├── SchemaMismatch         6   the server and a worker have different models
     ├── UpdateRefused          6   an update that is not finite, too large or wrongly weighted
-    ├── PeerError              6   an error that the other side reports
+    ├── PeerError              6   an error that the server, a worker or a peer reports
     │   ├── VersionSkew            different protocol versions
     │   ├── AuthError          8   a missing or wrong token, secret or Host header
-    │   ├── LeaseLost              the server declared this worker dead or does not know it: join again
-    │   ├── Superseded             a newer process joined under the same name
-    │   ├── TicketClosed           the round of the ticket is over
-    │   ├── Conflict               the ticket was used for other bytes
+    │   ├── LeaseLost              the server declared the worker dead or does not know it: join again
+    │   ├── Superseded             a newer process joined under the same site name
+    │   ├── TicketClosed           the round for which the worker has a ticket is over
+    │   ├── Conflict               a ticket or id was already used for other bytes
     │   ├── PartCorrupt            bytes changed during a transfer
     │   ├── Gone                   the requested data is no longer kept
     │   ├── Busy               ↻   the server asks for a later attempt
@@ -26,15 +26,18 @@
     │   ├── StateLocked        4   another process owns the directory
     │   ├── StateCorrupt           a file does not match its digest
     │   └── SyncFailed             fsync failed: what was written may be lost
-    ├── PortInUse              3   no wanted port can be bound
+    ├── PortInUse              3   none of the wanted ports can be bound
     └── RunFailed              9   the run cannot continue
 
-The numbers are exit codes. Each message names the side that erred, the value and the remedy. `code` is the error's name
-on the wire and in logs. Errors with ↻ can be temporary (`is_transient`): Atoll repeats the same call after a pause.
+The numbers are exit codes. A lease is a worker's membership in a run, which heartbeats keep alive. A ticket permits a
+worker to submit one update. Each message names the process at fault, the wrong value and the remedy. `code` is the
+error's name in network messages and logs. Errors with ↻ can be temporary (`is_transient`): Atoll repeats the failed
+call after a pause.
 
-In commands, scripts and simulations, users see an error of Atoll as one line on standard error. `public_api` marks the
-functions that users call. It logs the frames inside Atoll to the logger `atoll` at DEBUG. A script that does not catch
-the error ends with the exit code and one line, which includes the place in the script.
+In commands, scripts and simulations, users see an error of Atoll as one line on standard error. The decorator
+`public_api` marks the functions that users call; it logs the traceback inside Atoll to the logger `atoll` at DEBUG. A
+script that does not catch the error ends with the error's exit code, after one line that includes the place in the
+script.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class AtollError(Exception):
     """Base of every error that Atoll raises on purpose.
 
     Args:
-        message: the side that erred and the value, in one sentence.
+        message: the process at fault and the wrong value, in one sentence.
         remedy: what to do, in one sentence; may be empty.
         trace: traceback of user code, if user code raised; commands print it.
     """
@@ -85,7 +88,7 @@ class AtollError(Exception):
 
 
 class ConfigError(AtollError):
-    """The run file, a flag or an ATOLL_ variable is wrong, or the settings of two sides contradict each other."""
+    """The run file, a flag or an ATOLL_ variable is wrong, or settings of server and worker contradict each other."""
 
     code, exit_code = "config", 2
 
@@ -97,7 +100,7 @@ class UsageError(AtollError):
 
 
 class SchemaMismatch(AtollError):
-    """The models of two sides are not the same: names, dtypes, shapes or ties of their tensors differ."""
+    """The models of server and worker differ in names, dtypes or shapes of tensors, or in which tensors are tied."""
 
     code, exit_code = "schema_mismatch", 6
 
@@ -109,61 +112,67 @@ class UpdateRefused(AtollError):
 
 
 class PeerError(AtollError):
-    """The other side reports an error, or a program other than Atoll answers at its address."""
+    """The server, a worker or a peer reports an error, or a program other than Atoll answers at its address."""
 
     code, exit_code = "peer", 6
 
 
 class VersionSkew(PeerError):
-    """The two sides have different protocol versions, or one cannot read a message of the other: upgrade one side."""
+    """Two processes have different protocol versions, or one cannot read the other's message. Upgrade the older one."""
 
     code = "version_skew"
 
 
 class AuthError(PeerError):
-    """A request has no valid token, no valid secret of an object, or a Host header that the server does not accept."""
+    """A request lacks a valid token or the object's secret, or has a Host header that the server does not accept."""
 
     code, exit_code = "auth", 8
 
 
 class LeaseLost(PeerError):
-    """The lease is unknown to the server or has ended, usually after missing heartbeats. The worker must join again."""
+    """The server has ended the worker's lease (its membership in the run), or does not know it.
+
+    The usual cause is missing heartbeats. The worker must join again.
+    """
 
     code = "lease_lost"
 
 
 class Superseded(PeerError):
-    """A newer process has joined under the name of this site. This process must stop."""
+    """A newer process has joined the run under the name of this site. This process must stop."""
 
     code = "superseded"
 
 
 class TicketClosed(PeerError):
-    """The ticket or task is no longer open, or belongs to another site. The worker asks for its next ticket or task."""
+    """The ticket (permission to submit one update) or the task has ended, or belongs to another site.
+
+    The worker then asks the server for its next ticket or task.
+    """
 
     code = "ticket_closed"
 
 
 class Conflict(PeerError):
-    """A request contradicts the server's state: parts are missing, or other bytes came under the same ticket or id."""
+    """A request does not fit earlier ones: parts are missing, or its ticket or id was already used for other bytes."""
 
     code = "conflict"
 
 
 class PartCorrupt(PeerError):
-    """Received bytes do not match their BLAKE3 digest: the part must be sent or pulled again."""
+    """The received bytes of a part do not match its BLAKE3 digest. The part must be transferred again."""
 
     code = "part_corrupt"
 
 
 class Gone(PeerError):
-    """The requested version, outer state, ticket or object does not exist, or is no longer kept."""
+    """The requested version, outer optimizer state, ticket or object does not exist, or was deleted."""
 
     code = "gone"
 
 
 class Busy(PeerError):
-    """The other side cannot serve the request now. `retry_after_s` is the time until a retry; None: unknown."""
+    """The other process cannot serve the request now. `retry_after_s`: seconds until a retry; None if unknown."""
 
     code = "busy"
 
@@ -175,20 +184,20 @@ class BadRequest(PeerError):
 
 
 class TransferError(AtollError):
-    """A network error: bytes do not reach the other side."""
+    """A network error: bytes do not reach the other process."""
 
     code, exit_code = "transfer", 5
 
 
 class ServerUnreachable(TransferError):
-    """No server answers at the address. `is_other`: another program answers, or TLS cannot verify the server."""
+    """No server answers at the address. If `is_other`, another program answers, or TLS cannot verify the server."""
 
     code = "unreachable"
     is_other = False
 
 
 class ServerLost(TransferError):
-    """The worker gave up: no server has answered for ATOLL_GIVE_UP_S, or another run is at its address."""
+    """The worker gave up: no server answered for ATOLL_GIVE_UP_S seconds, or another run is at the server's address."""
 
     code = "server_lost"
 
@@ -224,13 +233,13 @@ class StateLocked(StoreError):
 
 
 class StateCorrupt(StoreError):
-    """Files on this machine are damaged, cut off, missing or from different points in time. They are not used."""
+    """Files on this machine are damaged, cut off, missing or from different times. Atoll does not use them."""
 
     code = "state_corrupt"
 
 
 class SyncFailed(StoreError):
-    """An fsync failed, so the last writes may be lost. The fsync is not repeated, and the server must end."""
+    """An fsync failed, so the last writes may be lost. Atoll does not repeat the fsync, and the server must end."""
 
     code = "sync_failed"
 
@@ -283,7 +292,7 @@ def no_more_files(error: BaseException) -> bool:
 
 
 def passing(error: BaseException) -> str | None:
-    """Return the shortage that caused an error, as text (full disk, too many open files); None for other errors."""
+    """Return text that names an error's temporary cause (full disk, too many open files); None for other causes."""
     if isinstance(error, DiskFull):
         return f"the disk is full: {error}"
     if no_more_files(error):
@@ -292,7 +301,7 @@ def passing(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException | None) -> RunFailed | None:
-    """Return the error that must end the server, if `error` means that memory or threads ran out; else None."""
+    """If `error` means that memory or threads ran out, return the error with which the server must end; else None."""
     no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
     if not no_thread and not isinstance(error, MemoryError):
         return None
@@ -311,7 +320,7 @@ UNPULLED = (*TRANSIENT, Gone, PartCorrupt, BadRequest)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether an error can be temporary."""
+    """Return whether an error can be temporary, so that the same call may succeed later."""
     return isinstance(error, TRANSIENT)
 
 
@@ -327,11 +336,11 @@ _hook_before: Callable[[type[BaseException], BaseException, TracebackType | None
 
 
 def public_api(target: F) -> F:
-    """Remove the frames and causes inside Atoll from errors that leave a public function. Use as a decorator.
+    """Decorate a public function: the errors that it raises no longer show frames and causes inside Atoll.
 
     Args:
-        target: a function or a class. Of a class, the constructor, public methods and properties are decorated. Its
-            generator methods are not, because they raise later, during the iteration.
+        target: a function or a class. In a class, the constructor, public methods and properties are decorated, but
+            not generator methods: their errors come later, during the iteration.
     """
     if not isinstance(target, type):
         function: F = _public_function(target)
@@ -349,7 +358,7 @@ def public_api(target: F) -> F:
 
 
 def is_public_api(function: Callable[..., Any]) -> bool:
-    """Return whether a function is marked with `public_api`."""
+    """Return whether a function is decorated with `public_api`."""
     return _MARK in vars(function)
 
 
@@ -392,8 +401,8 @@ def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
     The exit status stays Python's: the process ends by SIGINT, which a shell reports as 130.
 
     Args:
-        error: the error that ended a `with` block. For any error but KeyboardInterrupt, this function does nothing.
-            None: it always acts.
+        error: the error that ended a `with` block; if it is not a KeyboardInterrupt, this function does nothing. None:
+            the call does not come from the end of a block.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
         _end_with_one_line()

@@ -71,14 +71,14 @@ TIMES_SAID = 3
 
 
 class Seldom(logging.Filter):
-    """A log filter that passes only the first `TIMES_SAID` records of each line of code."""
+    """A log filter that passes only the first `TIMES_SAID` records that each line of code logs."""
 
     def __init__(self) -> None:
         super().__init__()
         self._said: Counter[tuple[str, int]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record. The last record that passes gets a note that further ones are not shown."""
+        """Return whether to log a record. The last record to be logged gets a note that further ones are not shown."""
         place = record.pathname, record.lineno
         self._said[place] += 1
         if self._said[place] == TIMES_SAID:

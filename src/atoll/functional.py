@@ -1,4 +1,4 @@
-"""`atoll.functional`: the rounds of a run as functions, for scripts that have no loop over rounds."""
+"""`atoll.functional`: functions with which a script takes part in rounds without a loop over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small JSON files (notes) with their own digest: the last key is the BLAKE3 of the others, to detect damage."""
+"""Small JSON files, called notes, that show whether they are damaged: the last key is a digest of the others."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ KEY = "blake3"
 
 
 class NoteDamaged(ValueError):
-    """Error: a note is not as `seal` wrote it. `str()` gives the reason."""
+    """Error: the bytes of a note differ from those that were written. `str()` gives the reason."""
 
 
 def seal(note: Mapping[str, Any]) -> str:
-    """Return the note as JSON with its digest, on one line."""
+    """Return the note as one line of JSON, with the digest as its last key."""
     text = json.dumps(note, sort_keys=True)
     comma = ", " if note else ""
     return f'{text[:-1]}{comma}"{KEY}": "{blake3(text.encode()).hexdigest()}"}}'
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Return the note from bytes that `seal` made.
+    """Check the digest in the bytes of a note that `seal` has made, and return the note.
 
     Raises:
         NoteDamaged: the bytes are cut off or changed.
@@ -40,22 +40,22 @@ def unseal(data: bytes) -> dict[str, Any]:
     try:
         note = json.loads(data.decode())
     except ValueError as error:  # also UnicodeDecodeError
-        raise NoteDamaged(f"it is not JSON ({error})") from None
+        raise NoteDamaged(f"the content is not JSON ({error})") from None
     except RecursionError:
-        raise NoteDamaged("it is not JSON") from None
+        raise NoteDamaged("the content is not JSON") from None
     digest = note.pop(KEY, None) if isinstance(note, dict) else None
     if not isinstance(digest, str):
-        raise NoteDamaged("its digest is missing")
+        raise NoteDamaged("the digest is missing")
     if blake3(json.dumps(note, sort_keys=True).encode()).hexdigest() != digest:
-        raise NoteDamaged("its content does not match its digest")
+        raise NoteDamaged("the content does not match the digest")
     return dict(note)
 
 
 def read_note(path: Path, kind: Any) -> Any:
     """Return a note that `write_note` wrote, as an instance of `kind`; None if the file is missing or damaged.
 
-    A damaged note is removed with a warning. Callers then treat the file that the note described as unusable: its data
-    is pulled or trained again.
+    A damaged note is removed with a warning. Callers then do not use the file that the note described: they download or
+    train its data again.
     """
     try:
         return peek_note(path, kind)
@@ -74,7 +74,7 @@ def peek_note(path: Path, kind: Any) -> Any:
     """Return a note that `write_note` wrote, as an instance of `kind`; None if there is no file.
 
     Raises:
-        NoteDamaged: the file is not as `write_note` wrote it.
+        NoteDamaged: the file was changed or damaged after `write_note`, or does not fit `kind`.
     """
     try:
         return note_from(path.read_bytes(), kind)
@@ -86,12 +86,12 @@ def note_from(data: bytes, kind: Any) -> Any:
     """Return a note from the bytes of its file, as an instance of the dataclass `kind`.
 
     Raises:
-        NoteDamaged: the bytes are not as `write_note` wrote them, or do not fit `kind`.
+        NoteDamaged: the bytes differ from those that `write_note` wrote, or do not fit `kind`.
     """
     try:
         return kind(**unseal(data))
     except TypeError as error:
-        raise NoteDamaged(f"another version of Atoll wrote it ({error})") from None
+        raise NoteDamaged(f"another version of Atoll wrote the file ({error})") from None
 
 
 def write_note(path: Path, note: Any) -> None:

@@ -1,4 +1,4 @@
-"""`atoll.objects`: pass trees of tensors between processes by reference. Register your own types to pass them, too."""
+"""`atoll.objects`: pass nested containers of tensors between processes by reference; `register` adds your own types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System calls with complete results: read or write all bytes of a range, share descriptors, lock and replace files."""
+"""Functions for files: read or write all bytes of a range, share a descriptor among threads, lock, replace."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FolderTaken(Exception):
-    """Another process, or another part of this process, holds the lock. `str()` is its name, from the lock file."""
+    """Another process, or another part of this process, holds the lock. `str()`: the name of that process."""
 
 
 def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
-    """Return the error to raise for an OSError of making a folder or writing into it.
+    """Return the error to raise after an attempt to make a folder, or to write into it, raised an OSError.
 
     Args:
-        error: the error.
+        error: the OSError.
         folder: the folder.
-        remedy: what to do, if the disk is not full.
+        remedy: advice for the message; not used if the disk is full.
     """
     if error.errno in FULL:
         return DiskFull(f"The disk of {folder} is full.", "Free disk space; nothing was lost.")
@@ -51,7 +51,7 @@ def require_writable_folder(folder: Path, remedy: str) -> None:
 
 
 class OwnedFile:
-    """Base class of objects that own an open descriptor, `fd`: `close` or the object's deletion closes it, once."""
+    """Base class of objects that own an open file descriptor, `fd`. Their `close` or their deletion closes it."""
 
     fd: int = -1
 
@@ -62,18 +62,18 @@ class OwnedFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        """Close the descriptor if no code has, for example because a request was cancelled."""
+        """Close the descriptor if `close` was not called, for example because a request was cancelled."""
         self.close()
 
 
 class Descriptor:
-    """An open descriptor that several threads share. It is closed when its owner and all users are done.
+    """An open file descriptor that several threads share. It is closed when its owner and all users are done.
 
-    If one thread closed a descriptor while another thread still used it, the number could by then belong to another
-    file of this process.
+    After a close, the system can give the descriptor's number to another file of this process. A thread that still
+    uses the number would then read or change that file.
 
     Args:
-        fd: the open descriptor; this object closes it.
+        fd: the open descriptor, which this object closes.
     """
 
     def __init__(self, fd: int) -> None:
@@ -82,7 +82,7 @@ class Descriptor:
 
     @property
     def number(self) -> int:
-        """The descriptor's number, for its owner; −1 after `close`."""
+        """The descriptor's number; −1 after `close`. Only for the owner: other threads call `used`."""
         return -1 if self._closed else self._fd
 
     @contextmanager
@@ -102,7 +102,7 @@ class Descriptor:
             self._drop()
 
     def close(self) -> None:
-        """Close the descriptor after all threads in `used` are done. Idempotent."""
+        """Close the descriptor as soon as no thread is inside a `used` block. Idempotent."""
         with self._lock:
             done, self._closed = self._closed, True
         if not done:
@@ -126,7 +126,7 @@ def read_at(fd: int, memory: memoryview, offset: int) -> None:
     while done < len(memory):
         count = os.preadv(fd, [memory[done:]], offset + done)
         if not count:
-            raise EOFError(f"it ends at byte {offset + done}")
+            raise EOFError(f"the file ends at byte {offset + done}")
         done += count
 
 
@@ -156,7 +156,7 @@ def take_lock(path: Path) -> int:
     Symbolic links are not followed.
 
     Returns:
-        A descriptor. The lock ends when the descriptor is closed, also if the process is killed.
+        A file descriptor. The lock ends when the descriptor is closed, also if the process is killed.
 
     Raises:
         FolderTaken: another process has the lock.
@@ -231,7 +231,7 @@ def replace_file(
         target: path of the file.
         runs: the new content, in pieces.
         temporary: path of the incomplete file; by default a new name next to `target`.
-        sync: called with the descriptor to bring the content to disk, before the file is renamed.
+        sync: a function that writes the content of a descriptor's file to disk, called before the file is renamed.
 
     Raises:
         OSError: writing or renaming failed.

@@ -88,7 +88,7 @@ def names(kind: str) -> list[str]:
 
 
 def package_of(kind: str, name: str) -> str:
-    """Return the package that registered a name, with its version; empty if no package did."""
+    """Return name and version of the package that registered `name` for this kind; empty if no package did."""
     if name in TABLES[kind]:
         return f"atoll {version('atoll')}"
     dists = [point.dist for point in entry_points(group=f"atoll.{kind}", name=name)]
@@ -155,7 +155,7 @@ def made(build: Callable[[], T], what: str, remedy: str) -> T:
     """Call `build`, which runs user code, and return its result. Turn its errors into `ConfigError`.
 
     Args:
-        build: calls a class or function of the user.
+        build: a function without arguments that calls a class or function of the user.
         what: start of the error message, which says what failed.
         remedy: advice for the case that the class or function does not accept its arguments.
 
@@ -171,7 +171,7 @@ def made(build: Callable[[], T], what: str, remedy: str) -> T:
 
 
 def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
-    """Return a `ConfigError` for an error from user code, with the error's place and the traceback of the user code.
+    """Return a `ConfigError` that reports an error from user code, with its place in that code and the traceback.
 
     Args:
         what: start of the message, which says what failed.
@@ -241,7 +241,7 @@ def require_known(kind: str, setting: str, name: str) -> None:
 
 
 def options_of(build: Callable[..., Any], name: str) -> str:
-    """Return advice for a wrong option: the keyword arguments of the class or function registered as `name`."""
+    """Return advice for a wrong option: the keyword arguments of `build`, the class or function named `name`."""
     try:
         known = [each.name for each in inspect.signature(build).parameters.values() if each.kind != each.VAR_KEYWORD]
     except (TypeError, ValueError):

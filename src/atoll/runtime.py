@@ -45,9 +45,11 @@ _torch_lock = threading.Lock()
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Run torch operations of the block on the calling thread only. Other threads are not affected.
+    """Run the block's torch operations on the calling thread alone, without torch's thread pool.
 
-    If the calling thread is already single-threaded (`stay_single_threaded`), this does nothing.
+    Other threads are not affected.
+
+    If `stay_single_threaded` was called on this thread, this does nothing.
     """
     import torch
 
@@ -63,7 +65,7 @@ def single_thread() -> Iterator[None]:
 
 
 def stay_single_threaded() -> None:
-    """Run all further torch operations of the calling thread single-threaded. Use this as a pool's `initializer`."""
+    """Run all later torch operations of this thread without torch's pool. Use this as a thread pool's `initializer`."""
     import torch
 
     if torch.get_num_threads() != 1:
@@ -98,8 +100,8 @@ def run_jobs(
     Args:
         jobs: the jobs; they are started in order.
         threads: number of threads, at least 1.
-        member: called once on each thread. It returns a function, which the thread calls with each of its jobs.
-        cancelled: once this event is set, no further job is started.
+        member: a function that each new thread calls first. It returns the function that does one job.
+        cancelled: an event; after it is set, no further job is started.
 
     Raises:
         CancelledError: `cancelled` was set before all jobs were started (the class is from concurrent.futures).
@@ -160,8 +162,8 @@ def _add_gc_blocks(count: int) -> None:
 def no_gc() -> Iterator[None]:
     """Disable the cyclic garbage collector within the block, then restore its state.
 
-    The small objects for 5,000 tensors would trigger a hundred collections, one of them a full one. In a process with
-    torch, this takes 0.1 s: as long as sending the tensors.
+    To read or write a message with 5,000 tensors, Atoll makes so many small objects that Python would run a hundred
+    collections, one of them a full one. In a process with torch, these take 0.1 s: as long as sending the tensors.
     """
     _add_gc_blocks(1)
     try:
@@ -172,7 +174,7 @@ def no_gc() -> Iterator[None]:
 
 @contextmanager
 def gc_as_usual() -> Iterator[None]:
-    """Let garbage collection run in this block, even inside a `no_gc` block of this thread. For user code."""
+    """Let garbage collection run in this block, even inside a `no_gc` block of this thread. Use it around user code."""
     count: int = getattr(_gc_mine, "count", 0)
     _add_gc_blocks(-count)
     try:
@@ -194,10 +196,10 @@ def return_freed_memory() -> None:
     fragment the heap: a server that needs 8 MB then takes 60 MB. If the environment variable `MALLOC_MMAP_THRESHOLD_`
     is set, it takes precedence.
 
-    `RETURNED_BYTES` is above 2 MiB, the chunk size of downloads: to get each of these chunks from the system would cost
-    a tenth of the server's CPU time. For the same reason, free memory at the top of the heap is returned only from
-    8 × `RETURNED_BYTES` on: with parts of 16 MiB, that saves three of four page faults, and 2 % of the server's CPU
-    time.
+    `RETURNED_BYTES` is above 2 MiB, the chunk size of downloads. If the memory of each chunk came from the system, this
+    would cost a tenth of the server's CPU time. For the same reason, free memory at the top of the heap is returned
+    only if it is at least 8 × `RETURNED_BYTES`. With parts of 16 MiB, this saves three of four page faults, and 2 % of
+    the server's CPU time.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
@@ -253,7 +255,7 @@ FAILPOINTS_VARIABLE = "ATOLL_FAILPOINTS"
 
 
 def _parse(text: str) -> dict[str, tuple[str, frozenset[int]]]:
-    """Parse entries `name=action[@nth[,nth]]`, separated by `;`, into name → (action, all numbers nth)."""
+    """Parse failpoints `name=action[@nth[,nth]]`, separated by `;`, into name → (action, set of the numbers nth)."""
     actions: dict[str, tuple[str, frozenset[int]]] = {}
     for item in filter(None, text.split(";")):
         name, _, action = item.partition("=")
@@ -269,7 +271,7 @@ _reached_lock = threading.Lock()
 
 
 def switch_failpoints_on(text: str) -> str:
-    """Replace the active failpoints by those in `text`, and reset all counts. Return the previous text."""
+    """Replace the active failpoints by those in `text`, and count from 0 again. Return the previous text."""
     global _text, _actions
     with _reached_lock:
         before, _text = _text, text
@@ -279,12 +281,12 @@ def switch_failpoints_on(text: str) -> str:
 
 
 def times_reached(name: str) -> int:
-    """Return how often an active failpoint was reached since `switch_failpoints_on`; 0 if it is not active."""
+    """Return how often a failpoint was reached since `switch_failpoints_on`; 0 if the failpoint is not active."""
     return _reached.get(name, 0)
 
 
 def failpoint(name: str) -> None:
-    """Act if a test has switched this failpoint on; else do nothing.
+    """Do the failpoint's action if a test has switched this failpoint on; else do nothing.
 
     Raises:
         OSError: ENOSPC, EMFILE or EIO, if the action is `enospc`, `emfile` or `eio`.

@@ -1,13 +1,14 @@
-"""The types that define an algorithm: a small frozen value in one file. This file does not import torch.
+"""The types that define an algorithm: each algorithm is an immutable object (`Algorithm`) in a file of its own.
 
     site      w ← local training from w_v, corrected by the algorithm's `LocalRule`;  u = w_v − w  (the pseudo-gradient)
     server    g = reduce(u_1 … u_k)           per group of tensors, with the reducer that `Algorithm.reduce` names
               w_{v+1} = outer step of w_v along g
 
-Two groups always exist: `params` (the float parameters) and `buffers` (averaged as raw values). An algorithm can name
-further groups. A further group has one tensor per parameter, of the parameter's shape, in fp32 (fp64 for fp64). Every
-version stores these tensors beside the model; version 0 has zeros. Every update has the same tensors. The server
-reduces those of the updates, and adds the result to the version's tensors.
+w_v is version v of the global model. Its tensors form two groups: `params` (the float parameters) and `buffers`
+(averaged as raw values). An algorithm can name further groups, such as SCAFFOLD's control variates. A further group has
+one tensor per parameter, of the parameter's shape, in fp32 (fp64 for fp64). These tensors are in every version, where
+they start as zeros, and in every update. The server reduces the tensors of the updates, and adds the result to the
+tensors of the version. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -36,25 +37,25 @@ class KeptState(Protocol):
     """The tensors that a site keeps between rounds, with names `atoll.<group>.<parameter>`."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a kept tensor, as of the site's last counted update, in new memory."""
+        """Return the present elements [start, stop) of a kept tensor: flat, in new memory."""
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Set the next values of a kept tensor from element `start` on.
+        """Set the next values of a kept tensor, from element `start` on.
 
-        They replace the kept values when the update that is being formed counts.
+        The next values replace the present ones only when the server uses the site's current update in a version.
         """
 
 
 @dataclass(frozen=True)
 class LocalContext:
-    """The inputs of a correction in one round: the model, the pulled version and the site's kept tensors.
+    """The inputs of a correction in one round: the model, the downloaded version, and the tensors that the site keeps.
 
-    Only rank 0 of a site has the version and the kept tensors; the other ranks read zeros. `Correction.shared` copies
-    tensors from rank 0 to the others.
+    Only rank 0 of a site has the version and the kept tensors; the other ranks read zeros. Put a tensor into
+    `Correction.shared` to copy it from rank 0 to the other ranks.
 
     Attributes:
-        parameters: the model's parameters, with the pulled values: name → tensor, including frozen parameters.
-        read_version: a function that reads tensors of the pulled version, by their names in the version.
+        parameters: the model's parameters, with the values of the version: name → tensor, including frozen parameters.
+        read_version: a function that reads tensors of the downloaded version, by their names in the version.
         kept: the tensors that the site keeps between rounds.
     """
 
@@ -68,10 +69,11 @@ class LocalContext:
         return {name: value for name, value in self.parameters.items() if value.requires_grad}
 
     def version(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the pulled version's values for a parameter in a group: flat, on the CPU.
+        """Return elements of a tensor of the downloaded version: flat, on the CPU.
 
         Args:
-            group: `params`, for the parameter itself, or a group that every version stores beside the model.
+            group: `params` for a parameter itself, or a further group of the algorithm (`Algorithm.beside`), which has
+                one tensor per parameter.
             name: name of the parameter.
             start: first element.
             stop: element after the last one; None: to the end.
@@ -80,10 +82,10 @@ class LocalContext:
         return self.read_version(tensor, start, self._stop(name, stop))
 
     def own(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return the values that the site keeps for a parameter in a group: flat, on the CPU.
+        """Return elements of a tensor that the site keeps between rounds: flat, on the CPU.
 
         Args:
-            group: a group of `LocalRule.keeps`.
+            group: a group in `LocalRule.keeps`, which has one tensor per parameter.
             name: name of the parameter.
             start: first element.
             stop: element after the last one; None: to the end.
@@ -91,15 +93,15 @@ class LocalContext:
         return self.kept.read(name_beside(group, name), start, self._stop(name, stop))
 
     def keep(self, group: str, name: str, values: Tensor, start: int = 0) -> None:
-        """Set the next values that the site keeps for a parameter in a group, from element `start` on.
+        """Set the next values of a tensor that the site keeps between rounds, from element `start` on.
 
-        Call this in `Correction.finish`. The values take effect when the update counts. For each parameter, set either
-        all elements or none. Without new values, the kept values stay.
+        Call this in `Correction.finish`. The values take effect when the server uses this round's update in a version.
+        For each parameter, set either all elements, or none to keep the present values.
         """
         self.kept.write(name_beside(group, name), start, values.detach().reshape(-1).cpu())
 
     def like(self, name: str, values: Tensor) -> Tensor:
-        """Return flat values with the shape, dtype and device of a parameter."""
+        """Return `values`, a flat tensor, with the shape, dtype and device of the parameter `name`."""
         parameter = self.parameters[name]
         return values.view(parameter.shape).to(parameter.device, parameter.dtype)
 
@@ -108,39 +110,42 @@ class LocalContext:
 
 
 class Correction:
-    """An algorithm's code around the optimizer steps of one round. This base class changes nothing.
+    """What an algorithm does before and after each optimizer step of one round. This base class changes nothing.
 
-    Atoll calls it from hooks of the optimizer. So it also works with gradient accumulation, a learning rate schedule or
-    a framework's training loop. With several optimizers, each call names the parameters of the optimizer that steps.
+    Atoll calls the methods from hooks of the optimizer. So they also work with gradient accumulation, a learning rate
+    schedule or a framework's training loop. With several optimizers, `names` has the parameters of the one that steps.
 
     Attributes:
-        shared: name → tensor that must be equal at all ranks of the site; Atoll copies rank 0's tensors to the others.
+        shared: name → tensor that must be equal at all ranks of the site. Before training, Atoll overwrites the tensors
+            of the other ranks with those of rank 0.
     """
 
     def __init__(self) -> None:
         self.shared: dict[str, Tensor] = {}
 
     def before_step_(self, names: Collection[str]) -> None:
-        """Change the gradients of these parameters in place, before a step. A parameter's `grad` may be None."""
+        """Before an optimizer step, change the gradients of the parameters `names` in place. A `grad` may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
-        """Return the loss term as a 0-d tensor; `before_step_` adds its gradient. None: the loss has no such term.
+        """Return the term that the correction adds to the loss, as a 0-d tensor; None if it adds none.
 
-        Atoll adds the penalty to the loss that a closure returns, because a line search needs loss and gradient to
-        match.
+        `before_step_` adds the gradient of this term. Atoll calls this method only if the step has a closure, and adds
+        the term to the closure's loss, because a line search needs loss and gradient to match.
         """
         return None
 
     def after_step_(self, names: Collection[str], rate: float) -> None:
-        """Change these parameters in place, after a step with the learning rate `rate`."""
+        """After an optimizer step with the learning rate `rate`, change the parameters `names` in place."""
 
     def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
-        """Return, for each group beside the model, a function that reads the update's tensors by parameter name.
+        """Return the algorithm's own tensors for the update: group → function (parameter, start, stop) → elements.
 
-        Atoll calls this once, when it forms the update. Set the kept tensors here (`LocalContext.keep`).
+        Atoll calls this after training, when it forms the update. Set the tensors that the site keeps here
+        (`LocalContext.keep`).
 
         Args:
-            moved: a function that returns version − local of a parameter.
+            moved: a function (parameter, start, stop) → elements of version − local; None if a filter of the site
+                drops the parameter.
             rates: Σ η, the sum of the learning rates of the round's steps.
         """
         return {}
@@ -151,7 +156,7 @@ class LocalRule(ABC):
 
     Attributes:
         keeps: names of the groups that a site keeps between rounds. Each group has one tensor per parameter, zero at
-            first. These tensors change only when an update of the site counts.
+            first. These tensors change only when the server uses an update of the site in a version.
         one_rate: whether the rule divides by learning rates. If so, it needs one optimizer with one learning rate.
     """
 
@@ -160,7 +165,7 @@ class LocalRule(ABC):
 
     @abstractmethod
     def start(self, context: LocalContext) -> Correction:
-        """Return the correction for one round. When Atoll calls this, the model holds the pulled version."""
+        """Return the correction for one round. Atoll calls this after it has loaded the version into the model."""
 
 
 @dataclass(frozen=True)
@@ -172,16 +177,18 @@ class Algorithm:
         citation: title, authors and arXiv number of the paper.
         outer: name of the outer optimizer (`registry.TABLES["outer"]`).
         outer_options: keyword arguments of the outer optimizer.
-        reduce: group → name of its reducer, for floating point tensors. Integers and booleans are reduced by `max`.
+        reduce: group of tensors → name of the reducer for its floating point tensors. Integers and booleans are reduced
+            by `max`.
         local: the class of the local rule; None: sites train without correction.
         codec: the default codec of `params`; the run file can name another.
         on_missed: what a DiLoCo worker does after it missed a round. `rebase` keeps its local steps; `reset` discards
             them and logs a warning. Has no effect in a federated run: there each round starts from the pulled version.
-        own_reducer: whether the algorithm requires its reducer of `params`. If so, a run file cannot name another.
+        own_reducer: whether the algorithm works only with its own reducer of `params`. If so, a run file cannot name
+            another one.
         steps_driven: whether a round is `sync_every` local steps. If not, the site's script decides when a round ends.
 
     Raises:
-        UsageError: `steps_driven` is true, but the algorithm has a local rule or groups beside the model.
+        UsageError: `steps_driven` is true, but the algorithm has a local rule or further groups of tensors.
     """
 
     name: str
@@ -199,18 +206,18 @@ class Algorithm:
         if self.steps_driven and (self.local or self.beside):
             raise UsageError(
                 f"The algorithm {self.name!r} sets steps_driven, but it corrects local training or keeps "
-                "tensors besides the model.",
+                "further tensors in every version.",
                 "Leave steps_driven out: such algorithms need rounds that end in the site's script.",
             )
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The groups that every version stores beside the model."""
+        """The groups of tensors that every version has in addition to `params` and `buffers`."""
         return tuple(group for group in self.reduce if group not in (PARAMS, BUFFERS))
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """The groups that a site keeps between rounds."""
+        """The groups of tensors that a site keeps between rounds."""
         return self.local.keeps if self.local else ()
 
     @property

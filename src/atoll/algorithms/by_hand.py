@@ -6,7 +6,7 @@
         train()
     fl_round.submit(model, steps=prox.steps)
 
-`fl_round.correct(model, optimizer)` does the same for every algorithm. It needs no copy of the version's tensors.
+`fl_round.correct(model, optimizer)` does the same, and works for every algorithm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @public_api
 class ByHand:
-    """The correction of one round of a hand-written loop."""
+    """Base class of the corrections for one round of a hand-written training loop: `FedProx` and `Scaffold`."""
 
     def __init__(self, hooks: StepHooks) -> None:
         self._hooks = hooks
@@ -37,7 +37,7 @@ class ByHand:
     @property
     @public_api
     def steps(self) -> int:
-        """Number of optimizer steps so far."""
+        """Number of optimizer steps in this round so far."""
         return self._hooks.steps
 
     def correct(self, optimizer: Given) -> StepHooks:
@@ -50,7 +50,7 @@ class ByHand:
 
 
 def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tensor]:
-    """Check the tensors of a script, one for each parameter. Return them contiguous, on the CPU, as fp32 or fp64.
+    """Check that a script gave one tensor per parameter. Return them contiguous, on the CPU, in fp32 (fp64 for fp64).
 
     Args:
         what: the argument's name, for messages.
@@ -91,14 +91,15 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
 def given_groups(
     given: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
 ) -> Callable[[Moved], Mapping[str, Runs]]:
-    """Check the group tensors that a script submits. Return a function that can be used in place of `StepHooks.finish`.
+    """Check the tensors that a script submits for an algorithm such as SCAFFOLD. Return a function that reads them.
 
-    That function returns readers of these tensors. If the site keeps a group, a reader also adds each value that it
-    returns to the site's kept tensor, as the server adds the reduced values of all sites to the version's tensor.
+    The function replaces `StepHooks.finish`. For each group of tensors, it returns a function (parameter, start, stop)
+    → elements. If the site keeps the group between rounds, this second function also adds the elements to the tensor
+    that the site keeps, just as the server adds the reduced tensors of all sites to the tensor of the version.
 
     Args:
         given: group → parameter name → tensor.
-        shapes: group of the run → parameter name → shape.
+        shapes: group of the run's algorithm → parameter name → shape.
         kept: the tensors that the site keeps; None: the site keeps none.
         keeps: names of the groups that the site keeps.
 
@@ -106,8 +107,8 @@ def given_groups(
         UsageError: a group is missing or unknown, or a tensor is refused by `require_tensors`.
     """
     if not isinstance(given, Mapping) or set(given) != set(shapes):
-        told = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
-        raise UsageError(f"groups {told}, but the run needs {sorted(shapes)}.", "Pass exactly these keys.")
+        is_or_has = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
+        raise UsageError(f"The argument groups {is_or_has}, but needs {sorted(shapes)}.", "Pass exactly these keys.")
     tensors = {group: require_tensors(f"groups[{group!r}]", given[group], each) for group, each in shapes.items()}
 
     def run(group: str, name: str, start: int, stop: int) -> Tensor:

@@ -32,12 +32,12 @@ class ProximalTerm(LocalRule):
     mu: float = 0.01
 
     def start(self, context: LocalContext) -> Correction:
-        """Copy the trainable parameters as w_t. The correction then adds μ·(w − w_t) to the gradients of each step."""
+        """Return a correction that copies the parameters as w_t, and adds μ·(w − w_t) to the gradients in each step."""
         return _Proximal(context.trainable, self.mu)
 
 
 class _Proximal(Correction):
-    """The correction of one round. It holds one copy of the trainable parameters: w_t."""
+    """FedProx's correction in one round. It holds w_t, a copy of the trainable parameters before training."""
 
     def __init__(self, parameters: dict[str, Tensor], mu: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Proximal(Correction):
             g.add_(self._w[name].detach() - self._w_t[name], alpha=self._mu)
 
     def penalty(self, names: Collection[str]) -> Tensor:
-        """Return (μ/2)·‖w − w_t‖², in fp32 or wider."""
+        """Return (μ/2)·‖w − w_t‖² over the parameters `names`, in fp32 or wider."""
         term = torch.zeros(())
         for name in names:
             if name in self._w:
@@ -72,7 +72,7 @@ class FedProx(ByHand):
     """FedProx (arXiv 1812.06127) for one round of a hand-written loop: g ← g + μ·(w − w_t).
 
     Args:
-        model: the model with the pulled values; FedProx keeps a copy of its trainable parameters as w_t.
+        model: the model, with the values of the downloaded version. FedProx copies its trainable parameters as w_t.
         mu: weight of the proximal term, μ ≥ 0.
     """
 

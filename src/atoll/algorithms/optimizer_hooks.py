@@ -1,4 +1,4 @@
-"""Hooks on the user's optimizers, with or without a wrapper: they count steps and correct each step for one round.
+"""Hooks on the optimizers of a script: in one round, they count the steps and correct each for the run's algorithm.
 
     with fl_round.correct(model, optimizer):
         train()                               # the same training code for every algorithm
@@ -7,7 +7,7 @@
 The hooks run at each optimizer step and read the current learning rate. So gradient accumulation, schedules and
 frameworks' training loops work unchanged.
 
-If the optimizer takes a closure, the gradients are corrected each time after the closure is called. The correction's
+If the optimizer's step takes a closure, the gradients are corrected after each call of the closure. The correction's
 penalty is then added to the closure's loss, because a line search needs loss and gradient to match.
 """
 
@@ -38,7 +38,7 @@ Given = Optimizer | Sequence[Optimizer]
 
 
 def innermost(optimizer: Any) -> Optimizer:
-    """Return the optimizer that calls step hooks: the given one, or the one inside a wrapper (Accelerate has one).
+    """Return the optimizer that calls step hooks: the given one, or the one inside a wrapper such as Accelerate's.
 
     Raises:
         UsageError: `optimizer` is neither a torch optimizer nor a wrapper of one.
@@ -106,16 +106,16 @@ ALL_CORRECTED = "Steps of another optimizer are not corrected. Pass all optimize
 ALL_IN_ONE = "Steps of another optimizer are not corrected. Put all parameters into one optimizer"
 
 
-def warn_of_what_none_trains(
-    optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], site: str, told: str = ALL_AS_A_LIST
+def warn_of_unheld_parameters(
+    optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], site: str, advice: str = ALL_AS_A_LIST
 ) -> None:
-    """Warn if the optimizers do not hold all trainable parameters: an optimizer unknown to Atoll may step the others.
+    """Warn if these optimizers do not hold all trainable parameters: Atoll does not see the steps of other optimizers.
 
     Args:
-        optimizers: all optimizers that Atoll follows.
+        optimizers: all optimizers to which Atoll has added hooks.
         parameters: the model's parameters, by name.
         site: the site's name, for the message.
-        told: the consequence and the remedy, for the message.
+        advice: the consequence and the remedy, for the message.
     """
     held = held_by(optimizers)
     trainable = {name: id(value) for name, value in parameters.items() if value.requires_grad}
@@ -128,12 +128,12 @@ def warn_of_what_none_trains(
             len(trainable) - len(missing),
             len(trainable),
             missing[0],
-            told,
+            advice,
         )
 
 
 def held_by(optimizers: Sequence[Optimizer]) -> set[int]:
-    """Return `id(parameter)` of all parameters that the optimizers hold."""
+    """Return `id(parameter)` for each parameter that one of the optimizers holds."""
     return {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
 
 
@@ -150,8 +150,8 @@ class Steps:
 
     Args:
         optimizers: the optimizers, in the order in which they step.
-        after: the function to call, once per step. Under `torch.compile` it runs outside of compiled code.
-        site: the site's name, for the warning.
+        after: the function to call after each step. Under `torch.compile` it runs outside of compiled code.
+        site: the site's name, for the warning that the optimizers step in another order.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], after: Callable[[], None], site: str) -> None:
@@ -186,8 +186,8 @@ class Steps:
         self._begun = False
         if not self._warned and self._awaited:
             LOG.warning(
-                "%s: the last optimizer in the list stepped before %s, but Atoll synchronises after the step of the "
-                "last optimizer. Pass the optimizers in the order in which they step.",
+                "%s: the last optimizer in the list stepped before the others (%s), but Atoll synchronises after the "
+                "step of the last optimizer. Pass the optimizers in the order in which they step.",
                 self._site,
                 ", ".join(self._awaited.values()),
             )
@@ -205,7 +205,7 @@ class StepHooks:
         model: the model that is trained.
         algorithm: the algorithm's name, for messages.
         rule: the algorithm's local rule; None: steps are counted but not corrected.
-        version: a function that reads tensors of the pulled version, by name; None: all values are zeros.
+        version: a function that reads tensors of the downloaded version, by name; None: all values are zeros.
         kept: the tensors that the site keeps between rounds; None: all values are zeros.
 
     Attributes:
@@ -213,7 +213,7 @@ class StepHooks:
         rates: Σ η, the sum of the learning rates of these steps.
 
     Raises:
-        UsageError: the rule keeps tensors, and there is a version but no `kept`.
+        UsageError: the rule keeps tensors between rounds, but `version` is given without `kept`.
     """
 
     def __init__(
@@ -334,10 +334,10 @@ class StepHooks:
             )
 
     def finish(self, moved: Moved) -> Mapping[str, Runs]:
-        """Return the algorithm's tensors for the update (SCAFFOLD: Δc_i), and set those that the site keeps (c_i).
+        """Return the algorithm's tensors for the update (in SCAFFOLD Δc_i), and set those that the site keeps (c_i).
 
         Raises:
-            UsageError: `require_steps` refuses the round.
+            UsageError: as in `require_steps`.
         """
         self.require_steps()
         return self.correction.finish(moved, self.rates) if self.correction is not None else {}
@@ -378,8 +378,8 @@ class _Followed:
     """The hooks on one optimizer.
 
     Args:
-        hooks: the owner, which counts the steps and has the correction.
-        optimizer: the optimizer to follow.
+        hooks: the object that counts the round's steps and has the correction.
+        optimizer: the optimizer to which the hooks are added.
         names: names of the parameters that are corrected at this optimizer's steps.
         is_counted: whether this optimizer's steps are counted as the round's steps.
 
@@ -404,9 +404,9 @@ class _Followed:
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Handle the start of a step: torch's pre-hook. If a closure is given, replace it by a corrected one.
+        """Handle the start of a step, as torch's pre-hook. If the step has a closure, replace it by a corrected one.
 
-        `args` starts with the optimizer. torch calls the step with the returned arguments.
+        `args[0]` is the optimizer. torch calls the step with the returned arguments; None: with the given ones.
         """
         self._depth += 1
         if self._depth > 1:
@@ -421,7 +421,7 @@ class _Followed:
         return None
 
     def _corrected(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that calls the given one, corrects the gradients, and adds the penalty to the loss."""
+        """Return a closure that calls `closure`, corrects the gradients, and adds the penalty to the loss."""
 
         def call() -> Any:
             with self._a_failed_step_has_ended():

@@ -1,6 +1,7 @@
 """Combine a run's settings with its algorithm's defaults, and load the algorithm's local rule at a site.
 
-This file does not import torch. `atoll.outer_optimizers` checks the arguments of the outer optimizer when it builds it.
+This file does not import torch. The arguments of the outer optimizer are checked later, when `atoll.outer_optimizers`
+builds it.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ class ResolvedAlgorithm:
 
     @property
     def keeps(self) -> tuple[str, ...]:
-        """The groups that a site keeps between rounds."""
+        """The groups of tensors that a site keeps between rounds."""
         return self.algorithm.keeps
 
     @property
     def needs_all(self) -> bool:
-        """Whether a round by default needs all sites: true for federated algorithms."""
+        """Whether a round waits for all sites by default: true for federated algorithms."""
         return not self.algorithm.steps_driven
 
     @property
@@ -139,7 +140,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             "Set model.ranks = 1 and train without sharding, or use another algorithm.",
         )
     if not algorithm.steps_driven:
-        _require_whole(settings, name)
+        _refuse_streaming(settings, name)
         if settings.diloco.dynamic_local_steps:
             raise ConfigError(
                 f"diloco.dynamic_local_steps is set, but in {name!r} the worker's script decides when a round ends.",
@@ -183,8 +184,12 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
     )
 
 
-def _require_whole(settings: Settings, algorithm: str) -> None:
-    """Refuse streaming settings if the site's script decides when a round ends: then no fragment would ever be due."""
+def _refuse_streaming(settings: Settings, algorithm: str) -> None:
+    """Refuse settings for fragments: the algorithm does not count steps, so no fragment would ever be synchronised.
+
+    Raises:
+        ConfigError: a setting for fragments does not have its default value.
+    """
     for key in ("diloco.num_fragments", "diloco.fragment_sync_delay", "diloco.fragment_update_alpha"):
         if settings.at(key) != default_of(key):
             raise ConfigError(
@@ -194,7 +199,9 @@ def _require_whole(settings: Settings, algorithm: str) -> None:
 
 
 def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callable[..., Any]) -> dict[str, Any]:
-    """Return the outer optimizer's options from the settings. The algorithm's own optimizer also gets its defaults.
+    """Return the options of the outer optimizer: those in the settings, else the defaults of the algorithm.
+
+    The algorithm's defaults are used only for the outer optimizer that the algorithm itself names.
 
     Raises:
         ConfigError: the learning rate or the momentum is out of range, or the optimizer has no momentum.
@@ -261,8 +268,9 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
 
     Args:
         name: name of the run's algorithm.
-        options: options of the local rule, from the server; None: the algorithm has no local rule, return None.
-        package: the package that contains the algorithm at the server, with its version; empty if unknown.
+        options: options of the local rule, from the server; None: the algorithm has no local rule, so the result is
+            None.
+        package: name and version of the package that contains the algorithm at the server; empty if unknown.
 
     Raises:
         ConfigError: the algorithm is not installed at this site, or the installed one does not fit these options.
@@ -283,5 +291,5 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
 
 
 def name_of(given: Callable[..., Any]) -> str:
-    """Return the name, for messages, of a callable that a program passed."""
+    """Return the name of a callable, for messages."""
     return str(getattr(given, "__qualname__", repr(given)))

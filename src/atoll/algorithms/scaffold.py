@@ -9,13 +9,14 @@ for Federated Learning. ICML 2020, arXiv 1910.06378, algorithm 1, option II for 
     server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_optimizer.lr
               c ← c + Σ_S p_i·Δc_i                          the paper: p_i = 1/N;  Atoll: p_i = w_i / W
 
-The same weights apply to the model and to the controls. A site's weight w_i is that of its first counted update. W
-estimates the total weight of all N sites that ever joined: if M sites have a counted update so far, W is the sum of
-their weights × N / M. If all weights are 1, w_i / W is the paper's 1/N.
+The same weights apply to the model and to the controls. An update counts when the server uses it in a version. A site's
+weight w_i is that of its first update that counted. W estimates the total weight of all N sites that ever joined: if
+updates of M sites have counted so far, W is the sum of their weights × N / M. If all weights are 1, w_i / W is the
+paper's 1/N.
 
-Every version stores c beside the model, and every update carries Δc_i beside the pseudo-gradient (group `control`).
-The site keeps c_i. When the site's update counts, c_i⁺ becomes the new c_i. When W changes, the server scales
-c ← c·W_before/W, so that c stays the weighted mean of all c_i (reducer `share`).
+The tensors of the group `control` are c in a version, in addition to the model, and Δc_i in an update, in addition to
+the pseudo-gradient. The site keeps c_i. When the site's update counts, c_i⁺ becomes the new c_i. When W changes, the
+server scales c ← c·W_before/W, so that c stays the weighted mean of all c_i (reducer `share`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class ControlVariates(LocalRule):
     one_rate: ClassVar[bool] = True
 
     def start(self, context: LocalContext) -> Correction:
-        """Read c and c_i. After each step, the correction adds −η·(c − c_i) to the parameters.
+        """Return a correction that reads c and c_i, and adds −η·(c − c_i) to the parameters after each step.
 
         Raises:
             UsageError: a control variate is not finite. The message names its parameter.
@@ -56,7 +57,7 @@ class ControlVariates(LocalRule):
 
 
 class _Shifted(Correction):
-    """The correction of one round. It holds c − c_i, a tensor for each trainable parameter."""
+    """SCAFFOLD's correction in one round. It holds c − c_i for each trainable parameter."""
 
     def __init__(self, context: LocalContext) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class _Shifted(Correction):
             self._y[name].sub_(shift, alpha=rate)
 
     def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
-        """Return Δc_i. If a parameter was not trained, or a filter kept it back, its c_i stays and its Δc_i is zero."""
+        """Return Δc_i. If a parameter was not trained, or a filter drops it, its c_i stays and its Δc_i is zero."""
 
         def difference(name: str, start: int, stop: int) -> Tensor:
             c_i = self._context.own(CONTROL, name, start, stop)
@@ -97,7 +98,7 @@ class Scaffold(ByHand):
     """SCAFFOLD (arXiv 1910.06378, option II) for one round of a hand-written loop: y ← y − η·(c − c_i) after each step.
 
     Args:
-        model: the model with the pulled values; Scaffold keeps a copy of its parameters on the CPU as x.
+        model: the model, with the values of the downloaded version. Scaffold copies its parameters to the CPU as x.
         global_controls: c, as parameter name → tensor of the parameter's shape: `fl_round.global_state("control")`.
         own_controls: c_i, in the same form: `fl_round.own_state("control")`.
 
@@ -117,7 +118,7 @@ class Scaffold(ByHand):
 
     @property
     def own_controls(self) -> dict[str, Tensor]:
-        """Before `finish`: the given c_i. After `finish`: c_i⁺, which becomes c_i only if the update counts."""
+        """Before `finish`: the given c_i. After `finish`: c_i⁺, the next c_i if the server uses this round's update."""
         return {name: self._own.after[name_beside(CONTROL, name)] for name in self._x}
 
     @public_api

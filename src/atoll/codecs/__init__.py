@@ -1,7 +1,8 @@
 """Codecs: encodings of updates, and of differences between versions, as bytes. To write a codec, import from here.
 
 `Codec` is the interface. `Elementwise` is the base class of codecs that cast each element. `Narrowing` is the base
-class of codecs that encode several floats together, such as a block with one scale, but never across tiles (`TILE`).
+class of codecs that encode several floats together, such as a block with one scale, but always within one tile (`TILE`
+elements).
 """
 
 from atoll.codecs.base import Codec

@@ -1,8 +1,8 @@
-"""The codec contract: the interface that encodes the `params` of an update for the wire.
+"""The interface of codecs. A codec encodes the parameters of an update as bytes, to be sent over the network.
 
-A codec is a small frozen value. It has a fixed rate: the sizes and offsets of encoded data depend only on the number of
-elements. So any range of whole tiles (4,096 elements each) can be decoded alone. `atoll.testing.contracts` has the
-contract suite.
+A codec is an immutable object. It has a fixed rate: the sizes and offsets of encoded data depend only on the number of
+elements. So any range of whole tiles (4,096 elements each) can be decoded alone. `atoll.testing.contracts` has tests
+that every codec must pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The codec's name in the run file and in layouts."""
+        """The codec's name in the run file and in descriptions of encoded files."""
         ...
 
     @property
@@ -29,12 +29,12 @@ class Codec(Protocol):
 
     @property
     def raw(self) -> bool:
-        """Whether the encoded bytes are the elements' bytes in memory, so that they need no decoding."""
+        """Whether the encoded bytes equal the bytes of the elements in memory, so that no decoding is needed."""
         ...
 
     @property
     def feedback(self) -> bool:
-        """Whether a worker keeps the encoding error and adds it to its next update (error feedback)."""
+        """Whether a worker keeps the encoding error of an update and adds it to its next one (error feedback)."""
         ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:

@@ -3,7 +3,7 @@
     scale = max |x| / levels        code = round(x / scale), half to even        x̂ = code · scale
 
 So |x̂ − x| ≤ scale / 2. The encoded form of a tile (4,096 elements) is its 16 scales in fp32, then its codes. The last
-tile of a segment can have fewer blocks; its last block is padded with zeros. If the largest magnitude of a block is
+tile of a tensor can have fewer blocks; its last block is padded with zeros. If the largest magnitude of a block is
 below 2⁻¹⁰⁰, the block becomes zeros. If a block contains NaN or Inf, no decoded value of the block is finite.
 
 Streaming DiLoCo (Douillard et al., arXiv 2501.18512) sends its pseudo-gradients with 4 bits per element.

@@ -1,4 +1,4 @@
-"""The choice of a codec for each tensor of an update. Server and worker use this code, so their layouts are equal."""
+"""Choose a codec for each tensor of an update. Server and worker both use this code, so they compute equal offsets."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _METHODS = ("encoded_bytes", "encode_", "decode_")
 def build_codecs(
     codec: str, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec", sent: bool = False
 ) -> dict[str, Codec]:
-    """Build the codec of `params`, and return all codecs that an update needs: name → codec.
+    """Build the codec for `params` (the float parameters), and return all codecs that an update needs: name → codec.
 
-    The built codec has two entries: under the name given here, and under its own `name`.
+    The built codec is in the result twice: under the name `codec`, and under its attribute `name`.
 
     Args:
         codec: name of the codec of `params`.
         options: the codec's keyword arguments: strings and finite numbers, since only these are sent to workers.
         setting: the setting that names the codec, for messages.
-        sent: whether the name came over the wire. If so, the module of a `module:Class` must already be imported: a
+        sent: whether the name came over the network. If so, the module of a `module:Class` must already be imported: a
             received name must not run code.
 
     Raises:
@@ -54,7 +54,7 @@ def build_codecs(
     if not isinstance(made, Codec):
         raise ConfigError(
             f"{setting} = {codec!r} lacks one of the properties name, elementwise, raw and feedback.",
-            "They are properties of atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
+            "Add the missing one, as in atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
         )
     is_ours = WideCodec.name in (codec, made.name)  # `wide` is internal: settings cannot name it
     if is_ours or (made.name != codec and made.name in registry.names("codecs")):
@@ -79,16 +79,16 @@ def _require_imported(codec: str) -> None:
 
 
 def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:
-    """Return the layout of an update, with a codec for each tensor.
+    """Return the layout of an update: the codec, the offset and the encoded size of each tensor.
 
-    `params` are encoded with `codec`; all other groups are raw. If `codec` is raw, fp16 and fp8 parameters are encoded
-    with `wide` instead, because their differences can exceed the range of their dtype.
+    `params` (the float parameters) are encoded with `codec`; all other tensors are raw. If `codec` is raw, fp16 and fp8
+    parameters are encoded as fp32 (`wide`), because their differences can exceed the range of their dtype.
 
     Args:
         schema: schema of the model.
         codec: name of the codec of `params`.
         codecs: name → codec, from `build_codecs`.
-        part_bytes: largest size of a part, in bytes.
+        part_bytes: largest size, in bytes, of a part: a piece of the update that is sent and checked alone.
         ranks: number of ranks among which the update is sharded.
     """
 

@@ -1,11 +1,11 @@
-"""Elementwise codecs (raw, bf16, fp16 widened to fp32), and the base class of codecs that shrink floats further.
+"""Codecs that cast each element (raw, bf16, fp16 widened to fp32), and the base class of codecs that shrink more.
 
 bfloat16 keeps fp32's exponent and 8 bits of its significand: half the bytes, and a relative error of at most 2⁻⁸. NaN
 and Inf stay not finite. bf16 is DiLoCo's default, since training loses no quality by this rounding. (Streaming DiLoCo,
 Douillard et al., arXiv 2501.18512, goes down to 4 bits.)
 
 The difference of two values can exceed the range of their dtype. For example, the largest fp16 is 65,504, but
-40,000 − (−40,000) is 80,000. So with the codec `none`, `params` in fp16 and fp8 are widened
+40,000 − (−40,000) is 80,000. So with the codec `none`, fp16 and fp8 parameters are sent as fp32
 (`atoll.codecs.encoded_layout`). bfloat16 has fp32's range and needs no widening.
 """
 
@@ -106,7 +106,7 @@ def narrows(dtype: str) -> bool:
 
 
 def rows_of(source: Tensor, width: int) -> Tensor:
-    """Return elements [n] as fp32 rows [rows, width] on the same device. The last row is padded with zeros.
+    """Return the tensor `source` [n] as fp32 rows [rows, width] on the same device. The last row is padded with zeros.
 
     If `source` is fp32 and n a multiple of `width`, the rows are a view of `source`. So do not write to the rows.
     """

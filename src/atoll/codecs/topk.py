@@ -53,7 +53,7 @@ class TopKCodec(Narrowing):
 
     @property
     def k(self) -> int:
-        """Number of elements that are sent of each tile."""
+        """Number of elements of each tile that are sent."""
         return max(1, round(self.density * TILE / STEP)) * STEP
 
     @property

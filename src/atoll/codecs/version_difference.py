@@ -7,11 +7,12 @@
     C, dec   the codec's encoding and decoding
 
 The encoding error stays in θ' − b', so the next difference contains it. This is error feedback that needs no file.
-Server and workers both compute b' with `advance_`: add in the dtype of accumulation, then cast. The digest of b' shows
-whether they agree. Tensors other than float parameters are sent as their new values, without a difference.
+Server and workers both compute b' with `advance_`: add in fp32 (fp64 for fp64), then cast to the model's dtype. The
+digest of b' shows whether they agree. Tensors other than float parameters are sent as their new values, not as
+differences.
 
-A delta has the layout of an update, but is divided into parts like the version: part n of the delta turns part n of the
-previous version into part n of the next one.
+A file is transferred in parts. A delta is encoded like an update, but has the same parts as the version: part n of the
+delta turns part n of the previous version into part n of the next one.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Downlink:
-    """The format of the compressed downloads of one fragment.
+    """The format of compressed downloads (deltas) of one fragment of the model.
 
     Attributes:
-        codecs: name → codec, for all codecs in the layout.
-        layout: the layout of a delta.
-        parts: the delta's parts: one for each part of the version that belongs to this rank; some are empty.
-        count: number of the version's parts, of all ranks.
+        codecs: name → codec, for all codecs in `layout`.
+        layout: the codec, offset and size of each tensor in a delta.
+        parts: the delta's parts: one for each part of the version that belongs to this rank. Some are empty.
+        count: number of parts of the version, for all ranks together.
     """
 
     codecs: Mapping[str, Codec]
@@ -55,15 +56,13 @@ class Downlink:
 
     @classmethod
     def of(cls, version: Layout, codec: str, options: Mapping[str, Any], *, sent: bool = False) -> Downlink | None:
-        """Return the format of compressed downloads of versions with this layout.
-
-        Return None for the codec `none`: then workers download whole versions.
+        """Return the format of compressed downloads. None for the codec `none`: workers download whole versions.
 
         Args:
             version: layout of the versions.
             codec: name of the codec of float parameters.
             options: the codec's keyword arguments.
-            sent: whether the codec's name came over the wire (`build_codecs`).
+            sent: whether the codec's name came over the network. If so, it must not import a module (`build_codecs`).
 
         Raises:
             ConfigError: the codec's name is unknown, or an option is unknown or has a wrong value.
@@ -81,15 +80,15 @@ class Downlink:
 
     @functools.cached_property
     def runs(self) -> RunTable:
-        """The byte runs of the layout, each of at most one tile."""
+        """The delta's bytes, divided into ranges of at most one tile."""
         return RunTable(self.layout, TILE)
 
     def encode_(self, segment: Segment, theta: Tensor, held: Tensor, target: Tensor) -> None:
-        """Encode the difference θ' − b of a range of a parameter into `target`, and update `held` from b to b'.
+        """Encode the difference θ' − b for a range of a parameter into `target`, and change `held` from b to b'.
 
         Args:
-            segment: the parameter's segment in the delta.
-            theta: θ' [n], in the dtype of accumulation.
+            segment: the parameter's place and codec in the delta.
+            theta: θ' [n], in fp32 (fp64 for fp64).
             held: b [n], in the model's dtype; changed in place.
             target: buffer for the encoded range: uint8, of the size that `layout.piece` gives.
         """
@@ -97,12 +96,12 @@ class Downlink:
         self.advance_(segment, held, target)
 
     def advance_(self, segment: Segment, held: Tensor, encoded: Tensor) -> None:
-        """Update a range of a tensor from b to b', in place.
+        """Change a range of a tensor from b to b', in place.
 
-        A float parameter gets the decoded difference added. Any other tensor is replaced by the decoded values.
+        Add the decoded difference to a float parameter. Replace any other tensor by the decoded values.
 
         Args:
-            segment: the tensor's segment in the delta.
+            segment: the tensor's place and codec in the delta.
             held: b [n], on the CPU, in the model's dtype; changed in place.
             encoded: the delta's encoded bytes of the range, uint8.
         """
@@ -124,9 +123,10 @@ class Downlink:
 
 
 class DifferenceWriter:
-    """A writer of a delta file: one part at a time, one element range at a time. Use one per thread.
+    """Writes a delta file part by part, and each part range by range. Each thread needs its own `DifferenceWriter`.
 
-    Codecs have a fixed rate, and each range begins at the start of a tile. So each range can be encoded alone.
+    Each range begins at the start of a tile, and the encoded size depends only on the number of elements. So each range
+    can be encoded alone.
 
     Args:
         downlink: the format of the delta.
@@ -141,7 +141,7 @@ class DifferenceWriter:
         self._end = 0  # offset in the delta file at which to write next
 
     def begin(self, part: Part) -> None:
-        """Start the part of the delta with the same number as `part`, a part of the version."""
+        """Start a part of the delta: the one with the same number as `part`, which is a part of the version."""
         self._part, self._hasher = self._downlink.parts[part.index], blake3()
         self._end = self._part.start
 
@@ -151,7 +151,7 @@ class DifferenceWriter:
         Args:
             run: the range in the version, n elements.
             values: [n]. Of a float parameter: b, changed in place to b'. Of another tensor: the next version's values.
-            theta: θ' [n] of a float parameter, in the dtype of accumulation; None for other tensors.
+            theta: θ' [n] of a float parameter, in fp32 (fp64 for fp64); None for other tensors.
         """
         there = self._downlink.runs.counterpart(run)
         memory = self._zeros(there.stop)[there.start - there.stop :]
@@ -172,7 +172,7 @@ class DifferenceWriter:
         return self._hasher.digest()
 
     def _zeros(self, stop: int) -> Tensor:
-        """Return a zeroed buffer for the file range from `_end` to `stop`, with the same alignment as in the file."""
+        """Return a zeroed buffer for the file's bytes from `_end` to `stop`, with the same alignment as in the file."""
         shift = self._end % ALIGN_BYTES
         return self._scratch.raw("delta", shift + stop - self._end)[shift:].zero_()
 

@@ -17,6 +17,10 @@ IsDefault = Callable[[str], bool]
 def require_consistent(at: At, is_default: IsDefault) -> None:
     """Check all settings, and raise on the first contradiction.
 
+    Args:
+        at: a function `group.key` → the setting's value.
+        is_default: a function `group.key` → whether the setting has its default value.
+
     Raises:
         ConfigError: two settings contradict each other. The message has both values and a remedy.
     """
@@ -26,24 +30,24 @@ def require_consistent(at: At, is_default: IsDefault) -> None:
     _require_streaming(at, is_default)
     if at("model.ranks") > 1:
         this, instead = f"model.ranks is {at('model.ranks')}", "set model.ranks = 1 and train without sharding"
-        _refuse_beside(at, is_default, this, _NOT_SHARDED, instead)
+        _require_defaults(at, is_default, this, _NOT_SHARDED, instead)
     _require_workflows(at)
     _require_swarm(at, is_default)
     _require_the_rest(at)
 
 
-def _refuse_beside(at: At, is_default: IsDefault, this: str, others: Mapping[str, str], instead: str) -> None:
-    """Refuse settings that must keep their defaults because of another setting.
+def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[str, str], instead: str) -> None:
+    """Check that some settings have their default values, because a given setting does not work with other values.
 
     Args:
-        at: gives the value of a setting.
-        is_default: gives whether a setting has its default.
-        this: the other setting with its value, as a clause for the message.
-        others: `group.key` of a setting that must keep its default → the reason.
-        instead: a remedy, for the message: what to do instead of leaving the key out.
+        at: a function `group.key` → the setting's value.
+        is_default: a function `group.key` → whether the setting has its default value.
+        this: the given setting and its value, for the message: "swarm.enabled is true".
+        others: `group.key` of a setting that must have its default → the reason, for the message.
+        instead: the second remedy in the message; the first one is to leave the other setting out.
 
     Raises:
-        ConfigError: one of `others` has another value than its default.
+        ConfigError: a setting in `others` does not have its default value.
     """
     for key, why in others.items():
         if not is_default(key):
@@ -51,7 +55,7 @@ def _refuse_beside(at: At, is_default: IsDefault, this: str, others: Mapping[str
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for a message. Of a table with a name or a path, return only the name or path."""
+    """Return a setting's value as text for a message; of a table with a name or path, only the name or path."""
     return repr(getattr(value, "target", None) or value)
 
 
@@ -126,7 +130,7 @@ def _require_async(at: At, is_default: IsDefault) -> None:
             "sites that wait for a step of one fragment could block the step of another fragment forever.",
             "Leave rounds.min_sites out, or set diloco.num_fragments to 1.",
         )
-    _refuse_beside(at, is_default, "async.enabled is true", _SYNC_SO_FAR, "set async.enabled = false")
+    _require_defaults(at, is_default, "async.enabled is true", _SYNC_SO_FAR, "set async.enabled = false")
 
 
 _WHOLE_MODELS = {
@@ -181,7 +185,7 @@ def _require_streaming(at: At, is_default: IsDefault) -> None:
         )
     if fragments > 1:
         this, instead = f"diloco.num_fragments is {fragments}", "set diloco.num_fragments to 1"
-        _refuse_beside(at, is_default, this, _WHOLE_MODELS, instead)
+        _require_defaults(at, is_default, this, _WHOLE_MODELS, instead)
 
 
 _NOT_SHARDED = {
@@ -246,13 +250,13 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
     """
     if not at("swarm.enabled"):
         others = {"swarm.aggregators": "without a swarm, the server aggregates"}
-        _refuse_beside(at, is_default, "swarm.enabled is false", others, "set swarm.enabled = true")
+        _require_defaults(at, is_default, "swarm.enabled is false", others, "set swarm.enabled = true")
         return
     this, instead = "swarm.enabled is true", "set swarm.enabled = false"
-    _refuse_beside(at, is_default, this, _NOT_IN_A_SWARM, instead)
+    _require_defaults(at, is_default, this, _NOT_IN_A_SWARM, instead)
     if at("aggregation.download_codec").target not in (None, "none"):
         others = {"aggregation.download_codec": "no process of a swarm has all versions"}
-        _refuse_beside(at, is_default, this, others, instead)
+        _require_defaults(at, is_default, this, others, instead)
     if at("rounds.sites") < 2:
         raise ConfigError(
             f"{this}, but rounds.sites is {at('rounds.sites')}: a second worker must check each version and "

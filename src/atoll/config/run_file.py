@@ -1,6 +1,7 @@
-"""Read settings from the run file, the environment and the command line, each as key → (value, source).
+"""Read settings from the run file, the environment and the command line, and write settings as a run file.
 
-A key is `group.key`; the key of an option in a table is longer: `aggregation.upload_codec.density`.
+A key is `group.key`; the key of an option in a table is longer: `aggregation.upload_codec.density`. A `Layer` has the
+settings of one source: key → (value, name of the source).
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ of tables with a `path`."""
 
 
 def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return values by `group.key` as nested tables, merged onto other nested tables.
+    """Merge values, given by `group.key`, into nested tables, and return the result.
 
     Tables are merged key by key, with two exceptions. If the new value is a table with `name` or `path`, it replaces
     the whole earlier table. If the new value is a single key `path`, it removes an earlier `name`, and vice versa.
 
     Args:
         values: `group.key` → value, or `group` → a table or object with settings of that group.
-        onto: earlier nested tables; `values` override them.
+        onto: nested tables of earlier values, which `values` override; None: there are none.
     """
     tree = dict(onto or {})
     chosen = {tuple(key.split(".")): value for key, value in flat(values).items()}
@@ -109,7 +110,7 @@ def _set(table: dict[str, Any], path: list[str], value: Any, other: str = "") ->
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by `group.key`. The value of a whole group is divided into the values of its keys."""
+    """Return all values by `group.key`. A value for a whole group is divided into one value for each of its keys."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         table = value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
@@ -119,13 +120,13 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_of(key: str, source: Mapping[str, str]) -> str:
-    """Return the name of what set a key: a file, a variable or the command line. Empty if nothing did.
+    """Return where a key was set: the name of a file or variable, or "command line". Empty if the key was not set.
 
-    If `source` does not have the key, return the source of a table that contains it, or of a key inside it.
+    If `source` does not have the key, return the source of a table that contains the key, or of a key inside it.
 
     Args:
         key: `group.key`.
-        source: key → name of what set the key.
+        source: key → where the key was set.
     """
     parts = key.split(".")
     around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
@@ -134,12 +135,12 @@ def source_of(key: str, source: Mapping[str, str]) -> str:
 
 
 def nearest_key(key: str, fields: Fields, *, is_group: bool = False) -> str:
-    """Return the remedy for an unknown key or group: the most similar known one, and how to list all keys.
+    """Return advice for an unknown key or group: the most similar known one, and how to list all settings.
 
     Args:
         key: `group.key`, or a name without a group.
         fields: all settings.
-        is_group: whether the value is a table. Then `key` alone may be meant as a group.
+        is_group: whether the value is a table, so that `key` may be the misspelt name of a group.
     """
     groups = [each.partition(".")[0] for each in fields] if is_group and "." not in key else []
     group = difflib.get_close_matches(key.lower(), groups, n=1, cutoff=0.7)
@@ -156,13 +157,13 @@ def nearest_key(key: str, fields: Fields, *, is_group: bool = False) -> str:
 
 
 def value_of(key: str, text: str, fields: Fields) -> Any:
-    """Parse the text of a variable or of `--set` as the value of a key.
+    """Parse the text of an environment variable or of `--set` as the value of a setting.
 
     Text for tables, options and unknown keys is parsed as TOML. Text for a list may also be items separated by commas.
     Any other text is returned unchanged, for pydantic to convert or refuse.
 
     Raises:
-        ValueError: the text of a known setting should be TOML, and is not.
+        ValueError: the setting is known and needs TOML, but the text is not TOML.
     """
     field = fields.get(key)
     if field and not text.lstrip().startswith(("[", "{", '"', "'")):
@@ -176,7 +177,7 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if field:
-            raise ValueError("it is not TOML") from None
+            raise ValueError("the text is not TOML") from None
         return text
 
 
@@ -187,7 +188,7 @@ def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
     """Return the values of all options `--set group.key=value`, by key.
 
     Raises:
-        ConfigError: a text does not have that form, or its value is not TOML.
+        ConfigError: a text does not have the form group.key=value, or its value must be TOML but is not.
     """
     values = {}
     for text in texts:
@@ -233,7 +234,7 @@ def variable_of(key: str) -> str:
 
 
 def _key_of(variable: str, fields: Fields) -> str:
-    """Return the key that a variable sets (of a setting, or of an option in a table); empty for other variables."""
+    """Return the key that an environment variable sets: of a setting, or of an option in a table. Else return ""."""
     if variable in OTHER_NAMES:
         return OTHER_NAMES[variable]
     parts = variable.removeprefix(ENV_PREFIX).lower().split("__")
@@ -244,7 +245,7 @@ def _key_of(variable: str, fields: Fields) -> str:
 
 
 def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
-    """Return the settings in the environment.
+    """Return the settings that environment variables set.
 
     Raises:
         ConfigError: an ATOLL_* variable is unknown, or the value of a table is not TOML.
@@ -266,9 +267,9 @@ def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
 
 
 def file_layer(path: Path, fields: Fields) -> Layer:
-    """Return the settings in a run file. Relative paths in the file start at the file's folder.
+    """Return the settings in a run file. A relative path in the file starts at the file's folder.
 
-    If the file does not set `disk.state_dir`, the default state directory is in that folder, too.
+    If the file does not set `disk.state_dir`, the state directory is in the file's folder, too.
 
     Raises:
         ConfigError: the file cannot be read, or is not TOML.
@@ -297,7 +298,7 @@ Move = Callable[[str], str | Path]
 
 
 def moved(key: str, value: Any, move: Move) -> Any:
-    """Return the value of a setting, with every path in the value replaced by `move(path)`."""
+    """Return the value of the setting `key`, with every path in the value replaced by `move(path)`."""
     if key in FOLDERS:
         return Path(move(str(value))) if isinstance(value, str | Path) else value
     if isinstance(value, BaseModel):
@@ -324,9 +325,9 @@ def _code(target: Any, move: Move) -> Any:
 
 
 def _moved_table(key: str, table: Any, move: Move) -> Any:
-    """Return a table, with every path in the table replaced by `move(path)`.
+    """Return a table of the setting `key`, with every path in the table replaced by `move(path)`.
 
-    If a workflow step has no name, its old path becomes its name. So moving the folder does not rename the step.
+    A workflow step without a name gets its old path as its name, so that moving the folder does not rename the step.
     """
     if not isinstance(table, Mapping):
         return table
@@ -374,7 +375,7 @@ def _key(key: Any) -> str:
 
 
 def toml_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a run file with these values, which must be ordered by group.
+    """Yield the lines of a run file with these values. Values of the same group must follow each other.
 
     Args:
         values: `group.key` → value.

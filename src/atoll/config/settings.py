@@ -1,8 +1,8 @@
-"""The settings of a run: eleven typed groups, immutable, validated once.
+"""The settings of a run: eleven typed groups, validated when they are built, and immutable.
 
-A setting has a name `group.key`. It can be set in the run file (TOML: a key in the table of its group), as variable
-`ATOLL_<GROUP>__<KEY>`, and by `--set group.key=value`. The command line overrides the environment, which overrides the
-file.
+A setting has a name `group.key`. Set it in the run file (as a key in the TOML table of its group), with the environment
+variable `ATOLL_<GROUP>__<KEY>`, or with the option `--set group.key=value`. The command line overrides the environment,
+which overrides the file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
 
 
 def is_chunk(nbytes: int) -> bool:
-    """Return whether parts of objects may have this size, in bytes."""
+    """Return whether published objects may be sent in parts of this size, in bytes."""
     return LEAST_CHUNK_BYTES <= nbytes <= MOST_CHUNK_BYTES and nbytes % CHUNK_STEP_BYTES == 0
 
 
@@ -71,7 +71,7 @@ def _chunk(nbytes: int) -> int:
     if nbytes and not is_chunk(nbytes):
         raise PydanticCustomError(
             "chunk",
-            f"it should be 0, or {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} and a multiple of {CHUNK_STEP_BYTES}",
+            f"the size should be 0, or {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} and a multiple of {CHUNK_STEP_BYTES}",
         )
     return nbytes
 
@@ -87,7 +87,7 @@ class Group(BaseModel):
 
 
 class Choice(Group):
-    """A setting that names code: the `name` of code in Atoll or a package, or the `path` of your own; with options."""
+    """A setting that chooses code, by `name` (from Atoll or a package) or by `path` (your own). Other keys: options."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -134,7 +134,7 @@ class Run(Group):
 
 
 class Model(Group):
-    """The initial model, its buffers, and the ranks of sharded workers."""
+    """The initial model: its source, buffers and storage, and the number of ranks of a sharded worker."""
 
     source: str | None = Field(
         None,
@@ -189,7 +189,7 @@ class Algorithm(Choice):
 
 
 class DiLoCo(Group):
-    """Settings of DiLoCo, with the whole model or with streaming."""
+    """DiLoCo: when workers synchronise the model, as a whole or fragment by fragment (streaming)."""
 
     sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (H).")
     num_fragments: int = Field(
@@ -330,7 +330,7 @@ class Aggregation(Group):
 
 
 class Workflow(Group):
-    """Workflows, which send tasks to sites, and filters at the server."""
+    """Workflows (functions that send tasks to sites), and the filters that the server applies."""
 
     function: str | None = Field(
         None,
@@ -475,7 +475,7 @@ class Settings(BaseModel):
     def build(
         cls, values: Settings | Mapping[str, Any] | None = None, source: Mapping[str, str] | None = None
     ) -> Settings:
-        """Build settings from a plain mapping.
+        """Build settings from a mapping, and validate them.
 
         Args:
             values: `group.key` → value, or `group` → a mapping or group object; later entries override earlier ones.
@@ -503,13 +503,13 @@ class Settings(BaseModel):
         return Settings.build(merged(values, self.model_dump(by_alias=True, exclude_unset=True)))
 
     def at(self, key: str) -> Any:
-        """Return the value of `group.key`; for a group's name alone, the group."""
+        """Return the value of the setting `group.key`; if `key` is the name of a group, the group."""
         group, _, name = key.partition(".")
         table = getattr(self, attribute(group))
         return getattr(table, name) if name else table
 
     def chosen(self, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return the settings or groups with these keys: key → JSON value."""
+        """Return the settings and groups with these keys, as key → value that JSON can express."""
         chosen = {}
         for key in keys:
             group, _, name = key.partition(".")
@@ -518,7 +518,7 @@ class Settings(BaseModel):
         return chosen
 
     def by_key(self) -> dict[str, Any]:
-        """Return every setting by `group.key`, including the options of the algorithm."""
+        """Return all settings, including the options of the algorithm: `group.key` → value."""
         found: dict[str, Any] = {}
         for group in GROUPS:
             found |= {key: self.at(key) for key in FIELDS if key.startswith(f"{group}.")}
@@ -528,12 +528,12 @@ class Settings(BaseModel):
 
     @property
     def exports(self) -> Path:
-        """The folder of the run's `model.safetensors` and `metrics.jsonl`."""
+        """The folder to which the run writes `model.safetensors` and `metrics.jsonl`."""
         return self.disk.export_dir or self.disk.state_dir / "exports"
 
 
 def attribute(group: str) -> str:
-    """Return the attribute of `Settings` for a group: its name, but `async_` for `async`, a keyword of Python."""
+    """Return the name of a group's attribute in `Settings`: `async_` for the group `async`, else the group's name."""
     return "async_" if group == "async" else group
 
 

@@ -44,10 +44,12 @@ class WorkflowEntry:
     Attributes:
         name: the name in logs and the status.
         kind: `train`, or the name of a registered kind; empty if `path` is set.
-        path: the workflow function, or where to import the function from.
+        path: the workflow function, or where it is: `module:function`, `file.py:function` or `@id`; empty if
+            `kind` is set.
         args: keyword arguments of the workflow function.
-        start_timeout_s: how long the start waits for sites, in seconds; 0: forever; None: the default of the kind.
-        progress_timeout_s: after so many seconds without any answer, byte or step, the workflow fails; 0: never.
+        start_timeout_s: seconds for which the workflow's start waits for sites; 0: no limit; None: the kind's default.
+        progress_timeout_s: the workflow fails after this many seconds in which no answer, byte or training step
+            comes from a site; 0: never.
     """
 
     name: str
@@ -59,13 +61,16 @@ class WorkflowEntry:
 
     @property
     def file_name(self) -> str:
-        """The name of the files that this workflow writes, without a suffix."""
+        """The name, without a suffix, of the files that this workflow writes."""
         return file_name_of(self.name)
 
 
 @dataclass(frozen=True)
 class Component:
-    """A component of the run file: the object that the class or function at `path` returns when called with `args`."""
+    """A component of the run file: the object that the class or function at `path` returns when called with `args`.
+
+    A function without `args` is not called: it is the component itself.
+    """
 
     path: str
     args: Mapping[str, Any]
@@ -77,7 +82,7 @@ def file_name_of(workflow: str) -> str:
 
 
 def kinds() -> list[str]:
-    """Return all kinds of workflows: `train` and the registered ones."""
+    """Return the names of all kinds of workflows: `train` and the registered ones."""
     return [TRAIN, *registry.names("workflows")]
 
 
@@ -126,7 +131,7 @@ def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table's arguments of the workflow: the keys that only workflows of this kind have, with their values.
+    """Return the arguments in a table: the keys, with their values, that only workflows of this kind have.
 
     Raises:
         ConfigError: the table has an unknown key.
@@ -203,12 +208,13 @@ def is_reference(value: Any) -> bool:
 
 
 def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace references to components by the components' paths and arguments, and return the groups of settings.
+    """Return the groups of settings with references to components replaced by the components' paths and arguments.
 
-    Filters, the aggregator and the persistor may refer to components. References in `workflow.steps` stay.
+    Filters, the aggregator and the persistor (your own storage for models) may refer to components. References in
+    `workflow.steps` are not replaced here: they are resolved when a workflow starts.
 
     Raises:
-        ConfigError: a referenced component does not exist, or the referring table has arguments, too.
+        ConfigError: a component does not exist, or a table that refers to a component has arguments, too.
     """
     groups = {group: dict(table) if isinstance(table, Mapping) else table for group, table in tables.items()}
     workflow = groups.get("workflow")

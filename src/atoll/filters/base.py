@@ -1,9 +1,10 @@
-"""The contract of filters, and chains of filters.
+"""The base class of filters, and chains of filters.
 
 In rounds, a filter changes an update: at the site before it is sent, or at the server before it is aggregated. The
-filter gets the difference version − local, of `params` (the pseudo-gradient) and also of float buffers. In tasks, a
-filter changes the payload of a task or of an answer, and gets the values of its float tensors. Values are in fp32 or
-fp64, on the CPU. A filter gets at most `CHUNK_ELEMENTS` elements at a time.
+filter gets the difference version − local, of `params` (the pseudo-gradient) and also of float buffers. In tasks (calls
+that a workflow sends to sites), a filter changes the payload of a task or of an answer, and gets the values of the
+payload's float tensors. Values are in fp32 or fp64, on the CPU. A filter gets at most `CHUNK_ELEMENTS` elements at a
+time.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Outgoing:
 
     Attributes:
         about: metadata of the update or payload.
-        tensors: name → spec of the tensors that the earlier filters keep.
+        tensors: name → spec of each tensor that the earlier filters of the chain did not drop.
         changes: (name, start, stop) → elements [start, stop) after the earlier filters: of version − local in rounds,
             of the payload in tasks.
         aliases: further name → name in `tensors`, for a tensor that is in several places of a payload.
@@ -104,7 +105,7 @@ class Filter:
         """
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Return whether to send this tensor. If not, it counts as unchanged in an update, and is None in a payload."""
+        """Return whether to send this tensor. If not, an update leaves it unchanged; a payload has None instead."""
         return True
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ class Filter:
 
 
 def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
-    """Return the filters of an argument `filters` as a tuple.
+    """Return the filters as a tuple, after a check that each is a `Filter`.
 
     Raises:
         UsageError: the argument is a single filter, or an element is no filter.
@@ -160,9 +161,9 @@ class Chain:
         filters: the filters, in order. The constructor calls `begin` and `keeps` of each.
         specs: name → spec of the tensors to filter.
         about: metadata of the update or payload.
-        raw: (name, start, stop) → elements [start, stop) before any filter: of version − local, or of the payload. In
-            new memory, in the dtype of accumulation.
-        aliases: further name → name in `specs`. If a filter drops a tensor under one name, all its names are dropped.
+        raw: a function (name, start, stop) → elements [start, stop) before any filter: of version − local, or of the
+            payload. It returns new memory, in fp32 (fp64 for fp64).
+        aliases: further name → name in `specs`. If a filter drops one name of a tensor, the tensor is not sent at all.
         model: names of all tensors of the model, if the update is of one fragment.
         finite: whether to raise `BadFilter` if a filter's result has NaN or Inf.
 
@@ -188,7 +189,7 @@ class Chain:
             kept = {name: spec for name, spec in specs.items() if name in self._kept}
 
             def before(name: str, start: int, stop: int, index: int = index) -> Tensor:
-                return self._behind(name, start, raw(name, start, stop), index)
+                return self._after(name, start, raw(name, start, stop), index)
 
             further = {alias: name for alias, name in aliases.items() if name in kept}
             outgoing = Outgoing(about, kept, before, further, model)
@@ -200,7 +201,7 @@ class Chain:
             }
 
     def sends(self, name: str) -> bool:
-        """Return whether all filters keep this tensor."""
+        """Return whether the tensor is sent, because no filter drops it."""
         return name in self._kept
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
@@ -211,14 +212,14 @@ class Chain:
         """
         if name not in self._kept:
             return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype), device="cpu")
-        return self._behind(name, start, self._raw(name, start, stop), len(self._filters))
+        return self._after(name, start, self._raw(name, start, stop), len(self._filters))
 
     def taken(self, name: str, start: int, stop: int) -> Tensor:
         """Return what the filters removed from elements [start, stop): values before − values after."""
         raw = self._raw(name, start, stop)
-        return raw.sub_(self._behind(name, start, raw.clone(), len(self._filters)))
+        return raw.sub_(self._after(name, start, raw.clone(), len(self._filters)))
 
-    def _behind(self, name: str, start: int, values: Tensor, count: int) -> Tensor:
+    def _after(self, name: str, start: int, values: Tensor, count: int) -> Tensor:
         """Return `values` after the first `count` filters. The filters may change `values` in place."""
         wide = values.dtype
         for filter_ in self._filters[:count]:
@@ -226,7 +227,7 @@ class Chain:
             if not isinstance(found, Tensor) or found.shape != values.shape or found.dtype != wide:
                 told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
                 given = f"{wide} {list(values.shape)}"
-                raise BadFilter(filter_, f"made {told} of {name!r}, which was {given}", raised=False)
+                raise BadFilter(filter_, f"changed {name!r} from {given} to {told}", raised=False)
             values = found.to("cpu")
             if self._finite and not bool(torch.isfinite(values).all()):
                 raise BadFilter(filter_, f"returned NaN or Inf in {name!r}", raised=False)
@@ -257,7 +258,7 @@ ByTask = Sequence[Filter] | Mapping[str, Sequence[Filter]]
 
 
 def for_tasks(given: ByTask) -> list[tuple[Filter, frozenset[str]]]:
-    """Return (filter, names of its tasks) for each filter. An empty set of names means all tasks.
+    """Return each filter with the names of the tasks to which it applies. An empty set of names means all tasks.
 
     Raises:
         UsageError: an element is no filter.
@@ -270,8 +271,8 @@ def for_tasks(given: ByTask) -> list[tuple[Filter, frozenset[str]]]:
 def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str) -> Packed:
     """Return the filtered payload: None in place of dropped tensors, and streams in place of float tensors.
 
-    `begin` and `keeps` of the filters run here. `apply` runs later, while the payload is written. Until then, do not
-    use the same filters for another payload.
+    Here, `begin` and `keeps` of the filters are called. `apply` is called later, while the payload is written. Until
+    then, do not use the same filters for another payload.
 
     Args:
         packed: the payload.
@@ -314,13 +315,13 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
 
 
 def said(error: BaseException) -> str:
-    """Return an error as text, with its cause's traceback. A log record of the error would keep the payload alive."""
+    """Return an error and its cause's traceback as text. To log the error itself would keep the payload in memory."""
     cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
     return f"{error}{cause}"
 
 
 class _Through(Stream):
-    """A filtered tensor, as a stream. Errors from its chunks already name the filter, so they are not reworded."""
+    """A filtered tensor, as a stream. It does not reword errors from its chunks, which already name the filter."""
 
     def _chunks(self) -> Iterator[Chunk]:
         yield from self.chunks()
@@ -340,7 +341,7 @@ def _runs(chain: Chain, spec: TensorSpec, dtype: torch.dtype, last: str, what: s
 
 @dataclass(eq=False)
 class _Cursor:
-    """A reader of element ranges of a stream. A range before the current position restarts the stream."""
+    """Reads ranges of elements from a stream. For a range before the current position, the stream starts again."""
 
     stream: Stream
     at: int = 0

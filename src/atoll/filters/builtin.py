@@ -26,7 +26,7 @@ class Drop(Filter):
     """A filter that does not send the tensors with matching names.
 
     In rounds, the mean counts this site's change of a dropped tensor as zero. The site's own training of the tensor is
-    lost when it loads the next version. In tasks, the payload has None in place of a dropped tensor.
+    lost when the site loads the next version. In tasks, the payload has None in place of a dropped tensor.
 
     Args:
         patterns: names, or shell-style patterns: `"head.*"`, `"*.running_mean"`.
@@ -71,8 +71,8 @@ class NormClip(Filter):
     Args:
         max_norm: C, the maximum L2 norm.
         noise: z, the noise multiplier: the noise of each element has the standard deviation z·C.
-        seed: 32 bytes that determine the noise of each site and round; only for tests. By default, a secret seed is
-            drawn for every update. So if an update is refused, the next one of that round has other noise.
+        seed: 32 bytes that determine the noise of each site and round; only for tests. By default, every update gets a
+            new secret seed: if the server refuses an update, the next one of that round has other noise.
     """
 
     def __init__(self, max_norm: float, noise: float = 0.0, *, seed: bytes | None = None) -> None:
@@ -88,7 +88,7 @@ class NormClip(Filter):
         return f"NormClip({self.max_norm:g}, noise={self.noise:g})"
 
     def begin(self, update: Outgoing) -> None:
-        """Compute ‖Δ‖₂ in fp64, in one pass over the update, and draw a new key for the noise."""
+        """Compute ‖Δ‖₂ in fp64, in one pass over the update, and draw a new secret key for the noise."""
         squares = math.fsum(float(values.double().square().sum()) for _, _, values in update.runs())
         norm = math.sqrt(squares)
         self._scale = min(1.0, self.max_norm / norm) if norm else 1.0
@@ -105,7 +105,7 @@ class NormClip(Filter):
         return values
 
     def _generator(self, name: str, start: int) -> torch.Generator:
-        """Return the noise generator for one range of elements. It depends on key, site, round, tensor and `start`."""
+        """Return a noise generator for one range of elements, seeded with key, site, round, tensor name and `start`."""
         key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._key).digest(8)
         return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
 
@@ -116,7 +116,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Cast(Filter):
     """A filter that rounds all values to those of a narrower dtype.
 
-    This does not reduce the number of bytes sent: the codec determines it.
+    This does not reduce the number of bytes that are sent, which depends on the codec.
 
     Args:
         dtype: `bf16` or `fp16`. In fp16, values above 65,504 become infinite, and the server refuses the update.

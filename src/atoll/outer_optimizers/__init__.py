@@ -1,4 +1,4 @@
-"""Outer optimizers: the step of the global model. Any torch optimizer that passes a trial run can be one."""
+"""Outer optimizers, with which the server steps the global model: any torch optimizer that passes a trial run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_outer(
     options: Mapping[str, Any] | None = None,
     lrs: Mapping[str, float] | None = None,
 ) -> OuterRule:
-    """Return the outer optimizer `target` with `options`, after a trial run (`chunk_exactness`).
+    """Return the outer optimizer `target` with `options`, if it passes a trial run (`chunk_exactness`).
 
     Args:
         target: a name of `registry.TABLES["outer"]`, `module:attribute`, a class of `torch.optim`, or a function
@@ -34,8 +34,9 @@ def build_outer(
         lrs: shell-style pattern of parameter names → learning rate of these parameters.
 
     Raises:
-        ConfigError: the name, an option or a value is wrong. Or the optimizer is unsuitable: it couples tensors, needs
-            a closure or sparse gradients, draws random numbers, or has state that cannot be stored.
+        ConfigError: the name, an option or a value is wrong. Or the optimizer is unsuitable: its step of a tensor
+            depends on other tensors, it needs a closure or sparse gradients, it draws random numbers, or its state
+            cannot be stored.
     """
     label = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
     factory = registry.load("outer", target) if isinstance(target, str) else target
@@ -57,7 +58,7 @@ def build_outer(
 
 
 def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:
-    """Return the names of the optimizer's arguments after `params`; None if unknown, or if it accepts any name."""
+    """Return the names of the arguments of `factory` after `params`; None if unknown, or if it accepts any name."""
     try:
         parameters = list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
@@ -77,7 +78,7 @@ def _require_options(label: str, options: Mapping[str, Any], known: set[str]) ->
 def _explicit_flags(
     label: str, factory: Callable[..., Optimizer], options: dict[str, Any], known: set[str]
 ) -> dict[str, Any]:
-    """Return `options` with explicit `fused` and `foreach`, because torch's defaults depend on its version.
+    """Return `options` with values for `fused` and `foreach`, because torch's defaults depend on its version.
 
     Raises:
         ConfigError: the optimizer does not accept its options.

@@ -1,9 +1,9 @@
 """A trial of the outer optimizer before a run starts, on tensors of a few thousand elements.
 
-The optimizer must give the same bits in each of these cases: twice from the same numbers, with one tensor or several at
-a time, and with its state stored and restored between steps. If a step in chunks also gives the same bits, the server
-steps each tensor chunk by chunk, in a few MB of memory (`chunk`). If not, the server steps one whole tensor at a time
-(`tensor`).
+The optimizer must give the same bits if it steps twice from the same numbers, if it steps one tensor or several at a
+time, and if its state is stored and restored between steps. If it also gives the same bits when it steps a tensor chunk
+by chunk, the server does so, in a few MB of memory (granularity `chunk`). If not, the server steps one whole tensor at
+a time (granularity `tensor`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Stepped = list[tuple[Tensor, State]]
 
 
 def granularity_of(rule: OuterRule) -> Granularity:
-    """Return `chunk` if `rule` steps chunks of a tensor to the same bits as the whole tensor, else `tensor`.
+    """Return `chunk` if `rule` gives the same bits for the chunks of a tensor as for the whole tensor, else `tensor`.
 
     Raises:
         ConfigError: the optimizer cannot be an outer optimizer. The message gives the reason and alternatives.
@@ -43,12 +43,12 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
     try:
         together = _plain(rule, tensors)
         if not _equal(together, _plain(rule, tensors)):
-            raise ConfigError("two steps from the same numbers give different results; it may use random numbers.")
+            raise ConfigError("two steps from the same numbers give different results; the steps may be random.")
         apart = [stepped for tensor in tensors for stepped in _plain(rule, [tensor])]
         if not _equal(together, apart):
-            raise ConfigError("it steps a tensor differently if another tensor is present.")
+            raise ConfigError("the optimizer steps a tensor differently if another tensor is present.")
         if not _equal(apart, [_with_stored_state(rule, tensor) for tensor in tensors]):
-            raise ConfigError("it keeps data between steps outside `optimizer.state`, which would be lost.")
+            raise ConfigError("the optimizer keeps data between steps outside `optimizer.state`, which would be lost.")
     except Exception as error:
         reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}."
         raise ConfigError(f"{rule.label!r} cannot be an outer optimizer: {reason}", _INSTEAD) from error
@@ -56,7 +56,7 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Return a random parameter, then one gradient per round: of several magnitudes, with sign changes and zeros."""
+    """Return a random parameter, then a gradient for each step: of several magnitudes, with sign changes and zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(1 + _ROUNDS)]
     return [
@@ -66,7 +66,7 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tens
 
 
 def _plain(rule: OuterRule, tensors: Sequence[Sequence[Tensor]]) -> Stepped:
-    """Step whole tensors as in plain torch: one optimizer object for all rounds.
+    """Step whole tensors as in plain torch, with one optimizer object for all steps.
 
     Raises:
         ConfigError: the optimizer makes several parameter groups, or its steps change `param_groups`.
@@ -74,14 +74,14 @@ def _plain(rule: OuterRule, tensors: Sequence[Sequence[Tensor]]) -> Stepped:
     leaves = [torch.nn.Parameter(parameter.clone()) for parameter, *_ in tensors]
     optimizer = rule.make(leaves)
     if len(optimizer.param_groups) != 1:
-        raise ConfigError(f"it creates {len(optimizer.param_groups)} parameter groups from one list.")
+        raise ConfigError(f"the optimizer makes {len(optimizer.param_groups)} parameter groups from one list.")
     settings = _settings(optimizer)
     for index in range(1, 1 + _ROUNDS):
         for leaf, values in zip(leaves, tensors, strict=True):
             leaf.grad = values[index].clone()
         optimizer.step()
     if _settings(optimizer) != settings:
-        raise ConfigError("its steps change its own settings (`param_groups`), which would be lost.")
+        raise ConfigError("the optimizer's steps change its `param_groups`, and this change would be lost.")
     return [(leaf.detach(), {k: v for k, v in optimizer.state[leaf].items() if v is not None}) for leaf in leaves]
 
 
@@ -90,10 +90,10 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _with_stored_state(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]:
-    """Step one tensor as the server does: with the rule's `Stepper`, which gets the stored state in each round.
+    """Step one tensor as the server does: with the rule's `Stepper`, which gets the stored state at each step.
 
     Raises:
-        ConfigError: the state's names, shapes or dtypes change after the first round.
+        ConfigError: the state's names, shapes or dtypes change after the first step.
     """
     parameter, state, stepper = values[0].clone(), None, rule.stepper()
     for gradient in values[1:]:
@@ -101,7 +101,7 @@ def _with_stored_state(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tenso
         if state is not None and [(k, v.shape, v.dtype) for k, v in state.items()] != [
             (k, v.shape, v.dtype) for k, v in after.items()
         ]:
-            raise ConfigError("the structure of its state changes after the first round.")
+            raise ConfigError("the names, shapes or dtypes of the optimizer's state change after the first step.")
         state = {key: value.clone() for key, value in after.items()}
     return parameter, state or {}
 
@@ -111,7 +111,7 @@ def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor
 
     Args:
         rule: the outer optimizer.
-        values: the parameter, then one gradient per round.
+        values: the parameter, then a gradient for each step.
         whole: the parameter and its state after stepping the whole tensor.
         cuts: first element of each chunk, in order, then the number of elements of the tensor.
     """

@@ -1,10 +1,11 @@
-"""A torch optimizer as a pure rule: (parameter chunks, gradient chunks, state) → new parameters and new state.
+"""A torch optimizer as a pure function: (parameter chunks, gradient chunks, state) → new parameters and new state.
 
-Each chunk of a tensor is one torch parameter. A stored state is assigned to `optimizer.state[p]`. In the first round,
-torch creates the state: for Adagrad, NAdam, Rprop and others it does not start at zero.
+Each chunk of a tensor becomes one torch parameter p, and its stored state is assigned to `optimizer.state[p]`. In the
+first round there is no stored state. Then torch creates it, because for Adagrad, NAdam, Rprop and others the state does
+not start at zero.
 
-0-d state (`step`) belongs to the whole tensor. If you step a tensor in chunks, give each chunk a clone of its 0-d
-state, and keep one of the results.
+0-d state (`step`) belongs to the whole tensor. If you step a tensor in chunks, give each chunk a clone of the tensor's
+0-d state, and keep the 0-d state of one chunk.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StateSpec:
 
 
 class OuterRule:
-    """An outer optimizer with its options. `build_outer` makes it after a trial run (`chunk_exactness`).
+    """An outer optimizer with its options. `build_outer` returns it if it passes a trial run (`chunk_exactness`).
 
     Attributes:
         label: the optimizer's name, as the user wrote it.
@@ -86,7 +87,7 @@ class OuterRule:
         """
         optimizer = self._factory(list(parameters), **copy.deepcopy(self._options))
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"it created a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+            raise ConfigError(f"{self.label!r} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
         for group in [*optimizer.param_groups, optimizer.defaults]:
             for flag in ("fused", "foreach"):
                 if flag in group and group[flag] is None:
@@ -96,7 +97,7 @@ class OuterRule:
     def state_specs(self, spec: TensorSpec) -> list[StateSpec]:
         """Return the entries of optimizer state to store for a tensor; none for buffers, integers and empty tensors.
 
-        To find them, a trial tensor is stepped once. With granularity `tensor`, it has the shape of the tensor.
+        To find the entries, step a trial tensor. With granularity `tensor`, it has the shape of the given tensor.
         """
         if spec.group != PARAMS or not spec.is_float or not spec.numel:
             return []
@@ -125,7 +126,7 @@ class OuterRule:
         return Stepper(self)
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that determines the bits of a step, as plain values, for the run's records."""
+        """Return everything on which the bits of a step depend, as plain values, for the run's records."""
         optimizer = self.make([torch.nn.Parameter(torch.zeros(1))])
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         lrs = {"lrs": self.lrs} if self.lrs else {}
@@ -144,7 +145,7 @@ class OuterRule:
 
 
 class Stepper:
-    """A function object that steps tensors or chunks of tensors. It reuses one torch optimizer. Not thread-safe."""
+    """Steps tensors or chunks of tensors. Reuses one torch optimizer for all of them, so it is not thread-safe."""
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule
@@ -211,7 +212,7 @@ class Stepper:
 def _grouped(
     group: Mapping[str, Any], leaves: Sequence[torch.nn.Parameter], lrs: Sequence[float | None]
 ) -> list[dict[str, Any]]:
-    """Return copies of a parameter group, one per learning rate, each with the parameters of that rate."""
+    """Return copies of a parameter group, one for each learning rate, with the parameters that have this rate."""
     of: dict[float, list[torch.nn.Parameter]] = {}
     for leaf, lr in zip(leaves, lrs, strict=True):
         of.setdefault(group["lr"] if lr is None else lr, []).append(leaf)
@@ -231,7 +232,7 @@ def _frozen(state: Mapping[str, Any]) -> State:
         elif type(value) in _PYTHON_DTYPES:
             frozen[key] = torch.tensor(value, dtype=_PYTHON_DTYPES[type(value)])
         elif value is not None:
-            raise ConfigError(f"it keeps {key!r}, a {type(value).__name__}, which is neither a tensor nor a number.")
+            raise ConfigError(f"the optimizer's state {key!r} is a {type(value).__name__}, not a tensor or number.")
     return frozen
 
 

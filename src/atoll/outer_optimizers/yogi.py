@@ -7,8 +7,8 @@ In the form of FedYogi in S. J. Reddi et al.: Adaptive Federated Optimization. I
     v_t = v_{t−1} − (1 − β₂)·g_t²·sign(v_{t−1} − g_t²)          v₀ = τ²
     x_{t+1} = x_t − η·m_t / (√v_t + τ)
 
-In a step, v changes by at most (1 − β₂)·g². If v is much larger than g², Adam's v shrinks faster. There is no bias
-correction.
+In a step, v changes by at most (1 − β₂)·g². So if v is much larger than g², it shrinks more slowly than in Adam. There
+is no bias correction.
 """
 
 from __future__ import annotations

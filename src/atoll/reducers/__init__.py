@@ -29,12 +29,12 @@ __all__ = [
 
 
 def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
-    """Build the reducers of a run: for `params` the reducer `name`, for other groups those of the algorithm.
+    """Build the reducers of a run: for `params` the reducer `name`, for other groups of tensors the algorithm's own.
 
     Args:
-        groups: the algorithm's own table, group → name of the reducer.
-        name: name of the reducer of `params`. If it is not the algorithm's own, it also decides how buffers are reduced
-            (`Reducer.buffers`).
+        groups: `Algorithm.reduce`, the algorithm's own choice: group of tensors → name of its reducer.
+        name: name of the reducer of `params`. If it is not the algorithm's own choice, this reducer also decides how
+            buffers are reduced (`Reducer.buffers`).
         options: keyword arguments of the reducer of `params`.
 
     Returns:
@@ -76,21 +76,21 @@ update of the step (FedBuff, arXiv 2106.06639, section 5.2; FedAsync, arXiv 1903
 
 
 def constant(s: int) -> float:
-    """Return 1 for every staleness."""
+    """Return 1: an update keeps its full weight, however large its staleness s is."""
     return 1.0
 
 
 def inverse_sqrt(s: int) -> float:
-    """Return 1/√(1+s)."""
+    """Return 1/√(1+s), the factor for the weight of an update with the staleness s (in versions)."""
     return 1 / math.sqrt(1 + s)
 
 
 def staleness_weight(name: str) -> StalenessWeight:
-    """Return the staleness function of this name, with a check of its results.
+    """Return the function `name`: staleness of an update, in versions → factor for its weight. Check its results.
 
     Raises:
-        ConfigError: the name is unknown or is not a function, or the function fails or returns a number that is not
-            above 0 and at most 1 for s = 0. For other s, the returned function raises this error when called.
+        ConfigError: the name is unknown or not that of a function. Or the function fails for s = 0: it raises, or
+            returns a number that is not above 0 and at most 1. The returned function raises the same for other s.
     """
     function = registry.load("staleness", name)
     if not callable(function):

@@ -1,9 +1,10 @@
-"""The reducer contract: the interface that combines the updates of a round into one.
+"""The interface of reducers. A reducer combines the updates of a round into one.
 
-A reducer is a small frozen value. It gets the same range of elements from every update: one *row* per update, ordered
+A reducer is an immutable object. It gets the same range of elements from every update: one *row* per update, ordered
 by site name. It writes one row. Elements must not influence each other, so that the result does not depend on the
 ranges. A range can include padding between two tensors. Padding has arbitrary values, and its result is never read.
-`atoll.testing.contracts` has the contract suite.
+`atoll.testing.contracts` has tests that every reducer must pass. The built-in reducers, for updates with rows u_k and
+weights w_k:
 
     mean          Σ ŵ_k·u_k, ŵ = w / Σ w      one row in memory at a time
     max           max_k u_k                   one row in memory at a time
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoundFacts:
-    """Facts about a closed round for its reducers. The lists have one entry per counted update, ordered by site name.
+    """What reducers can read about a round. The lists have one entry per update in the round, ordered by site name.
 
     Attributes:
-        weights: the weight of each update, from its site.
-        norms: the L2 norm over all `params` of each update.
-        steps: the local optimizer steps that each update reports.
+        weights: the weight of each update, set by its site.
+        norms: the L2 norm of each update, over all `params`.
+        steps: the number of local optimizer steps that each update reports.
         population_weight: the estimated total weight of all sites that ever joined; 0 if no reducer of the run needs
             it.
-        population_scale: `population_weight` of the base version divided by this round's.
+        population_scale: `population_weight` at the previous version, divided by this round's.
     """
 
     weights: Sequence[float]
@@ -54,7 +55,7 @@ class Reducer(ABC):
             reducer itself.
         needs_steps: whether every update must report its local steps.
         needs_population: whether the reducer needs `population_weight`. If so, all updates of a site get the weight of
-            its first counted update.
+            the site's first update that the server used.
     """
 
     needs_all: ClassVar[bool] = False
@@ -71,7 +72,7 @@ class Reducer(ABC):
         return normalised(facts.weights)
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return s, for the step v ← s·v + reduction of each tensor v beside the model, such as SCAFFOLD's c."""
+        """Return s. The server steps v ← s·v + reduction for the algorithm's own tensors v, such as SCAFFOLD's c."""
         return 1.0
 
     @abstractmethod
@@ -82,7 +83,7 @@ class Reducer(ABC):
             rows: k tensors [n] with the dtype of `out`, ordered by site name. You may overwrite them. Without
                 `needs_all`, a row is only valid until the iterator yields the next one.
             weights: the return value of `weigh`.
-            out: buffer for the result: [n], in the dtype of accumulation.
+            out: buffer for the result: [n], in fp32 (fp64 for fp64) for floats.
         """
 
 
@@ -96,6 +97,6 @@ def normalised(weights: Sequence[float]) -> list[float]:
         if not math.isfinite(weight) or weight <= 0:
             raise UsageError(f"An update has the weight {weight}.", "Use finite weights above zero.")
     if not weights:
-        raise UsageError("A round without updates cannot be reduced.")
+        raise UsageError("There are no weights: a round without updates cannot be reduced.")
     total = math.fsum(weights)
     return [weight / total for weight in weights]

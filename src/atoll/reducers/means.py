@@ -1,6 +1,8 @@
 """Reducers: the weighted mean, FedNova's mean, SCAFFOLD's mean over all sites, and the element-wise maximum.
 
-acc = u₀·ŵ₀;   acc = acc + ŵ_k·u_k   for k = 1 …        (`add_` with `alpha`: one rounding per update)
+u_k is update k, and ŵ_k its weight divided by the sum of all weights. A mean is summed up update by update:
+
+    acc = u₀·ŵ₀;   acc = acc + ŵ_k·u_k   for k = 1 …        (`add_` with `alpha`: one rounding per update)
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from atoll.reducers.base import Reducer, RoundFacts, normalised
 
 @dataclass(frozen=True)
 class WeightedMean(Reducer):
-    """The reducer `mean`: Σ ŵ_k·u_k, with one row in memory at a time."""
+    """The reducer `mean`: Σ ŵ_k·u_k, with the values of one update in memory at a time."""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Add up weight × row in `out`, in the order of the rows. The rows are not overwritten."""
+        """Write the sum of weight × row into `out`. Add in the order of the rows, and do not overwrite the rows."""
         for index, (row, weight) in enumerate(zip(rows, weights, strict=True)):
             if index == 0:
                 torch.mul(row, weight, out=out)
@@ -35,14 +37,14 @@ class WeightedMean(Reducer):
 class NormalisedMean(WeightedMean):
     """FedNova's mean: τ_eff · Σ ŵ_k·u_k / τ_k, where τ_k are the local steps of update k and τ_eff = Σ ŵ_k·τ_k.
 
-    A site that trains for more steps moves further. Divided by its steps, its update counts only by its weight (Wang et
-    al., arXiv 2007.07481, section 5, for plain local SGD).
+    More local steps change a model further. So each update is divided by its number of steps: only the site's weight
+    then decides the influence of the update (Wang et al., arXiv 2007.07481, section 5, for plain local SGD).
     """
 
     needs_steps: ClassVar[bool] = True
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return ŵ_k·τ_eff / τ_k.
+        """Return the factor ŵ_k·τ_eff / τ_k of each update.
 
         Raises:
             UsageError: a weight is not finite or not above zero, or an update reports less than one local step.
@@ -62,20 +64,20 @@ class NormalisedMean(WeightedMean):
 class Share(WeightedMean):
     """SCAFFOLD's mean over all sites: Σ_k (w_k / W)·u_k, where W is the total weight of all sites that ever joined.
 
-    Sites without an update in the round count as zero. When W changes, the sum that a version stores is scaled by
-    W_before / W.
+    A site without an update in the round counts as a zero update. When W changes, the sum that a version stores is
+    scaled by W_before / W, where W_before is W before the round.
     """
 
     needs_population: ClassVar[bool] = True
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return w_k / W. If W is unknown (0), return the weights of the weighted mean."""
+        """Return w_k / W for each update. If W is unknown (0), return the weights of the weighted mean."""
         shares = normalised(facts.weights)  # also checks the weights
         total = facts.population_weight
         return [weight / total for weight in facts.weights] if total else shares
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return W_before / W."""
+        """Return W_before / W, the factor for the sum that the version stores."""
         return facts.population_scale
 
 

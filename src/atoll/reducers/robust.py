@@ -47,7 +47,7 @@ Wanted = Literal["min", "max", "both"]
 
 
 def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list[Tensor]:
-    """Sort the rows element by element, and return those of the given ranks, in rising order.
+    """Sort the values of each element over the rows, and return the rows with the given ranks, in rising order.
 
     Args:
         rows: k tensors [n]; overwritten.
@@ -69,7 +69,7 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
 
 @functools.lru_cache(maxsize=64)
 def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
-    """Return the comparators (i, j, needed outputs), in order, that move the given ranks of k rows to their places."""
+    """Return the comparators (i, j, needed outputs), in order, that sort k rows as far as the given ranks need it."""
     needed, kept = set(ranks), list[tuple[int, int, Wanted]]()
     for low, high in reversed(list(_merge_sort(k))):
         if low in needed or high in needed:
@@ -79,7 +79,7 @@ def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...
 
 
 def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
-    """Yield the comparators of Batcher's network for k rows. Comparators with rows past the end are left out."""
+    """Yield the comparators of Batcher's network that sorts k rows, without those that compare rows past the end."""
     p = 1
     while p < k:
         q = p
@@ -100,7 +100,7 @@ class Median(Reducer):
     buffers: ClassVar[str] = ""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Write the mean of the two middle ranks into `out`. Overwrites the rows; ignores `weights`."""
+        """Write the mean of the two middle values of each element into `out`. Overwrite the rows; ignore `weights`."""
         held = list(rows)
         k = len(held)
         middle = select(held, frozenset({(k - 1) // 2, k // 2}), spare=out)
@@ -126,13 +126,13 @@ class TrimmedMean(Reducer):
     def __post_init__(self) -> None:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(
-                f"aggregation.reducer: trim is {self.trim!r}, but must be a share of the updates: how many of the "
-                "largest and of the smallest values are left out.",
+                f"aggregation.reducer: trim is {self.trim!r}, but it must be a share: the mean leaves out this "
+                "share of the largest values, and the same share of the smallest values.",
                 "Use a number from 0 to below 0.5, at least the share of sites that may be hostile.",
             )
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Write the mean of all ranks but the ⌊β·k⌋ at each end into `out`. Overwrites the rows; ignores `weights`."""
+        """Write the mean of all values but the ⌊β·k⌋ at each end into `out`. Overwrite the rows; ignore `weights`."""
         held = list(rows)
         cut = int(self.trim * len(held) + 1e-9)  # in fp64, 0.29 · 100 is 28.999999999999996
         lowest, *others = select(held, frozenset(range(cut, len(held) - cut)), spare=out)
@@ -163,7 +163,7 @@ class ClippedMean(WeightedMean):
             )
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return ŵ_k·min(1, C / ‖u_k‖₂); for an update of norm 0, ŵ_k."""
+        """Return the factor of each update: ŵ_k·min(1, C / ‖u_k‖₂), or ŵ_k if its norm is 0."""
         bound = statistics.median(facts.norms) if self.max_norm is None else self.max_norm
         return [
             weight * min(1.0, bound / norm) if norm else weight

@@ -177,7 +177,7 @@ def test_what_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     def no_optimizer(parameters: Any) -> list[Any]:
         return [parameters]
 
-    with pytest.raises(ConfigError, match=r"no_optimizer' cannot be an outer optimizer: it created a list"):
+    with pytest.raises(ConfigError, match=r"no_optimizer' .*no_optimizer' returned a list"):
         serve(tmp_path, no_optimizer).start()
     with pytest.raises(ConfigError, match=r"async.momentum_every is 2, but the outer optimizer is 'fading'"):
         serve(tmp_path, fading, algorithm="diloco", **{"async.momentum_every": 2}).start()

@@ -159,9 +159,9 @@ class CountsInItself(CountsInPython):
         (torch.optim.SparseAdam, "dense gradients"),
         (ClipsTheWholeModel, "if another tensor is present"),
         (AddsNoise, "random"),
-        (CountsInItsGroup, "change its own settings"),
+        (CountsInItsGroup, "change its `param_groups`"),
         (CountsInItself, "would be lost"),
-        (lambda parameters: [parameters], "created a list"),
+        (lambda parameters: [parameters], "returned a list"),
     ],
 )
 def test_what_cannot_be_an_outer_optimizer_is_refused_by_name(target, why):

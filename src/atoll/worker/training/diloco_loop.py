@@ -29,7 +29,7 @@ from atoll.algorithms.optimizer_hooks import (
     held_by,
     optimizers_in,
     require_trains,
-    warn_of_what_none_trains,
+    warn_of_unheld_parameters,
 )
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
@@ -585,7 +585,7 @@ class DiLoCo:
         parameters = named_parameters(self.model)
         require_trains(self._optimizers, parameters)
         if self._ranks.is_first:
-            warn_of_what_none_trains(self._optimizers, parameters, self._named)
+            warn_of_unheld_parameters(self._optimizers, parameters, self._named)
 
     def _find_tensors(self) -> None:
         """Look up the model's tensors or shards in this process, and claim them for this loop.

@@ -26,7 +26,7 @@ from atoll.algorithms.optimizer_hooks import (
     Given,
     StepHooks,
     optimizers_in,
-    warn_of_what_none_trains,
+    warn_of_unheld_parameters,
 )
 from atoll.errors import UsageError, public_api
 from atoll.filters.base import Filter, require_filters
@@ -126,8 +126,8 @@ class Round:
         self._optimizers = optimizers_in(optimizer)
         attached = self._hooks.attach(optimizer)
         if local is not None and attached.changes_training and not local.is_corrected:  # once, not in every round
-            told = ALL_IN_ONE if attached.one_rate else ALL_CORRECTED
-            warn_of_what_none_trains(self._optimizers, attached.parameters, local.site, told)
+            advice = ALL_IN_ONE if attached.one_rate else ALL_CORRECTED
+            warn_of_unheld_parameters(self._optimizers, attached.parameters, local.site, advice)
             local.is_corrected = True
         return attached
 
