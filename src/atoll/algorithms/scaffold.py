@@ -42,13 +42,18 @@ CONTROL = "control"
 
 @dataclass(frozen=True)
 class ControlVariates(LocalRule):
-    """SCAFFOLD's local rule: shift every step by −η·(c − c_i)."""
+    """SCAFFOLD's local rule: shift every step by −η·(c − c_i).
+
+    η is the learning rate; c and c_i are the control variates of the run and of the site.
+    """
 
     keeps: ClassVar[tuple[str, ...]] = (CONTROL,)
     one_rate: ClassVar[bool] = True
 
     def start(self, context: LocalContext) -> Correction:
-        """Return a correction that reads c and c_i, and adds −η·(c − c_i) to the parameters after each step.
+        """Read the control variates c (of the run) and c_i (of the site). Return the correction for one round.
+
+        After each step, the correction adds −η·(c − c_i) to the parameters.
 
         Raises:
             UsageError: a control variate is not finite. The message names its parameter.
@@ -57,7 +62,7 @@ class ControlVariates(LocalRule):
 
 
 class _Shifted(Correction):
-    """SCAFFOLD's correction in one round. It holds c − c_i for each trainable parameter."""
+    """SCAFFOLD's correction in one round. It holds c − c_i (run − site) for each trainable parameter."""
 
     def __init__(self, context: LocalContext) -> None:
         super().__init__()
@@ -78,7 +83,7 @@ class _Shifted(Correction):
             self._y[name].sub_(shift, alpha=rate)
 
     def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
-        """Return Δc_i. If a parameter was not trained, or a filter drops it, its c_i stays and its Δc_i is zero."""
+        """Return Δc_i, the change of c_i. It is zero for a parameter that was not trained or that a filter drops."""
 
         def difference(name: str, start: int, stop: int) -> Tensor:
             c_i = self._context.own(CONTROL, name, start, stop)
@@ -99,8 +104,9 @@ class Scaffold(ByHand):
 
     Args:
         model: the model, with the values of the downloaded version. Scaffold copies its parameters to the CPU as x.
-        global_controls: c, as parameter name → tensor of the parameter's shape: `fl_round.global_state("control")`.
-        own_controls: c_i, in the same form: `fl_round.own_state("control")`.
+        global_controls: c, the run's control variates (`fl_round.global_state("control")`): parameter name → tensor of
+            the parameter's shape.
+        own_controls: c_i, the site's control variates (`fl_round.own_state("control")`), in the same form.
 
     Raises:
         UsageError: a control variate is missing, unknown, of another shape, not floating point or not finite. The
@@ -118,7 +124,7 @@ class Scaffold(ByHand):
 
     @property
     def own_controls(self) -> dict[str, Tensor]:
-        """Before `finish`: the given c_i. After `finish`: c_i⁺, the next c_i if the server uses this round's update."""
+        """The given c_i before `finish`. Afterwards c_i⁺, which becomes c_i if the server uses this round's update."""
         return {name: self._own.after[name_beside(CONTROL, name)] for name in self._x}
 
     @public_api

@@ -88,15 +88,16 @@ class Downlink:
 
         Args:
             segment: the parameter's place and codec in the delta.
-            theta: θ' [n], in fp32 (fp64 for fp64).
-            held: b [n], in the model's dtype; changed in place.
+            theta: θ' [n], the server's new values at full precision, in fp32 (fp64 for fp64).
+            held: b [n], the values in the previous published version, in the model's dtype; changed in place to b', the
+                values in the next version.
             target: buffer for the encoded range: uint8, of the size that `layout.piece` gives.
         """
         self.codecs[segment.codec].encode_(theta - held.to(theta.dtype), target, segment.spec.dtype)
         self.advance_(segment, held, target)
 
     def advance_(self, segment: Segment, held: Tensor, encoded: Tensor) -> None:
-        """Change a range of a tensor from b to b', in place.
+        """Change a range of a tensor, in place, from the previous published version b to the next one b'.
 
         Add the decoded difference to a float parameter. Replace any other tensor by the decoded values.
 
@@ -150,8 +151,10 @@ class DifferenceWriter:
 
         Args:
             run: the range in the version, n elements.
-            values: [n]. Of a float parameter: b, changed in place to b'. Of another tensor: the next version's values.
-            theta: θ' [n] of a float parameter, in fp32 (fp64 for fp64); None for other tensors.
+            values: [n]. Of a float parameter: the values in the previous version, changed in place to those in the next
+                version. Of another tensor: the values in the next version.
+            theta: [n], the server's new full-precision values of a float parameter, in fp32 (fp64 for fp64); None for
+                other tensors.
         """
         there = self._downlink.runs.counterpart(run)
         memory = self._zeros(there.stop)[there.start - there.stop :]

@@ -88,7 +88,7 @@ class NormClip(Filter):
         return f"NormClip({self.max_norm:g}, noise={self.noise:g})"
 
     def begin(self, update: Outgoing) -> None:
-        """Compute ‖Δ‖₂ in fp64, in one pass over the update, and draw a new secret key for the noise."""
+        """Compute the update's L2 norm in fp64, in one pass over the data, and draw a new secret key for the noise."""
         squares = math.fsum(float(values.double().square().sum()) for _, _, values in update.runs())
         norm = math.sqrt(squares)
         self._scale = min(1.0, self.max_norm / norm) if norm else 1.0

@@ -44,7 +44,7 @@ class NormalisedMean(WeightedMean):
     needs_steps: ClassVar[bool] = True
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return the factor ŵ_k·τ_eff / τ_k of each update.
+        """Return the factor of each update: ŵ_k·τ_eff / τ_k, where ŵ_k is its share of the sum of all weights.
 
         Raises:
             UsageError: a weight is not finite or not above zero, or an update reports less than one local step.
@@ -71,7 +71,7 @@ class Share(WeightedMean):
     needs_population: ClassVar[bool] = True
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return w_k / W for each update. If W is unknown (0), return the weights of the weighted mean."""
+        """Return each update's weight divided by W. If W is unknown (0), return the weights of the weighted mean."""
         shares = normalised(facts.weights)  # also checks the weights
         total = facts.population_weight
         return [weight / total for weight in facts.weights] if total else shares

@@ -163,7 +163,7 @@ class ClippedMean(WeightedMean):
             )
 
     def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return the factor of each update: ŵ_k·min(1, C / ‖u_k‖₂), or ŵ_k if its norm is 0."""
+        """Return the factor of each update: its share of all weights, times C / norm if its norm is above C."""
         bound = statistics.median(facts.norms) if self.max_norm is None else self.max_norm
         return [
             weight * min(1.0, bound / norm) if norm else weight
