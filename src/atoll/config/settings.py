@@ -124,7 +124,7 @@ class Run(Group):
     name: str = Field("atoll", description="Name of the run, shown in the status and the summary.", max_length=100)
     script: str | None = Field(
         None,
-        description="What each site trains with in `atoll simulate`: a function, as `my_file.py:function` or "
+        description="What each site runs in `atoll simulate`: a function, as `my_file.py:function` or "
         "`module:function`, or a script, as `my_file.py`.",
     )
     seed: int = Field(
@@ -144,8 +144,8 @@ class Model(Group):
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `module:function`.")
     buffers: tuple[str, ...] = Field(
         (),
-        description="Shell patterns of tensors that are averaged like buffers instead of stepped by the outer "
-        "optimizer. Needed only if the initial model is a file, which does not say what is a buffer.",
+        description="Shell patterns for the names of tensors that are averaged like buffers, not stepped by the outer "
+        "optimizer. Needed only if the initial model is a file: files do not say which tensors are buffers.",
     )
     ranks: int = Field(
         1,
@@ -228,7 +228,7 @@ class Rounds(Group):
         "`rounds.sites`, or with `rounds.sample_fraction` the drawn ones. Default for DiLoCo, asynchronous "
         "runs and runs with a quorum: 1.",
     )
-    quorum: int = Field(0, ge=0, description="Updates that are enough after the deadline; 0: all expected.")
+    quorum: int = Field(0, ge=0, description="Updates that are enough to close a round after its deadline; 0: all.")
     deadline_s: float = Field(0.0, ge=0, description="Seconds after which `rounds.quorum` is enough; 0: no deadline.")
     sample_fraction: float = Field(
         1.0, gt=0, le=1, description="Share of the sites that is drawn at random for each round."
@@ -238,8 +238,8 @@ class Rounds(Group):
     best_metric: str | None = Field(
         None,
         min_length=1,
-        description="Metric that decides which version is kept as `best.safetensors`. The mean over a round's workers "
-        "belongs to the version that they pulled.",
+        description="Metric that decides which version is kept as `best.safetensors`. Its mean over a round's workers "
+        "is the value of the version from which they started.",
     )
     best_mode: Literal["max", "min"] = Field("max", description="Whether the largest or smallest value is best.")
     early_stop_after: int = Field(
@@ -263,12 +263,12 @@ class Async(Group):
         description="Seconds that an asynchronous step waits for more updates; `inf`: until all sites have submitted.",
     )
     max_staleness: int | None = Field(
-        None, ge=0, description="Refuse updates with a base more than this many versions behind the newest one."
+        None, ge=0, description="Refuse updates trained from a version more than this many versions behind the newest."
     )
     staleness_weight: str = Field(
         "constant",
-        description="Factor for an update with a base s versions old: `constant` (1), `inverse_sqrt` (1/√(1+s)), or "
-        "`module:function`, which maps s to a number above 0 and at most 1.",
+        description="Factor for an update trained from a version s versions old: `constant` (1), `inverse_sqrt` "
+        "(1/√(1+s)), or `module:function`, which maps s to a number above 0 and at most 1.",
     )
     sync_rounds_first: int = Field(0, ge=0, description="Synchronous rounds at the start of an asynchronous run.")
     momentum_every: int = Field(
@@ -360,14 +360,14 @@ class Workflow(Group):
         "`module:attribute`. `sites` and `tasks` limit a filter to these names.",
     )
     streamed_tasks: tuple[str, ...] = Field(
-        ("train",), description="Tasks that send tensors in parts. Others send them inside the message."
+        ("train",), description="Names of tasks that send tensors in parts. Other tasks send them inside the message."
     )
     tensor_part_bytes: ChunkBytes = Field(
         CHUNK_BYTES,
         description="Part size for sending torch tensors in tasks, answers and `atoll.objects.publish`: 65536 to "
         "16777216, a multiple of 64; 0: send them inside the message.",
     )
-    array_part_bytes: ChunkBytes = Field(CHUNK_BYTES, description="The same for NumPy arrays; 0: inside the message.")
+    array_part_bytes: ChunkBytes = Field(CHUNK_BYTES, description="Part size for NumPy arrays; 0: in the message.")
 
 
 class Network(Group):
@@ -395,13 +395,13 @@ class Network(Group):
         IDLE_TIMEOUT_S, gt=0, description="Seconds without a byte after which a transfer fails."
     )
     connections: int = Field(2, ge=1, le=64, description="Parallel connections of a worker for tensors.")
-    part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part.")
+    part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part of a transfer.")
 
 
 class Disk(Group):
     """What the server stores, and where."""
 
-    state_dir: Path = Field(Path("atoll-run"), description="Folder for the run's state. Default: beside the run file.")
+    state_dir: Path = Field(Path("atoll-run"), description="Folder for the run's state. Default: next to the run file.")
     export_dir: Path | None = Field(None, description="Folder of exports. Default: `exports` in `disk.state_dir`.")
     export_every: int = Field(0, ge=0, description="Rounds between two exports of the model; 0: only at the end.")
     in_files: bool = Field(
@@ -410,9 +410,9 @@ class Disk(Group):
     durability: Literal["process", "power"] = Field(
         "process", description="What an acknowledged update survives: a kill of the server, or a power loss."
     )
-    keep_versions: int = Field(2, ge=1, description="Number of versions to keep for slow downloads.")
+    keep_versions: int = Field(2, ge=1, description="Number of newest versions that the server keeps.")
     max_pinned_versions: int = Field(
-        4, ge=1, description="Further versions for slow downloads; beyond it the oldest is removed."
+        4, ge=1, description="Number of older versions to keep while workers need them; the oldest go first."
     )
     objects_max_bytes: int = Field(
         64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: none."
