@@ -24,7 +24,7 @@ from atoll.aggregation.decode_updates import read_at
 from atoll.codecs.base import Codec
 from atoll.errors import RunFailed
 from atoll.runtime import single_thread
-from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import WIDEST_BYTES, Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
@@ -93,11 +93,11 @@ class Inspection:
         look.up_to(part.stop)
         return look.stats(digest)
 
-    def runs_of(self, part: Part) -> Iterator[Run]:
+    def runs_of(self, part: Part) -> Iterator[ByteRun]:
         """Yield the byte runs of a part that hold floating-point numbers, in file order."""
         return (run for run in self._runs.of(part) if run.spec.is_float)
 
-    def squares_of(self, run: Run, encoded: torch.Tensor, bad: list[str]) -> float:
+    def squares_of(self, run: ByteRun, encoded: torch.Tensor, bad: list[str]) -> float:
         """Return the sum of squares, Σ x², of a byte run. For each tensor with NaN or Inf, append a message to `bad`.
 
         Padding between tensors is included. It should be zero; a worker that writes other values there only raises the
@@ -131,7 +131,7 @@ class Inspection:
             bad.append(overflow_told if is_overflow else f"{spec.name} contains NaN or Inf")
         return squares
 
-    def _quick_squares(self, run: Run, encoded: torch.Tensor) -> float:
+    def _quick_squares(self, run: ByteRun, encoded: torch.Tensor) -> float:
         """Return Σ x² of a byte run, computed in fp32; NaN if fp32 is not precise enough or a value is not finite."""
         codec, dtype = self.codecs[run.codec], run.spec.dtype
         if accumulate_dtype(dtype) != torch.float32:
@@ -273,7 +273,7 @@ class Overflow(RunFailed):
         )
 
 
-def require_finite(run: Run, values: torch.Tensor, base_fd: int) -> None:
+def require_finite(run: ByteRun, values: torch.Tensor, base_fd: int) -> None:
     """Raise an error if a value of the next version in a byte run is not finite.
 
     Base and updates were checked before, so Inf or NaN comes from this round's computation.

@@ -11,7 +11,7 @@ from atoll.codecs.base import Codec
 from atoll.errors import StateCorrupt
 from atoll.reducers.base import Reducer, RoundFacts
 from atoll.reducers.means import Maximum
-from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.schema import PARAMS
@@ -50,7 +50,7 @@ class Updates:
             self._weights[PARAMS] = [w * scale for w, scale in zip(self._weights[PARAMS], scales, strict=True)]
         self._unweighted = self._integers.weigh(facts)
 
-    def reduce(self, run: Run, scratch: Scratch) -> tuple[Tensor, Sequence[Tensor]]:
+    def reduce(self, run: ByteRun, scratch: Scratch) -> tuple[Tensor, Sequence[Tensor]]:
         """Reduce the elements of one byte run over all updates.
 
         Args:
@@ -79,7 +79,7 @@ class Updates:
         there.clear_padding(scratch.view("reduced", n * dtype.itemsize), dtype.itemsize)
         return out, there.split(out)
 
-    def _decode_(self, fd: int, run: Run, scratch: Scratch, row: Tensor) -> Tensor:
+    def _decode_(self, fd: int, run: ByteRun, scratch: Scratch, row: Tensor) -> Tensor:
         """Decode one update's elements of a byte run into `row`, [n], and return `row`."""
         dtype, codec, nbytes = run.spec.dtype, self._codecs[run.codec], run.stop - run.start
         if run.is_whole and codec.raw and torch_dtype(dtype) == row.dtype:

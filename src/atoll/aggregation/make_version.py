@@ -52,7 +52,7 @@ from atoll.reducers.means import WeightedMean
 from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import region_digest
 from atoll.store.versions import VersionDigests
-from atoll.tensors.byte_runs import Run, joined
+from atoll.tensors.byte_runs import ByteRun, joined
 from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import TILE, Layout, Part, Segment
@@ -176,7 +176,7 @@ def make_version(
     rows = rows_at_once(len(frozen.updates), plan.reducers)
     if rows > 1:
         run_elements = min(run_elements, ROW_ELEMENTS, ALL_ROWS_ELEMENTS // (rows * plan.threads))
-    work.planned.version_runs.cut(max(run_elements // TILE, 1) * TILE)
+    work.planned.version_runs.limit(max(run_elements // TILE, 1) * TILE)
     if plan.rule.granularity == "tensor":
         run_jobs([None], 1, lambda: work.step_whole, cancelled)
     run_jobs(work.planned.version.parts, plan.threads, lambda: _Thread(work, rows).make_part, cancelled)
@@ -199,7 +199,7 @@ def kind_of(spec: TensorSpec, granularity: str) -> Kind:
     """
     if not spec.is_float:
         return "max"
-    if spec.is_beside:
+    if spec.is_extra:
         return "add"
     if spec.group != PARAMS:
         return "mean"
@@ -359,7 +359,7 @@ class _Thread:
             self._hashes["base", None].update(header)
             self._hashes["version", None].update(header)
 
-    def _reduce_(self, run: Run, kind: Kind, values: Tensor) -> None:
+    def _reduce_(self, run: ByteRun, kind: Kind, values: Tensor) -> None:
         """Compute the next values of tensors that are not parameters: v ← g, or for kind `add`, v ← scale · v + g.
 
         Args:
@@ -381,7 +381,7 @@ class _Thread:
             for value, piece in zip(run.split(values), pieces, strict=True):
                 value.copy_(piece)
 
-    def _step(self, run: Run, values: Tensor, part: Part) -> Tensor:
+    def _step(self, run: ByteRun, values: Tensor, part: Part) -> Tensor:
         """Do the outer step for a byte run of parameters, write the outer state, and return θ.
 
         Args:
@@ -427,7 +427,7 @@ class _Thread:
                 self._hashes["state", column].update(view)
         return theta
 
-    def _stepped(self, run: Run, stored: memoryview) -> Tensor | None:
+    def _stepped(self, run: ByteRun, stored: memoryview) -> Tensor | None:
         """Read the result of `step_whole_tensors`, which ran before, for a byte run.
 
         Args:

@@ -28,7 +28,7 @@ from atoll.posix import nameless_file
 from atoll.reducers import StalenessWeight, build_reducers, constant, staleness_weight
 from atoll.reducers.base import Reducer
 from atoll.store.store import FileShape, FragmentShapes
-from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import TILE, Layout, version_header, version_layout
@@ -125,7 +125,7 @@ class FragmentPlan:
         """Segments of the file of the outer optimizer's state, by tensor name, then by key."""
         return entries(self.state_layout)
 
-    def columns(self, run: Run) -> dict[str, tuple[Column, int, torch.dtype]]:
+    def columns(self, run: ByteRun) -> dict[str, tuple[Column, int, torch.dtype]]:
         """Return where the state of a byte run's elements begins in the file of the outer optimizer's state.
 
         Only keys with one element per element of the tensor, such as `momentum_buffer`, are returned.

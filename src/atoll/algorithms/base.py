@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from atoll.errors import UsageError
-from atoll.tensors.schema import BUFFERS, PARAMS, name_beside
+from atoll.tensors.schema import BUFFERS, PARAMS, extra_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,7 @@ class LocalContext:
             start: first element.
             stop: element after the last one; None: to the end.
         """
-        tensor = name if group == PARAMS else name_beside(group, name)
+        tensor = name if group == PARAMS else extra_name(group, name)
         return self.read_version(tensor, start, self._stop(name, stop))
 
     def own(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -90,7 +90,7 @@ class LocalContext:
             start: first element.
             stop: element after the last one; None: to the end.
         """
-        return self.kept.read(name_beside(group, name), start, self._stop(name, stop))
+        return self.kept.read(extra_name(group, name), start, self._stop(name, stop))
 
     def keep(self, group: str, name: str, values: Tensor, start: int = 0) -> None:
         """Set the next values of a tensor that the site keeps between rounds, from element `start` on.
@@ -98,7 +98,7 @@ class LocalContext:
         Call this in `Correction.finish`. The values take effect when the server uses this round's update in a version.
         For each parameter, set either all elements, or none to keep the present values.
         """
-        self.kept.write(name_beside(group, name), start, values.detach().reshape(-1).cpu())
+        self.kept.write(extra_name(group, name), start, values.detach().reshape(-1).cpu())
 
     def like(self, name: str, values: Tensor) -> Tensor:
         """Return `values`, a flat tensor, with the shape, dtype and device of the parameter `name`."""

@@ -22,7 +22,7 @@ from atoll.algorithms.optimizer_hooks import Given, StepHooks
 from atoll.errors import UsageError, public_api
 from atoll.tensors.arrays import as_tensor
 from atoll.tensors.chunks import run_of
-from atoll.tensors.schema import name_beside
+from atoll.tensors.schema import extra_name
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -114,9 +114,9 @@ def given_groups(
     def run(group: str, name: str, start: int, stop: int) -> Tensor:
         delta = run_of(tensors[group][name], start, stop)
         if kept is not None and group in keeps:
-            own = kept.read(name_beside(group, name), start, stop)
+            own = kept.read(extra_name(group, name), start, stop)
             delta = delta.to(own.dtype)
-            kept.write(name_beside(group, name), start, own + delta)
+            kept.write(extra_name(group, name), start, own + delta)
         return delta
 
     return lambda _: {group: partial(run, group) for group in tensors}

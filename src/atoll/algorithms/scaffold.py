@@ -35,7 +35,7 @@ from atoll.errors import UsageError, public_api
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.chunks import run_of
 from atoll.tensors.module_tensors import named_parameters
-from atoll.tensors.schema import name_beside
+from atoll.tensors.schema import extra_name
 
 CONTROL = "control"
 
@@ -125,7 +125,7 @@ class Scaffold(ByHand):
     @property
     def own_controls(self) -> dict[str, Tensor]:
         """The given c_i before `finish`. Afterwards c_i⁺, which becomes c_i if the server uses this round's update."""
-        return {name: self._own.after[name_beside(CONTROL, name)] for name in self._x}
+        return {name: self._own.after[extra_name(CONTROL, name)] for name in self._x}
 
     @public_api
     def finish(self) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class _InMemory:
     """SCAFFOLD's control variates in memory: the current ones (`before`) and the next ones (`after`)."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.before = {name_beside(CONTROL, name): value for name, value in tensors.items()}
+        self.before = {extra_name(CONTROL, name): value for name, value in tensors.items()}
         self.after = {name: value.clone() for name, value in self.before.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:

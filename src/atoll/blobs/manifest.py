@@ -1,7 +1,8 @@
-"""Manifests and blob ids. A manifest lists the parts of a blob and their digests, so that each part is checked alone.
+"""Manifests and blob ids. A manifest lists the parts of a blob with their digests, to check each part as it arrives.
 
-Updates, versions, version differences, outer states and objects are blobs: immutable files that are sent in parts. The
-id of a blob is BLAKE3 over a digest of its division into parts and over the digests of the parts.
+A blob is an immutable file that is sent in parts: a version of the model, a worker's update, the difference between two
+versions, the state of the outer optimizer, or an object that a user has published. The id of a blob is a BLAKE3 hash of
+the digest of its division into parts and of the digests of all parts.
 
 If a file has a `Layout`, which both sides know, the layout determines the parts. All other files are divided by `Cuts`,
 and the cuts are sent with the file.
@@ -26,7 +27,7 @@ MOST_PARTS = 400_000
 
 @dataclass(frozen=True)
 class Cuts:
-    """The division of a file into parts: a part ends after every `part_bytes` of the head, and then of the rest.
+    """The division of a file into parts of `part_bytes` bytes. The file's head and the rest are divided separately.
 
     Attributes:
         head_bytes: size of the head, in bytes; 0 for a file without a head. No part has bytes of both head and rest.
@@ -94,7 +95,7 @@ class Cuts:
 
 
 def state_id(region_digests: Sequence[bytes]) -> str:
-    """Return the id of an outer state; empty if it has no data. Each digest covers one region of the file."""
+    """Return the id of a file with the outer optimizer's state, from the digests of its regions; empty without them."""
     return blob_id("", region_digests) if region_digests else ""
 
 
@@ -146,7 +147,7 @@ class Manifest:
         if self.id != wanted:
             raise PartCorrupt(
                 f"{what} does not match its reference: the digests of its parts differ.",
-                "Check which process serves it, and any proxy between; then publish it again.",
+                "Check which process serves it, and any proxy in between; then publish it again.",
             )
 
     def require_object(self, what: str) -> None:
@@ -161,5 +162,7 @@ class Manifest:
         self.cuts.require_object(what)
         if len(self.part_digests) != self.cuts.count or self.layout_digest != self.cuts.digest:
             raise BadRequest(
-                f"{what} has {self.cuts.count} parts, but {len(self.part_digests)} digests.", "Publish it again."
+                f"{what} has {self.cuts.count} parts and {len(self.part_digests)} digests of parts, which do not match "
+                "its sizes.",
+                "Publish it again.",
             )

@@ -58,11 +58,11 @@ the masters (None: there are no masters)."""
 
 
 def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Iterator[memoryview]:
-    """Yield the bytes of a model file after its header, read from the files of a version.
+    """Yield the bytes of a model file that follow its header, read from the files of a version.
 
     Args:
-        owners: the tensors in order, from `model_header`.
-        sources: the files of each fragment.
+        owners: the tensors in file order, from `model_header`.
+        sources: for each fragment of the model, the layout and the open files of the version.
 
     Raises:
         StateCorrupt: a file is too short.
@@ -74,14 +74,14 @@ def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Itera
 
 
 class ModelFile:
-    """A reader of a version's tensors, one chunk at a time. It reads parameters from their masters, if there are any.
+    """Reads a version's tensors, one chunk at a time. It reads parameters in full precision if that is stored.
 
-    If workers download versions with a lossy codec, the version file has the rounded parameters that workers hold. The
-    precise parameters are the masters, in the version's outer state. They are read from there and cast to the model's
-    dtype.
+    If workers download versions through a lossy codec, the version file has the rounded parameters that the workers
+    get. The full-precision parameters, called masters, are then in the version's outer state, the file with the state
+    of the outer optimizer. They are read from there and cast to the model's dtype.
 
     Args:
-        layout: layout of the version.
+        layout: layout of the version file.
         version_fd: descriptor of the version file.
         state_fd: descriptor of the version's outer state. None: read all tensors from the version file. Version 0, the
             initial model, has no outer state.
@@ -101,7 +101,7 @@ class ModelFile:
             yield bytes_of(self._run(spec, start, min(start + CHUNK_ELEMENTS, spec.numel)))
 
     def part(self, part: Part) -> Iterator[memoryview]:
-        """Yield the bytes of a part of the version file, one chunk at a time, with parameters read from the masters.
+        """Yield the bytes of a part of the version file, one chunk at a time, with the parameters from the masters.
 
         Raises:
             StateCorrupt: a file is too short.
@@ -113,7 +113,7 @@ class ModelFile:
             yield bytes_of(self._run(piece.segment.spec, start, stop))
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """Return a whole tensor, in new memory."""
+        """Read a whole tensor into new memory and return it."""
         tensor, at = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)), 0
         memory = bytes_of(tensor)
         for run in self.runs(spec):
@@ -137,23 +137,23 @@ def _read(fd: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         read_at(fd, bytes_of(values), offset)
     except EOFError as error:
         raise StateCorrupt(
-            f"A file of a version was shortened: {error}.", "Restart the server, which then verifies its files."
+            f"A file of a version was truncated: {error}.", "Restart the server, which then verifies its files."
         ) from None
     return values
 
 
 def _masters_in(fd: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Return where the masters (`ModelFile`) are in an outer state: parameter name → (file offset, dtype)."""
+    """Return where the masters, the full-precision parameters, are in an outer state: name → (file offset, dtype)."""
     header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, "the outer state")
     named = [(spec.name.rpartition("."), spec, offset) for spec, offset in header.tensors]
     return {name: (offset, torch_dtype(spec.dtype)) for (name, _, key), spec, offset in named if key == MASTER}
 
 
 def packed_state(state: LazyState, aliases: Mapping[str, str] | None = None) -> Packed:
-    """Return a lazy state as a packed dict, name → tensor. Each tensor is read in chunks while it is written.
+    """Pack tensors on disk as a dict, name → tensor, for sending. Each tensor is read in chunks when it is sent.
 
     Args:
-        state: the lazy state.
+        state: the tensors on disk.
         aliases: further name → name in `state`, for tied tensors that `state` has only once.
     """
     numbers: dict[str, int] = {}

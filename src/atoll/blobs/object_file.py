@@ -1,11 +1,11 @@
-"""Objects: convert any tree with tensors to one safetensors file, divided into parts, and back.
+"""Objects: store a tree (nested dicts, lists and tuples with tensors) in a safetensors file that is sent in parts.
 
     file   | head: names, dtypes, shapes; the tree's skeleton | tensors, widest elements first, no gaps |
     parts  [0      ][1      ]                                 [2        ][3        ][4        ][5       ]
 
-The head has its own parts, so that a receiver knows the place of every tensor before the first tensor arrives. The rest
-is divided every `part_bytes`, also within tensors. If some tensors are sent inline and others are streamed, the inline
-ones are in the head, next to the skeleton.
+The skeleton is the tree without its tensors. The head has its own parts, so that a receiver knows the offset of every
+tensor before the first tensor arrives. The rest is divided every `part_bytes`, also within tensors. Some tensors can be
+inline: their bytes are in the head, next to the skeleton. The receiver rebuilds the tree from the file.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def pack_object(tree: Any) -> Packed:
     """Split a tree into its tensors and a skeleton without them. Nothing is copied.
 
     Args:
-        tree: nested dicts, lists and tuples with tensors, arrays, plain values and registered types. Or a module: its
-            state is published.
+        tree: nested dicts, lists and tuples with tensors, arrays, plain values and registered types; or a module, which
+            is replaced by its `state_dict`.
 
     Raises:
         UsageError: the tree contains a value that cannot be sent. The message names the value.
@@ -89,7 +89,7 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
 
 
 def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor | Stream]]:
-    """Return the head, and the tensors after it in their order."""
+    """Return the bytes of the head, and the tensors that follow it in the file, in file order."""
     names = _names(packed.skeleton, len(packed.tensors))
     order = sorted(set(range(len(names))) - cut.in_head, key=lambda index: -packed.tensors[index].itemsize)
     tensors = [packed.tensors[index] for index in order]
@@ -105,7 +105,7 @@ def _head(packed: Packed, cut: Cut) -> tuple[bytes, list[Tensor | Stream]]:
 
 
 class _Writer:
-    """A writer that appends to a file and hashes each part. It collects small pieces into larger writes."""
+    """Appends bytes to a file and hashes each part of the file. It collects small pieces into larger writes."""
 
     def __init__(self, fd: int, cuts: Cuts) -> None:
         self._fd, self._cuts, self._offset = fd, cuts, 0
@@ -144,12 +144,12 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of an object's head.
+    """What the head of an object's file contains: the tree without its tensors, and a description of each tensor.
 
     Attributes:
         skeleton: the tree without its tensors.
         names: names of the tensors, by their index in the tree.
-        layout: places of the tensors in the file, without those in the head.
+        layout: offsets and sizes of the tensors that follow the head in the file.
         inline: name → tensor, for the tensors in the head.
         streams: whether the tree has values of registered types that read tensors in chunks.
     """
@@ -162,7 +162,7 @@ class Contents:
 
     @classmethod
     def read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
-        """Parse and check a head. This allocates no memory for the tensors outside of the head.
+        """Parse and check the head of an object's file, without memory for the tensors that follow the head.
 
         Args:
             head: the bytes of the head.
@@ -179,7 +179,9 @@ class Contents:
     def _read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
         header = read_header(lambda at, count: bytes(head[at : at + count]), cuts.nbytes, what)
         if header.nbytes != cuts.head_bytes:
-            raise BadRequest(f"{what} has a header of {header.nbytes} bytes, not of {cuts.head_bytes}.", _REMEDY)
+            raise BadRequest(
+                f"{what} has a header of {header.nbytes} bytes, but was announced with {cuts.head_bytes}.", _REMEDY
+            )
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
         if widths != sorted(widths, reverse=True):  # else chunks of bytes would not end at element borders
             raise BadRequest(f"{what} does not have its tensors ordered by element size.", _REMEDY)
@@ -187,7 +189,7 @@ class Contents:
         segments = [Segment(spec, "none", at, spec.nbytes) for spec, at in header.tensors]
         described = [*(segment.spec.name for segment in segments), *inline]
         if sorted(names) != sorted(described) or len(set(names)) != len(names):
-            raise BadRequest(f"{what} has other tensors in its payload than in its header.", _REMEDY)
+            raise BadRequest(f"{what} has other tensor names in its payload than in its header.", _REMEDY)
 
         def at(index: int) -> object:
             if index >= len(names):
@@ -217,7 +219,7 @@ class Contents:
 
     @functools.cached_property
     def segments(self) -> dict[str, Segment]:
-        """Name → place of each tensor. Tensors of the head get places as if `behind` were appended to the file."""
+        """Name → offset and size of each tensor. Inline tensors get offsets as if they were appended to the file."""
         segments, at = dict(self.layout.by_name), self.layout.nbytes
         for name, tensor in self.inline.items():
             spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -226,23 +228,23 @@ class Contents:
         return segments
 
     @property
-    def behind(self) -> bytes:
-        """The bytes of the head's tensors, one after the other."""
+    def inline_bytes(self) -> bytes:
+        """The bytes of all inline tensors (the tensors in the head), one after the other."""
         return b"".join(bytes_of(tensor) for tensor in self.inline.values())
 
     def by_key(self) -> dict[str, str] | None:
-        """Return key → name in the file, if the tree is a flat dict of tensors and arrays; else None."""
+        """Return key → the tensor's name in the file, if the tree is a flat dict of tensors and arrays; else None."""
         return flat_keys(self.skeleton, self.names)
 
 
 class Stored:
-    """A received object in an open file. The file is closed when this object and all lazy tensors of it are deleted.
+    """A received object in an open file. The file is closed when this instance and its lazy tensors are deleted.
 
     Args:
         contents: contents of the object's head.
-        read: (offset, memory) → fills the memory with the file's bytes from `offset` on.
-        give_back: closes the file; called once.
-        behind: bytes of the head's tensors (`contents.behind`); empty if they are appended to the file.
+        read: function (offset, memory) that fills `memory` with the file's bytes from `offset` on.
+        give_back: callback that closes the file; called only once.
+        inline_bytes: bytes of the inline tensors (`contents.inline_bytes`); empty if they were appended to the file.
     """
 
     def __init__(
@@ -251,13 +253,13 @@ class Stored:
         read: Callable[[int, memoryview], None],
         give_back: Callable[[], None],
         *,
-        behind: bytes = b"",
+        inline_bytes: bytes = b"",
     ) -> None:
         end = contents.layout.nbytes
 
         def read_all(offset: int, memory: memoryview) -> None:
-            if behind and offset >= end:
-                memory[:] = behind[offset - end : offset - end + len(memory)]
+            if inline_bytes and offset >= end:
+                memory[:] = inline_bytes[offset - end : offset - end + len(memory)]
             else:
                 read(offset, memory)
 
@@ -267,17 +269,25 @@ class Stored:
 
     @functools.cached_property
     def lazy(self) -> dict[str, LazyTensor]:
-        """Name → lazy tensor, for all tensors including those of the head."""
+        """Name → lazy tensor, for all tensors including the inline ones."""
         with no_gc():
             return {name: LazyTensor(self.handle, segment, None) for name, segment in self.segments.items()}
 
     def tree(self) -> Any:
-        """Return the received tree, with its tensors in new memory. Values of registered types read from the file."""
+        """Return the received tree, with its tensors loaded into new memory.
+
+        Values of user-defined types are built by their consumers, which may read tensors from the file in chunks.
+        """
         return self.contents.tree(lambda name: self.lazy[name].resolve(), self.lazy.__getitem__)
 
 
 def flat_keys(skeleton: Plain, names: Sequence[str]) -> dict[str, str] | None:
-    """Return key → name in the file, if the tree is a flat dict of only tensors and arrays; else None."""
+    """Return key → the tensor's name in the file, if the tree is a flat dict of only tensors and arrays; else None.
+
+    Args:
+        skeleton: the tree without its tensors.
+        names: names of the tensors in the file, by their index in the tree.
+    """
     if not isinstance(skeleton, dict) or "$" in skeleton:
         return None
     kinds = [node["$"] if isinstance(node, dict) and "$" in node else "" for node in skeleton.values()]
@@ -287,7 +297,7 @@ def flat_keys(skeleton: Plain, names: Sequence[str]) -> dict[str, str] | None:
 
 
 def _names(skeleton: Plain, count: int) -> list[str]:
-    """Return the names of the tensors in the file: their keys if the tree is a flat dict, else their numbers."""
+    """Return the names of the tensors in the file: the keys if the tree is a flat dict, else "0", "1" and so on."""
     keys = flat_keys(skeleton, [str(index) for index in range(count)])
     if not keys or "__metadata__" in keys:
         return [str(index) for index in range(count)]
@@ -307,12 +317,12 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
         raise BadRequest(f"{what} has a payload without tensor names or without a skeleton.", _REMEDY)
     inline = payload.get("inline", {})
     if not isinstance(inline, dict):
-        raise BadRequest(f"{what} has a payload that lacks its inline tensors.", _REMEDY)
+        raise BadRequest(f"{what} has a payload with an invalid list of inline tensors.", _REMEDY)
     return payload["skeleton"], tuple(names), {name: _from_text(name, entry, what) for name, entry in inline.items()}
 
 
 def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
-    """Return a tensor as an entry of an object's head. A `Stream` is read whole: only small ones are in heads."""
+    """Return an inline tensor as a JSON entry of an object's head. A `Stream` is read as a whole; it is small."""
     if isinstance(tensor, Stream):
         with gc_as_usual():
             data = b"".join(tensor.runs())
@@ -323,7 +333,7 @@ def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
 
 
 def _from_text(name: str, entry: Plain, what: str) -> Tensor:
-    """Return the tensor in an entry of an object's head.
+    """Return the inline tensor in a JSON entry of an object's head.
 
     Raises:
         BadRequest: the entry is not a tensor.
@@ -335,6 +345,8 @@ def _from_text(name: str, entry: Plain, what: str) -> Tensor:
     except (binascii.Error, ValueError):
         data = bytearray()
     if len(data) != spec.nbytes or type(text) is not str:
-        raise BadRequest(f"{what} has {name!r} in its header with {len(data)} bytes instead of {spec.nbytes}.", _REMEDY)
+        raise BadRequest(
+            f"{what} has tensor {name!r} in its header with {len(data)} bytes instead of {spec.nbytes}.", _REMEDY
+        )
     dtype = torch_dtype(spec.dtype)
     return torch.frombuffer(data, dtype=dtype).view(spec.shape) if data else torch.empty(spec.shape, dtype=dtype)

@@ -18,7 +18,7 @@ DESCRIBED_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Maximum part sizes, in bytes, for torch tensors (`tensor`) and NumPy arrays (`np`); 0: they are sent inline."""
+    """Maximum part sizes for torch tensors (`tensor`) and NumPy arrays (`np`), in bytes; 0: send in the message."""
 
     tensor: int = CHUNK_BYTES
     np: int = CHUNK_BYTES
@@ -29,13 +29,14 @@ INLINE = ChunkSizes(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the tensors of one object are sent.
+    """How the tensors of an object are sent: in one message with the rest of the object, or streamed (in parts).
 
     Attributes:
         part_bytes: maximum size of a part, in bytes.
-        inline: whether the whole object is sent inside its manifest, in one answer.
-        in_head: numbers of the tensors that are sent inside the head; all others are streamed.
-        too_large: number of bytes that should be sent inline, but are streamed because they exceed the limit; else 0.
+        inline: whether the whole object is sent in one message.
+        in_head: indices of the tensors that are sent inside the object's head; all others are streamed.
+        too_large: bytes of the tensors that should be sent in one message, but are streamed because they exceed its
+            limit; else 0.
     """
 
     part_bytes: int
@@ -45,11 +46,11 @@ class Cut:
 
 
 def cut_of(packed: Packed, sizes: ChunkSizes) -> Cut:
-    """Return the `Cut` of a payload. If tensors and arrays are both streamed, parts have the smaller of the two sizes.
+    """Decide how the tensors of a payload are sent.
 
     Args:
         packed: the payload.
-        sizes: part sizes for tensors and arrays.
+        sizes: part sizes for tensors and arrays. If both are streamed, all parts have the smaller size.
     """
     by_number = [sizes.np if number in packed.arrays else sizes.tensor for number in range(len(packed.tensors))]
     in_head = frozenset(number for number, size in enumerate(by_number) if not size)
@@ -73,11 +74,11 @@ JSON inside JSON is escaped, which can double its size.
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a payload is sent.
+    """How a task's payload is sent: as JSON inside the task's message, or as a separate object.
 
     Attributes:
         plain: the payload's JSON, if it is sent inside the message; else None.
-        cut: the cut of the payload's object, if `plain` is None.
+        cut: how the object's tensors are sent, if `plain` is None.
         warning: a warning for the user; empty for none.
     """
 
@@ -87,7 +88,7 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """The way's name in the status: `streamed`, `inline`, or `skipped` (there were no tensors to send)."""
+        """Name that the status shows: `streamed`, `inline`, or `skipped` (the payload has no tensors)."""
         return "skipped" if self.plain is not None else "inline" if self.cut.inline else "streamed"
 
 
@@ -117,11 +118,11 @@ def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what
 
 
 def read_plain(text: str, *, build: bool = True) -> Any:
-    """Return the payload of a text from `Way.plain`.
+    """Return the payload that was sent as JSON text (`Way.plain`).
 
     Args:
-        text: the payload's JSON.
-        build: whether to build the payload. If not, the text is only checked.
+        text: the JSON text.
+        build: whether to build values of registered types. If False, the text is only checked.
 
     Raises:
         BadRequest: the text is not a payload.

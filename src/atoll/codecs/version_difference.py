@@ -28,7 +28,7 @@ from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import build_codecs
 from atoll.posix import write_at
 from atoll.runtime import failpoint
-from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.layout import ALIGN_BYTES, TILE, Layout, Part, Segment, update_layout
 from atoll.tensors.schema import TensorSpec
 
@@ -146,7 +146,7 @@ class DifferenceWriter:
         self._part, self._hasher = self._downlink.parts[part.index], blake3()
         self._end = self._part.start
 
-    def add(self, run: Run, values: Tensor, theta: Tensor | None) -> None:
+    def add(self, run: ByteRun, values: Tensor, theta: Tensor | None) -> None:
         """Encode and write the next element range of the part.
 
         Args:

@@ -1,10 +1,11 @@
 """Typed messages of the HTTP interface: runs, workers, tickets, updates, versions and objects.
 
 The OpenAPI document is made from these classes. Unknown fields are refused, so that a misspelt field is never lost
-silently. Requests name tickets, versions and parts by numbers that the server issued. Only `SchemaMessage` has names
-of tensors.
+silently. Requests refer to tickets (the right to submit one update), versions and parts by the numbers that the server
+issued. Only `SchemaMessage` has names of tensors.
 
-An object is opened (`ObjectOpen`), sent in parts, completed (`ObjectComplete`), and then downloaded.
+To send an object (any data of a user), a client opens it (`ObjectOpen`), sends its parts and completes it
+(`ObjectComplete`). Then the object can be downloaded.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NUMBER_BELOW = 2**62
 
 
 def _shown(most: int) -> AfterValidator:
-    """Return a validator for text from a peer: at most `most` characters, unprintable ones replaced by escapes."""
+    """Return a validator that cuts text from a peer to `most` characters and replaces unprintable ones by escapes."""
     return AfterValidator(lambda text: visible(text, most))
 
 
@@ -131,7 +132,7 @@ class RunInfo(Message):
 
     @property
     def streams(self) -> bool:
-        """Whether the run has several fragments, or has tau or alpha above 0."""
+        """Whether the run uses Streaming DiLoCo: several fragments, or a delayed (tau) or partial (alpha) merge."""
         return self.fragments > 1 or self.tau > 0 or self.alpha > 0
 
 
@@ -162,7 +163,7 @@ class SchemaMessage(Message):
 
     @classmethod
     def of(cls, split: Split) -> SchemaMessage:
-        """Return the message for a model and its division into fragments."""
+        """Return the message that describes a model's schema and its division into fragments."""
         schema = split.schema
         return cls(
             tensors=[
@@ -173,7 +174,7 @@ class SchemaMessage(Message):
         )
 
     def to_split(self) -> Split:
-        """Return the schema with its division into fragments.
+        """Return the schema in this message, with its division into fragments.
 
         Raises:
             VersionSkew: the fragments do not cover every tensor, or their numbers are not 0, 1, 2, ….
@@ -192,13 +193,16 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """The update to which a site's local state belongs. No base version: no update has counted, the state is zero."""
+    """A site's last counted update, to which the site's local state (of algorithms such as SCAFFOLD) belongs.
+
+    Without `base_version`, no update of the site has counted yet, and the state is zero.
+    """
 
     base_version: Count | None = None
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the update; empty if unknown.")
 
     def names(self, other: Counted) -> bool:
-        """Return whether both name the same update. An empty digest matches every digest."""
+        """Return whether both messages mean the same update. An empty digest matches every digest."""
         return self.base_version == other.base_version and (self.digest in ("", other.digest) or not other.digest)
 
 
@@ -244,7 +248,10 @@ class Joined(Message):
 
 
 class Leave(Message):
-    """A worker's departure. If its training failed, `error` says why, for the status. The other workers go on."""
+    """A worker's request to leave the run. If its training failed, `error` is the reason, which the status shows.
+
+    The other workers continue the run.
+    """
 
     error: Text | None = None
 
@@ -268,7 +275,7 @@ class Heartbeat(Message):
 
 
 class HeartbeatReply(Message):
-    """The answer to `Heartbeat`: the versions that survive a power loss, and whether the run is finished."""
+    """The answer to `Heartbeat`: the newest versions that survive a power loss, and whether the run is finished."""
 
     durable_versions: list[Count | None] = Field(
         description="Newest version of each fragment that survives a power loss of the server; null: none yet."
@@ -285,7 +292,7 @@ class TicketRequest(Message):
 
 
 class Outcome(Message):
-    """The state of a ticket and of its update."""
+    """The state of a ticket (the right to submit one update) and of its update."""
 
     ticket: Count
     state: Literal["open", "accepted", "counted", "refused", "expired"]
@@ -311,7 +318,7 @@ class VersionRef:
 
 
 class Ticket(Message):
-    """The right to submit one update for one round of one fragment."""
+    """A ticket: the right of a worker to submit one update for one round of one fragment of the model."""
 
     id: Count
     fragment: Count
@@ -330,8 +337,8 @@ class Ticket(Message):
 class TicketReply(Message):
     """The answer to `TicketRequest`.
 
-    `status` is `ticket` (see `ticket`), `wait` (ask again), `finished` (the run is over), or `ended` (this worker
-    submits no more updates; `previous` is its last result).
+    `status` is `ticket` (the field `ticket` has it), `wait` (ask again), `finished` (the run is over), or `ended` (this
+    worker submits no more updates; `previous` has the state of its last one).
     """
 
     status: Literal["ticket", "wait", "finished", "ended"]
@@ -373,7 +380,10 @@ class Complete(Message):
 
 
 class Receipt(Message):
-    """The answer to `Complete`; a repeated request gets the same one. If `accepted`, the update is in the journal."""
+    """The answer to `Complete`. If `accepted` is true, the server has recorded the update in its journal.
+
+    A repeated request gets the same answer.
+    """
 
     accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled the update.")
     unpulled: bool = Field(False, description="The aggregating worker could not pull the update: offer it again.")
@@ -466,11 +476,11 @@ class BlobManifest(Parts):
 
     @classmethod
     def read(cls, body: bytes | bytearray, what: str) -> BlobManifest:
-        """Return the message in the body of an answer.
+        """Parse the message in the body of an answer.
 
         Args:
             body: the body, JSON.
-            what: noun for the blob in errors.
+            what: name of the blob in error messages.
 
         Raises:
             BadRequest: the body is not a valid message.
@@ -480,7 +490,7 @@ class BlobManifest(Parts):
         except ValidationError as error:
             raise BadRequest(
                 f"The manifest of {what} cannot be read: {error.errors()[0]['msg']}.",
-                "Check that Atoll of the same version serves it.",
+                "Use the same version of Atoll on both sides.",
             ) from None
 
     def manifest(self) -> blobs.Manifest:
@@ -493,7 +503,7 @@ class BlobManifest(Parts):
 
         Args:
             manifest: the manifest of the blob.
-            what: noun for the blob in errors.
+            what: name of the blob in error messages.
 
         Raises:
             BadRequest: the bytes are not base64, or their number is wrong.
@@ -509,5 +519,7 @@ class BlobManifest(Parts):
             raise BadRequest(f"{what} has {manifest.nbytes} bytes, but its manifest contains {len(data)} bytes.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
-                raise PartCorrupt(f"Part {part.index} of {what} arrived damaged in its manifest.", "Fetch it again.")
+                raise PartCorrupt(
+                    f"Part {part.index} of {what}, sent inside the manifest, arrived damaged.", "Fetch it again."
+                )
         return data

@@ -42,7 +42,7 @@ STATUS_OF: dict[str, int] = {
 
 @dataclass(frozen=True)
 class Operation:
-    """One method on one path.
+    """An operation of the HTTP interface: one method on one path.
 
     Attributes:
         name: name of the handler, and the `operationId`.

@@ -1,4 +1,4 @@
-"""Typed messages of a run's status."""
+"""Typed messages that describe the status of a run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RoundSummary(Message):
 
 
 class PlaceStatus(Message):
-    """The workers that aggregate, check and hold a fragment of a swarm."""
+    """In a swarm: the workers that aggregate a fragment, check its next version, and have its newest version."""
 
     aggregator: str = Field(description="Worker that reduces the round; empty: none.")
     checker: str = Field(description="Worker that checks the next version.")
@@ -88,7 +88,7 @@ class PlaceStatus(Message):
 
 
 class FragmentStatus(Message):
-    """The status of one fragment: its head version, and the sites that its round waits for."""
+    """The status of one fragment of the model: its newest version, and the sites that its round waits for."""
 
     fragment: Count
     version: Count
@@ -187,5 +187,5 @@ class Status(Message):
 
     @property
     def version(self) -> int:
-        """Version of the whole model: the oldest head version of its fragments."""
+        """Version of the whole model: the smallest of its fragments' newest versions."""
         return min(fragment.version for fragment in self.fragments)

@@ -1,8 +1,8 @@
-"""Typed messages between the server of a swarm and its workers. They carry references to tensors, not tensors.
+"""Typed messages between server and workers in a swarm, a run in which workers, not the server, aggregate updates.
 
-Each answer of the server lists everything that the worker should hold and do. Each report of a worker lists everything
-that the worker holds and has done. So a lost, late or repeated message does no harm, and a restarted server learns the
-whole state from the next reports.
+The messages contain references to tensors, not tensors. Each answer of the server lists everything that the worker
+should store and do. Each report of a worker lists everything that the worker stores and has done. So a lost, late or
+repeated message does no harm, and a restarted server learns the whole state from the next reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SwarmPlan(Message):
 
 
 class Source(Message):
-    """The references to a version and its outer state at one worker."""
+    """Where a worker offers a version for download: references to the version and its outer optimizer's state."""
 
     version: Reference
     state: Reference | None = Field(None, description="Reference to the outer state of the version.")
@@ -47,7 +47,7 @@ class Held(Message):
 
 
 class CollectedUpdate(Message):
-    """The result of an order to collect an update: pulled, pulled but bad, or not pulled."""
+    """The result of the order `Collect`: the update was pulled and can count, is bad, or could not be pulled."""
 
     ticket: Count
     digest: Hex32
@@ -80,7 +80,7 @@ class Unreached(Message):
 
 
 class PeerReport(Message):
-    """A worker's report of everything that it holds and has done."""
+    """A worker's report to the server of everything that it stores and has done for the swarm."""
 
     address: Address = Field(description="Address of this worker for other workers.")
     number: Count = Field(description="Number of this report; the server ignores older reports.")
@@ -96,7 +96,7 @@ class PeerReport(Message):
 
 
 class Hold(Message):
-    """An order to hold a version and its outer state."""
+    """An order of the server to store a version and its outer optimizer's state, and to pull them if necessary."""
 
     fragment: Count
     version: Count
@@ -106,7 +106,7 @@ class Hold(Message):
 
 
 class Collect(Message):
-    """An order to pull an update and check it."""
+    """An order of the server to pull the update of another worker and check it."""
 
     ticket: Count
     fragment: Count
@@ -116,7 +116,7 @@ class Collect(Message):
 
 
 class PeerWork(Message):
-    """The complete list of what a worker must hold and do. The worker drops everything else."""
+    """The complete list of what the server orders a worker to store and do. The worker drops everything else."""
 
     stamp: Count = Field(description="Stamp of these orders; it changes with them.")
     server: Count = Field(0, description="Start time of the server, in ms since 1970.")
@@ -130,7 +130,7 @@ class PeerWork(Message):
 
 
 def in_text(digests: Sequence[bytes]) -> str:
-    """Return BLAKE3 digests as concatenated base64 text, the form in messages."""
+    """Return BLAKE3 digests as text for a message: concatenated, then encoded in base64."""
     return base64.b64encode(b"".join(digests)).decode()
 
 

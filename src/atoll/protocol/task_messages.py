@@ -18,7 +18,7 @@ Chunk = Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)]
 
 
 class ObjectKey(Message):
-    """The id, digest and secret of an object at this server. With them, the object can be downloaded."""
+    """The id, digest and secret of an object that the server stores. They are needed to download the object."""
 
     object: Hex16
     secret: Hex16
@@ -27,7 +27,7 @@ class ObjectKey(Message):
 
 
 class Body(Message):
-    """A payload, either as JSON text (small, without tensors) or as an object."""
+    """The payload of a task or an answer: JSON text if it is small and has no tensors, else an object to download."""
 
     plain: str | None = Field(None, description="The payload as JSON text.")
     object: ObjectKey | None = None

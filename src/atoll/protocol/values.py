@@ -1,7 +1,7 @@
-"""Plain frozen values that a worker and its run exchange: answers about tickets, updates and downloads.
+"""Frozen values for the answers that a worker gets: to requests for tickets, to uploads and to downloads.
 
-An expected outcome of an upload or a download is a value, which the caller matches. Exceptions are only for bugs, local
-disk failures and user errors.
+An expected outcome of an upload or a download, such as a refused update, is one of these values, which the caller
+handles with `match`. Exceptions are only for bugs, local disk failures and user errors.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Finished(Next):
 
 
 def next_of(reply: messages.TicketReply, fragment: int) -> Next:
-    """Return the value for a `TicketReply` message."""
+    """Convert a `TicketReply` message to `Open`, `Wait` or `Finished`; to a plain `Next` if its status is `ended`."""
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
     said = (head, reply.round, reply.reason, reply.previous, reply.durable_version, reply.tasks, reply.left_s)
     if reply.ticket is not None:
@@ -96,7 +96,7 @@ def next_of(reply: messages.TicketReply, fragment: int) -> Next:
 
 
 class Accepted(NamedTuple):
-    """The update is in the server's journal. It counts when a version made from it is committed."""
+    """The server has recorded the update in its journal. It counts when a version made from it is committed."""
 
     digest: str
 
@@ -108,13 +108,16 @@ class Refused(NamedTuple):
 
 
 class TooLate(NamedTuple):
-    """The ticket's round went on without the update. The update may still be needed if the server loses versions."""
+    """The round of the ticket closed without the update.
+
+    The update may still be needed later, if a crash makes the server lose versions and repeat the round.
+    """
 
     error: TicketClosed | Gone
 
 
 class Lost(NamedTuple):
-    """The retries ran out before the network or the server's disk recovered. The worker's files stay valid."""
+    """All retries failed because of the network or the server's disk. The worker's files stay valid."""
 
     error: AtollError
 
@@ -149,7 +152,7 @@ class Pulled(NamedTuple):
 
 
 class VersionGone(NamedTuple):
-    """The server no longer keeps the version. Ask for the head."""
+    """The server has deleted the version. Ask for the head (the newest version) instead."""
 
     error: Gone
 

@@ -218,7 +218,7 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     from atoll.blobs.model_file import model_header
     from atoll.posix import replace_file
     from atoll.tensors.chunks import bytes_of
-    from atoll.tensors.module_tensors import Told, named_tensors, schema_of, unwrapped
+    from atoll.tensors.module_tensors import ModelTensors, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS
 
     model = model if isinstance(model, nn.Module) else unwrapped(model)
@@ -226,9 +226,9 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     if weights is not None:
         given = {name: weights[name] for name in owners if name in weights}  # in the model's order
         given |= {name: weights[name] for name in weights if name not in given and name not in aliases}
-        told = Told(given, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
-        told |= {name: told[owner] for name, owner in aliases.items() if owner in told}
-        schema_of(told).require_equal(schema, mine="initial_ckpt", theirs="model")
+        found = ModelTensors(given, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
+        found |= {name: found[owner] for name, owner in aliases.items() if owner in found}
+        schema_of(found).require_equal(schema, mine="initial_ckpt", theirs="model")
         owners = given
     header, order = model_header(schema)
     runs = (bytes_of(owners[spec.name].detach().cpu().contiguous()) for spec in order)

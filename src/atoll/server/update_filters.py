@@ -222,7 +222,7 @@ class _Work:
             about: facts about the update that filters may read.
             model: names of all tensors of the model, if the update has only those of one fragment; else empty.
         """
-        specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_beside}
+        specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_extra}
         squares = []
         with torch.no_grad(), single_thread():
             chain = Chain(filters, specs, about, self._change, model=model)
@@ -244,9 +244,9 @@ class _Work:
     def _run(self, chain: Chain, run: Piece) -> Tensor:
         """Return the filtered and encoded values of a range of elements of one tensor."""
         spec, start, stop = run.segment.spec, run.start, run.stop
-        if not spec.is_beside and not spec.is_float and not chain.sends(spec.name):
+        if not spec.is_extra and not spec.is_float and not chain.sends(spec.name):
             return self._base(spec, start, stop).view(torch.uint8)
-        if spec.is_beside or not spec.is_float:
+        if spec.is_extra or not spec.is_float:
             return self._bytes(run)
         if spec.group == PARAMS:
             values = chain.change(spec.name, start, stop)

@@ -1,1 +1,1 @@
-"""Tensors of models, updates and payloads: schemas, layouts of files, dtypes and custom types."""
+"""Tensors of models and messages: their names and dtypes, their place in files, and their conversion to bytes."""

@@ -23,7 +23,7 @@ Arrays = Mapping[str, Any]
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return tensors as numpy arrays. CPU tensors share memory; dtypes that numpy lacks become fp32 copies."""
+    """Convert tensors to numpy arrays, without copying CPU tensors. A dtype that numpy lacks becomes fp32, a copy."""
     return {
         name: (tensor.float() if tensor.dtype in NOT_IN_NUMPY else tensor).detach().cpu().numpy()
         for name, tensor in tensors.items()
@@ -38,7 +38,7 @@ def as_tensor(name: str, value: object) -> Tensor:
         value: tensor, array, or an object with `__dlpack__` or `__array__`.
 
     Raises:
-        UsageError: `value` is no array, or torch does not know its dtype.
+        UsageError: `value` has none of these types, is a masked array, or has a dtype that torch lacks.
     """
     if isinstance(value, Tensor):
         return value
@@ -48,16 +48,18 @@ def as_tensor(name: str, value: object) -> Tensor:
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if not hasattr(value, "__array__"):
                 raise UsageError(
-                    f"{name!r} is a {type(value).__name__} that torch cannot convert: {error}.",
-                    "Convert it to numpy first.",
+                    f"Tensor {name!r} was given as a {type(value).__name__} that torch cannot convert: {error}.",
+                    "Convert it to a numpy array first.",
                 ) from error
     if not hasattr(value, "__array__"):
         raise UsageError(
-            f"{name!r} is a {type(value).__name__}: neither a tensor, nor an object with DLPack or __array__.",
-            "Convert it to numpy, or leave it out of the mapping.",
+            f"{name!r} is a {type(value).__name__}: neither a tensor, nor an object with __dlpack__ or __array__.",
+            "Convert it to a numpy array, or leave it out of the mapping.",
         )
     if isinstance(value, np.ma.MaskedArray):
-        raise UsageError(f"{name!r} is a masked array; its mask would be lost.", "Fill it first: value.filled(…).")
+        raise UsageError(
+            f"{name!r} is a masked array; its mask would be lost.", "Replace the masked values first: array.filled(…)."
+        )
     return _from_numpy(name, np.asarray(value))
 
 
@@ -68,18 +70,18 @@ def require_model(given: object, *, mapping: bool = True) -> None:
         UsageError: the model is neither. The message names its type.
     """
     if not isinstance(given, nn.Module) and not (mapping and isinstance(given, Mapping)):
-        what = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
-        other = ", or a mapping: name → tensor or array" if mapping else ""
-        raise UsageError(f"The model is {what}.", f"Pass an nn.Module{other}.")
+        given_type = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+        or_mapping = ", or a mapping: name → tensor or array" if mapping else ""
+        raise UsageError(f"The model is {given_type}, not an nn.Module.", f"Pass an nn.Module{or_mapping}.")
 
 
 def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
     """Convert a mapping of tensors and arrays to tensors.
 
-    An fp32 array becomes bf16 or an 8-bit float if the schema has that dtype for its name.
+    An fp32 array is converted to bf16 or an 8-bit float, which numpy lacks, if `schema` lists its name with that dtype.
 
     Raises:
-        UsageError: `given` is no mapping, or an entry is no tensor and no array. The message names the entry.
+        UsageError: `given` is no mapping, or an entry is neither a tensor nor an array. The message names the entry.
     """
     require_model(given)
     wanted = {spec.name: torch_dtype(spec.dtype) for spec in schema.tensors}

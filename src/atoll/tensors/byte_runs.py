@@ -1,14 +1,15 @@
-"""Byte runs: neighbouring pieces of tensors in a file that one call reads, decodes or sums together.
+"""Byte runs: ranges of a file that contain several small tensors and are read, decoded or summed in one call.
 
-A call costs as much for ten elements as for ten thousand, and a model may have thousands of small tensors. In a version
-tensors follow one another without gaps. In an update each tensor begins at a multiple of 64 bytes. If a codec encodes
-each element independently, neighbouring tensors are encoded, decoded and summed as one tensor, padding included:
+Each call has a fixed cost, which is the same for ten elements as for ten thousand, and a model may have thousands of
+small tensors. So neighbouring tensors are handled as one tensor. This needs a codec that encodes each element
+independently. In a version (a model file), tensors follow one another without gaps. In an update (the file that a
+worker submits), each tensor begins at a multiple of 64 bytes; the padding is decoded and summed with the tensors:
 
     version | tensor 0 | tensor 1 | tensor 2 |
     update  | tensor 0 |..| tensor 1 |..| tensor 2 |        .. padding
     memory  [ 0        ][ ][ 1       ][ ][ 2       ]        the elements of a byte run, with the gaps of the update
 
-The elements are independent, so values in the padding do not matter. `Run.clear_padding` sets them to zero.
+Elements do not influence one another, so values in the padding do not matter. `ByteRun.clear_padding` sets them to 0.
 """
 
 from __future__ import annotations
@@ -51,17 +52,17 @@ def neighbours(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Itera
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join consecutive ranges (offset, nbytes) that touch, and drop empty ranges. The order stays."""
+    """Merge consecutive ranges (offset, nbytes) that touch, drop empty ranges, and keep the order."""
     groups = neighbours(filter(lambda each: each[1], ranges), lambda group, each: sum(group[-1]) == each[0])
     return [(group[0][0], sum(nbytes for _, nbytes in group)) for group in groups]
 
 
 def read_pieces(fd: int, moves: Iterable[Move]) -> None:
-    """Fill buffers from a file. One `preadv` fills all buffers that are adjacent in the file.
+    """Read ranges of a file into buffers. One `preadv` call reads several ranges if they are adjacent in the file.
 
     Args:
-        fd: the file.
-        moves: offset and buffer of each read.
+        fd: descriptor of the file.
+        moves: (file offset, buffer to fill) for each range.
 
     Raises:
         EOFError: the file ends before a buffer is full.
@@ -80,15 +81,15 @@ def read_pieces(fd: int, moves: Iterable[Move]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A byte run: consecutive pieces of one dtype and group in a file. No piece is empty.
+class ByteRun:
+    """A byte run: consecutive pieces (ranges of tensors) of a file, all of one dtype and group. No piece is empty.
 
     Attributes:
         pieces: the pieces, in file order.
-        item_bytes: bytes of an encoded element, if one call encodes or decodes the whole run with its padding. 0 if
-            each piece needs its own call; then the decoded pieces have no gaps in memory.
+        item_bytes: size of one encoded element, if one call can encode or decode the whole run, padding included. 0 if
+            each piece needs its own call; the decoded pieces then follow one another in memory without padding.
         numel: number of decoded elements, padding included.
-        sizes: number of elements of each piece. With padding: piece, padding, piece, padding, and so on.
+        sizes: number of elements of each piece. If `is_padded`: of piece, padding, piece, padding, and so on.
         is_padded: whether there is padding between pieces.
     """
 
@@ -99,8 +100,8 @@ class Run:
     is_padded: bool
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], item_bytes: int) -> Run:
-        """Return the byte run of consecutive pieces."""
+    def of(cls, pieces: Sequence[Piece], item_bytes: int) -> ByteRun:
+        """Return the byte run that consists of these consecutive pieces. `item_bytes` is as in the attribute."""
         sizes, first, last = [piece.numel for piece in pieces], pieces[0], pieces[-1]
         nbytes = last.offset + last.nbytes - first.offset
         if len(pieces) == 1 or not item_bytes or nbytes == sum(sizes) * item_bytes:
@@ -111,12 +112,12 @@ class Run:
 
     @property
     def spec(self) -> TensorSpec:
-        """The tensor of the first piece. The tensors of all pieces have the same dtype and group."""
+        """Name, dtype, shape and group of the first piece's tensor. Dtype and group are the same for all pieces."""
         return self.pieces[0].segment.spec
 
     @property
     def codec(self) -> str:
-        """Codec of the first piece. If `item_bytes` is not 0, all pieces have the same codec."""
+        """Name of the first piece's codec. If `item_bytes` is not 0, all pieces have this codec."""
         return self.pieces[0].segment.codec
 
     @property
@@ -126,33 +127,43 @@ class Run:
 
     @property
     def start(self) -> int:
-        """First byte in the file."""
+        """File offset at which the run begins."""
         return self.pieces[0].offset
 
     @property
     def stop(self) -> int:
-        """File offset of the last piece's end."""
+        """File offset at which the run ends (exclusive)."""
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
     def split(self, values: Tensor) -> Sequence[Tensor]:
-        """Return a view of each piece's elements. `values`, [numel], holds the elements of the run."""
+        """Split `values`, the run's elements [numel], into one view for each piece, without the padding."""
         views: Sequence[Tensor] = values.split_with_sizes(self.sizes)  # `torch.split` takes twice as long
         return views[::2] if self.is_padded else views
 
     def encoded(self, memory: Tensor) -> Iterator[Tensor]:
-        """Yield a view of each piece's encoded bytes. `memory` holds the bytes of the run as in the file."""
+        """Split `memory`, the run's bytes as in the file, and yield a view of each piece's encoded bytes."""
         for piece in self.pieces:
             yield memory[piece.offset - self.start : piece.offset - self.start + piece.nbytes]
 
     def views(self, memory: memoryview, item_bytes: int) -> Iterator[tuple[Piece, memoryview]]:
-        """Yield each piece with its bytes. `memory` holds the run's decoded elements of `item_bytes` bytes each."""
+        """Yield each piece with its decoded bytes, a view of `memory`.
+
+        Args:
+            memory: the run's decoded elements, padding included.
+            item_bytes: size of one decoded element.
+        """
         at, sizes = 0, self.sizes if self.is_padded else [size for each in self.sizes for size in (each, 0)]
         for piece, size, gap in zip(self.pieces, sizes[::2], sizes[1::2], strict=True):
             yield piece, memory[at * item_bytes : (at + size) * item_bytes]
             at += size + gap
 
     def clear_padding(self, memory: memoryview, item_bytes: int) -> None:
-        """Set the padding to zero. `memory` holds the run's decoded elements of `item_bytes` bytes each."""
+        """Set the padding between the pieces to zero.
+
+        Args:
+            memory: the run's decoded elements, padding included.
+            item_bytes: size of one decoded element.
+        """
         if not self.is_padded:
             return
         at = 0
@@ -164,49 +175,51 @@ class Run:
 
 
 class RunTable:
-    """The byte runs of a layout's parts. Runs are cached, but the cache does not grow with the size of tensors.
+    """Divides the parts of a file into byte runs, and caches them. Larger tensors do not make the cache larger.
 
     Args:
-        layout: the layout.
+        layout: layout of the file: its parts, and the offset of each tensor.
         max_elements: maximum number of elements in a run, padding included; a multiple of `TILE`.
     """
 
     def __init__(self, layout: Layout, max_elements: int) -> None:
         self.layout, self.max_elements = layout, max_elements
-        self._tables: dict[int, tuple[Run | Piece, ...]] = {}
-        self._counterparts: dict[tuple[int, int], Run] = {}
+        self._tables: dict[int, tuple[ByteRun | Piece, ...]] = {}
+        self._counterparts: dict[tuple[int, int], ByteRun] = {}
 
-    def cut(self, max_elements: int) -> None:
-        """Set the maximum number of elements in a run."""
+    def limit(self, max_elements: int) -> None:
+        """Set the maximum number of elements in a run. A new value drops the cached runs."""
         if max_elements != self.max_elements:
             self.max_elements = max_elements
             self._tables.clear()
 
-    def of(self, part: Part) -> Iterator[Run]:
+    def of(self, part: Part) -> Iterator[ByteRun]:
         """Yield the byte runs of a part, in file order."""
         table = self._tables.get(part.index)
         if table is None:
             groups = neighbours((piece for piece in part.pieces if piece.numel), self._joins)
             table = self._tables[part.index] = tuple(
-                Run.of(group, self._item_bytes(group[0].segment)) if group[0].numel <= self.max_elements else group[0]
+                ByteRun.of(group, self._item_bytes(group[0].segment))
+                if group[0].numel <= self.max_elements
+                else group[0]
                 for group in groups
             )
         for entry in table:
-            if isinstance(entry, Run):
+            if isinstance(entry, ByteRun):
                 yield entry
                 continue
             for start in range(entry.start, entry.stop, self.max_elements):
                 stop = min(start + self.max_elements, entry.stop)
                 yield self.run(entry.segment, start, stop)
 
-    def run(self, segment: Segment, start: int, stop: int) -> Run:
+    def run(self, segment: Segment, start: int, stop: int) -> ByteRun:
         """Return elements [start, stop) of one tensor as a byte run."""
-        return Run.of([self.layout.piece(segment, start, stop)], self._item_bytes(segment))
+        return ByteRun.of([self.layout.piece(segment, start, stop)], self._item_bytes(segment))
 
-    def counterpart(self, run: Run) -> Run:
-        """Return this layout's byte run with the same elements as another layout's byte run.
+    def counterpart(self, run: ByteRun) -> ByteRun:
+        """Return the byte run of this layout that has the same elements as `run`, a byte run of another layout.
 
-        Use one table only with runs of one other layout, because the results are cached.
+        Always pass runs of the same other layout: results are cached by the offsets of `run`.
         """
         key = (run.start, run.stop)
         found = self._counterparts.get(key)
@@ -214,7 +227,7 @@ class RunTable:
             segments = [(self.layout.by_name[piece.segment.spec.name], piece) for piece in run.pieces]
             pieces = [self.layout.piece(segment, piece.start, piece.stop) for segment, piece in segments]
             is_alike = len({segment.codec for segment, _ in segments}) == 1
-            found = Run.of(pieces, self._item_bytes(segments[0][0]) if is_alike else 0)
+            found = ByteRun.of(pieces, self._item_bytes(segments[0][0]) if is_alike else 0)
             if len(pieces) > 1:
                 self._counterparts[key] = found
         return found
@@ -228,10 +241,10 @@ class RunTable:
         return kind == other and fits
 
     def _item_bytes(self, segment: Segment) -> int:
-        """Return the bytes of an encoded element, or 0.
+        """Return the size of the tensor's encoded elements, in bytes; 0 if each tensor needs its own call.
 
-        0 means that the codec does not encode elements independently, or that segments may begin at offsets that are
-        no multiple of an encoded element's size.
+        Tensors need their own calls if the codec does not encode elements independently, or if a tensor may begin at an
+        offset that is no multiple of this size.
         """
         encoding = self.layout.encodings[segment.codec]
         if not encoding.elementwise:

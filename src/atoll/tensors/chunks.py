@@ -1,7 +1,7 @@
-"""Read and write ranges of a tensor's elements, in the order in which the elements are in a file.
+"""Read and write ranges of a tensor's elements in row-major order, the order of the elements in a file.
 
-A range is [start, stop) of the elements in row-major order, for any strides and device. Contiguous CPU tensors are read
-and written in place. Other tensors are copied through scratch memory of the range's size, never of the tensor's size.
+A range [start, stop) counts elements in this order, whatever the tensor's strides and device. Contiguous CPU tensors
+are read and written in place. Other tensors are copied through scratch memory as large as the range, not the tensor.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ CHUNK_ELEMENTS = 2**18
 
 
 class InPieces(Protocol):
-    """A tensor with elements in several memories, such as a rank's own rows and its copies of other ranks' rows."""
+    """A tensor that is stored in several places, such as a rank's own rows and its copies of other ranks' rows."""
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop), as `run_of` does."""
+        """Return elements [start, stop) as a 1-D contiguous tensor."""
         ...
 
     def assign_(self, start: int, values: Tensor) -> None:
-        """Write `values` into the elements from `start` on, as `assign_run_` does."""
+        """Write the 1-D `values` into the elements from `start` on, in place."""
         ...
 
 
@@ -61,8 +61,8 @@ def run_of(tensor: Tensor | InPieces, start: int, stop: int) -> Tensor:
 def runs_of(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in chunks of `CHUNK_BYTES`. A chunk is valid until the next one is requested.
 
-    Chunks that are copies share one scratch buffer. A new buffer for each would make the process grow, because the
-    allocator does not reuse the memory of the last one.
+    If chunks are copies, all use the same scratch buffer. A new buffer for each chunk would make the process grow,
+    because the allocator does not reuse the memory of the previous one.
     """
     numel, step = tensor.numel(), CHUNK_BYTES // tensor.itemsize
     scratch = None
@@ -103,16 +103,16 @@ def assign_run_(tensor: Tensor | InPieces, start: int, values: Tensor) -> None:
 
 
 def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield views that together are the elements [start, stop), each with its element range in a flat buffer.
+    """Divide the elements [start, stop) of a tensor into views, to copy them from or to a flat buffer.
 
     Args:
         tensor: the tensor, possibly not contiguous.
         start: first element.
         stop: element after the last one.
-        base: index in the buffer of element `start`.
+        base: position of element `start` in the buffer.
 
     Yields:
-        (view, start, stop): the view's elements are [start, stop) of the buffer.
+        (view, start, stop): the view's elements belong to [start, stop) of the buffer.
     """
     if start >= stop:
         return
@@ -150,9 +150,12 @@ WIDEST_BYTES = 8
 class Scratch:
     """Named scratch buffers for one thread, each allocated at its first use.
 
-    A buffer has room for `elements` elements of any dtype, with padding on both sides. It grows if more is requested.
-    Pages that are never touched cost no memory. Files are read into and written from these buffers, not mapped: with
-    mmap, the page cache would count as the process's memory, and a truncated file would kill the process.
+    Files are read into these buffers and written from them. Files are not mapped: with mmap, the page cache would count
+    as the process's memory, and reading a truncated file would kill the process.
+
+    Args:
+        elements: number of elements of any dtype that a new buffer can hold, with padding on both sides. A buffer grows
+            if more is requested. Pages that are never touched cost no memory.
     """
 
     def __init__(self, elements: int) -> None:
@@ -180,13 +183,13 @@ class Scratch:
 
 
 class Scatter:
-    """A sink for the bytes of a version. It writes them into a model's tensors in place, as the bytes arrive.
+    """Writes the bytes of a version (a model file) into a model's tensors, in place, as the bytes arrive.
 
-    Contiguous CPU tensors are written directly. Other tensors are written through one scratch buffer. The buffer is
-    pinned if a tensor is on an accelerator, which saves a copy.
+    Contiguous CPU tensors are written directly. Other tensors are written through one scratch buffer. If a tensor is on
+    an accelerator, the buffer is pinned, which saves a copy.
 
     Args:
-        layout: the version's layout.
+        layout: layout of the version: the offset of each tensor in the file.
         tensors: name → tensor to write. Bytes of other tensors in the layout are skipped.
     """
 
@@ -200,9 +203,9 @@ class Scatter:
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data`, the file's bytes from `offset` on, into the tensors. The header is skipped.
+        """Write `data`, the file's bytes from `offset` on, into the tensors.
 
-        `data` must consist of whole elements.
+        `data` must consist of whole elements. Bytes of the file's header are skipped.
         """
         end = offset + len(data)
         for index in range(
@@ -219,13 +222,15 @@ class Scatter:
                 self._assign(index, (low - start) // self._tensors[index].itemsize, source)
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return a tensor's memory for the file's bytes from `offset` on, so that they can be received in place.
+        """Return the tensor memory that belongs to file offset `offset`, to receive bytes directly into it.
 
-        The result has at most `nbytes` bytes. If these bytes of the file are whole elements, so are those of the
-        result.
+        Args:
+            offset: file offset of the next byte to receive; the start of an element.
+            nbytes: maximum size of the result; whole elements.
 
         Returns:
-            The memory; None if it would be smaller than `ROOM_BYTES`, or if the tensor is not contiguous on the CPU.
+            The memory, whole elements of one tensor. None if it would be smaller than `ROOM_BYTES`, or if the tensor is
+            not contiguous or not on the CPU.
         """
         index = bisect.bisect_right(self._starts, offset) - 1
         view = self._views[index] if index >= 0 else None
@@ -247,7 +252,7 @@ class Scatter:
 
 
 def _copies_from_pinned(device: torch.device) -> bool:
-    """Return whether pinned memory makes copies to this device faster: it is the accelerator, and not MPS."""
+    """Return whether pinned memory makes copies to `device` faster: for the current accelerator, except MPS."""
     if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # MPS shares the CPU's memory
         return False
     accelerator = torch.accelerator.current_accelerator()

@@ -1,19 +1,22 @@
-"""User-defined types in payloads: a producer converts a value at the sender, and a consumer rebuilds it.
+"""Send values of your own types: a producer converts a value to a payload, and a consumer rebuilds the value.
+
+A payload is any nesting of dicts, lists and tuples with tensors, arrays and plain values:
 
     @dataclass
     class File:
         path: Path
 
-    def produce(file):                       # returns any payload; large data as a Stream
+    def produce(file):                       # runs at the sender; a Stream sends large data in chunks
         return {"name": file.path.name, "bytes": Stream(torch.uint8, (size,), chunks)}
 
-    def consume(sent):                       # gets the same payload, with a LazyTensor for each Stream
+    def consume(sent):                       # runs at the receiver; gets a LazyTensor for each Stream
         for run in sent["bytes"].runs():
             ...
 
     register(File, "my-site.file", produce, consume)
 
-Both sides register the same name. Only the name is sent, so the receiver's own code decides what is built.
+Both sides register the type under the same name. Only this name and the payload are sent, never code, so the receiver's
+own consumer decides what is built.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A tensor that is generated in chunks while it is sent, and never in memory as a whole. For use in a producer.
+    """A tensor that a producer generates in chunks while it is sent, so that it is never in memory as a whole.
 
     Attributes:
         dtype, shape: dtype and shape of the tensor that the receiver gets.
         chunks: function that yields the elements in row-major order, called each time the stream is sent. A chunk is a
             tensor or an array of `dtype`, or bytes of whole elements. Chunks should have a few MiB.
-        where: place in the payload, for errors; set when the payload is packed.
+        where: place of the stream in the payload, for error messages; `atoll.tensors.payload.pack` sets it.
     """
 
     dtype: torch.dtype
@@ -58,12 +61,12 @@ class Stream:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Size of one element, in bytes."""
         return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Size of all elements, in bytes."""
         return math.prod(self.shape) * self.itemsize
 
     def runs(self) -> Iterator[memoryview]:
@@ -81,9 +84,9 @@ class Stream:
             yield data
             del chunk, data  # free this chunk before the next one is created
         if given != self.nbytes:
-            than = "more" if given > self.nbytes else f"{given} bytes, less"
+            amount = "too many bytes" if given > self.nbytes else f"only {given} bytes"
             raise UsageError(
-                f"{self.where} produced {than} than the {self.nbytes} bytes of {self.dtype}{list(self.shape)}.",
+                f"{self.where} produced {amount}, but {self.dtype}{list(self.shape)} has {self.nbytes} bytes.",
                 "Check that the producer's shape matches its chunks, and that the data did not change during sending.",
             )
 
@@ -92,7 +95,8 @@ class Stream:
             yield from self.chunks()
         except Exception as error:
             raise UsageError(
-                f"{self.where} could not be read: {type(error).__name__}: {error}.", "Check its producer."
+                f"{self.where} could not be read: {type(error).__name__}: {error}.",
+                "Check the function `chunks` of this stream.",
             ) from error
 
     def _bytes(self, chunk: Chunk) -> memoryview:
@@ -106,7 +110,8 @@ class Stream:
         data = memoryview(chunk).cast("B")
         if len(data) % self.itemsize:
             raise UsageError(
-                f"{self.where} produced a chunk of {len(data)} bytes, which is not a multiple of {self.itemsize}.",
+                f"{self.where} produced a chunk of {len(data)} bytes, which is not a multiple of the element size "
+                f"{self.itemsize}.",
                 "Produce chunks of whole elements.",
             )
         return data
@@ -121,7 +126,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Kind:
-    """A registered type, with its name, producer and consumer."""
+    """A type that was registered with `register`, with its name on the wire, its producer and its consumer."""
 
     type: type
     name: str
@@ -129,11 +134,11 @@ class Kind:
     consume: Callable[[Any], Any]
 
     def take_apart(self, value: Any, where: str) -> Any:
-        """Call the producer on a value, and return the payload that is sent instead.
+        """Call the producer on a value, and return the payload that is sent instead of the value.
 
         Args:
             value: the value.
-            where: place in the payload, for errors.
+            where: place of the value in the payload, for error messages.
 
         Raises:
             UsageError: the producer failed.
@@ -141,14 +146,14 @@ class Kind:
         try:
             return self.produce(value)
         except Exception as error:
-            raise UsageError(self._failed("producer", where, error), "Check its code.") from error
+            raise UsageError(self._failed("producer", where, error), "Check the producer's code.") from error
 
     def put_together(self, sent: Any, where: str) -> Any:
         """Call the consumer on a received payload, and return the rebuilt value.
 
         Args:
             sent: the received payload.
-            where: place in the payload, for errors.
+            where: place of the value in the whole message, for error messages.
 
         Raises:
             BadRequest: the consumer failed.
@@ -174,23 +179,28 @@ _OWN = (
 
 
 def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Callable[[Any], T]) -> None:
-    """Register a type, so that its values can be sent in payloads of this process. The receiver registers it too.
+    """Register a type, so that this process can send and receive values of it. The other side must register it, too.
 
     Args:
         type_: the type. Subclasses are not included.
         name: name on the wire, the same on both sides, such as `my-site.file`.
         produce: function: value → payload that is sent instead. The payload may be any nesting of dicts, lists and
             tuples, with tensors, arrays, plain values and other registered types. For large data, use a `Stream`. The
-            function is called each time a value is sent or measured. It must not change the value or read large data.
+            function is called whenever a value is sent or its size is needed. It must not change the value, and should
+            leave the reading of large data to a `Stream`.
         consume: function: received payload → value. Instead of each `Stream` it gets a `LazyTensor` on disk. Its
-            `runs()` yields the elements in chunks, its `resolve()` loads all. The file is removed with the last
-            `LazyTensor`.
+            `runs()` yields the elements in chunks, its `resolve()` loads all. When Python deletes the last `LazyTensor`
+            of the message, the file is removed.
 
     Raises:
-        UsageError: another type has the name, the type has another name, or payloads support the type already.
+        UsageError: another type has the name, the type is registered under another name, the name is invalid, or
+            payloads support the type without registration.
     """
     if type_ in _OWN or not isinstance(type_, type):
-        raise UsageError(f"{getattr(type_, '__name__', type_)!r} cannot be registered.", "Register your own class.")
+        raise UsageError(
+            f"{getattr(type_, '__name__', type_)!r} cannot be registered: it is not a class, or needs no registration.",
+            "Register your own class.",
+        )
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} is not a valid name of a type.", "Use 1 to 100 letters, digits, dots, hyphens and underscores."
@@ -206,16 +216,16 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
 
 
 def kind_of(value: object) -> Kind | None:
-    """Return the registered type of a value; None if its type is not registered."""
+    """Return the registration of a value's type; None if the type is not registered."""
     return _BY_TYPE.get(type(value))
 
 
 def kind_named(name: str, where: str) -> Kind:
-    """Return the type that is registered under a name.
+    """Return the registration of the type with this name.
 
     Args:
-        name: the name.
-        where: place in the payload, for errors.
+        name: name of the type on the wire.
+        where: place of the value in the payload, for error messages.
 
     Raises:
         BadRequest: this process has no type of this name.

@@ -1,9 +1,10 @@
-"""Divide a model into fragments, which streaming synchronises one at a time.
+"""Divide a model into fragments. Streaming DiLoCo synchronises one fragment at a time.
 
-Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), section 2.1: a fragment is a
-sequence of neighbouring layers. In Atoll it is a sequence of neighbouring parameters, and fragments have similar sizes
-in bytes. A tied tensor is one tensor, so it is in one fragment under all its names. A buffer is in the fragment of its
-module's first parameter. If the module has no parameter, a parameter with a similar path decides.
+In the paper (Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512, section 2.1), a
+fragment is a sequence of neighbouring layers. In Atoll it is a sequence of neighbouring parameters, and all fragments
+have similar sizes in bytes. A tied tensor is one tensor, so it is in one fragment under all its names. A buffer is in
+the fragment of its module's first parameter. If its module has no parameter, the buffer is in the fragment of the
+parameter that shares the longest module path with it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def split(schema: Schema, count: int) -> Split:
     params = _in_order([spec for spec in schema.tensors if spec.group == PARAMS and spec.numel])
     if count > len(params):
         raise ConfigError(
-            f"diloco.num_fragments is {count}, but the model has only {len(params)} parameters that can be fragments.",
+            f"diloco.num_fragments is {count}, but the model has only {len(params)} parameters to divide.",
             f"Set diloco.num_fragments to at most {max(1, len(params))}.",
         )
     neighbours = _Neighbours(params)
@@ -109,9 +110,9 @@ def cut(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
-    """Divide sizes into as few groups as possible with sums of at most `most`. Return each group's end (exclusive).
+    """Divide sizes into as few consecutive groups as possible, each with a sum of at most `most`.
 
-    The groups are filled from the last size backwards.
+    Groups are filled from the last size backwards. Return the end index (exclusive) of each group, in ascending order.
     """
     ends, held = [len(sizes)], 0
     for index in range(len(sizes) - 1, -1, -1):
@@ -123,10 +124,10 @@ def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
-    """Return parameters approximately in the model's order. The schema lists them by element size, widest first.
+    """Return parameters approximately in the model's order, although `params` is ordered by element size.
 
     The parameters of the element size with the most bytes in total keep their order. Each other parameter is inserted
-    after one of them: among those that share the longest module path with it, after the last.
+    next to its module: after the last parameter that shares the longest module path with it.
     """
     widths = {spec.item_bytes for spec in params}
     if len(widths) < 2:
@@ -156,7 +157,7 @@ class _Neighbours:
     def index(self, name: str) -> int:
         """Return the list index of the first parameter of the tensor's own module.
 
-        If the module has no parameter, return the index of `last`.
+        If the module has no parameter, return what `last` returns.
         """
         return self._first.get(_prefixes(name)[0], self.last(name))
 
@@ -175,10 +176,11 @@ def _prefixes(name: str) -> list[str]:
 
 
 def split_of(value: Mapping[str, Any]) -> Split:
-    """Return a split from its JSON in the journal: the schema, and `fragments` if there are several.
+    """Return the split that the journal has stored as a JSON value.
 
     Args:
-        value: result of `Schema.to_json`, plus `fragments` as a list of each tensor's fragment.
+        value: the result of `Schema.to_json`. If there are several fragments, the key `fragments` lists the fragment of
+            each tensor.
     """
     schema = Schema.from_json(value)
     return Split(schema, tuple(value["fragments"])) if "fragments" in value else Split.whole(schema)

@@ -1,17 +1,17 @@
 """One rank's view of a model that FSDP2 has sharded: the rank's rows of every parameter, without copies.
 
-A rank's rows may end anywhere, but parts of versions and updates end at tiles (`layout.TILE` elements). A rank sends
-and pulls the tiles that begin in its rows. The last of these tiles may end in the rows of the next ranks. The rank
-keeps copies of those elements in a `tail`, which is shorter than a tile:
+A rank's rows may end anywhere. But models are sent in units of tiles (`layout.TILE` elements of a tensor). So each rank
+sends and pulls the tiles that begin in its rows. The last of these tiles may end in the rows of the next ranks. The
+rank keeps copies of those elements in a `tail`, which is shorter than a tile:
 
     rows     | rank 0         | rank 1         | rank 2         |
     tiles    |     |     |     |     |     |     |     |     |  |
     sent by  | rank 0          | rank 1          | rank 2       |
                                ^ the tail of rank 0 is in rank 1's rows
 
-Before an update is formed, each rank gets its tails from the ranks that have the elements. After a version is pulled,
-each rank sends its tails back. No other elements of a shard are exchanged between ranks. Rows are computed from
-placements and shapes, not from storage, which is padded.
+Before a rank sends its elements, it gets the current values of its tails from the ranks that own them. After it has
+pulled new values, it sends its tails back. No other elements of a shard are exchanged between ranks. Rows are computed
+from the DTensor's placements and shape, not from its storage, which is padded.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Shard:
         self.tail = local.new_empty(self.end - self.stop if self.first < self.end else 0)
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) from the rows and the tail, as a 1-D tensor."""
+        """Return elements [start, stop) of the whole tensor, from the rank's rows and its tail, as a 1-D tensor."""
         if stop <= self.stop:
             return run_of(self.local, start - self.start, stop - self.start)
         if start >= self.stop:
@@ -63,7 +63,7 @@ class Shard:
         return torch.cat((self.run(start, self.stop), self.run(self.stop, stop)))
 
     def assign_(self, start: int, values: Tensor) -> None:
-        """Write 1-D values into the elements from `start` on, in the rows and the tail."""
+        """Write 1-D values into the elements of the whole tensor from `start` on, in the rank's rows and its tail."""
         mine = max(0, min(self.stop - start, values.numel()))
         if mine:
             assign_run_(self.local, start - self.start, values[:mine])
@@ -119,13 +119,17 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return {name: held.local if isinstance(held, Shard) else held for name, held in self._held.items()}
 
     def gather_(self, swap: Swap) -> None:
-        """Fill the tails with the current values from the ranks that have the elements. All ranks call it together."""
+        """Fill this rank's tails with the current values from the ranks that own the elements.
+
+        All ranks must call this method together.
+        """
         _move(self._heads(), self._tails(), swap)
 
     def scatter_(self, swap: Swap, spread: Spread) -> None:
-        """Send pulled values to the ranks that need them. All ranks call it together.
+        """Send values that this rank has pulled to the other ranks that need them.
 
-        Tails go to the ranks that have these rows. Tensors that are not sharded are broadcast to all ranks.
+        The tails go to the ranks that own these elements. Tensors that are not sharded are broadcast to all ranks. All
+        ranks must call this method together.
         """
         _move(self._tails(), self._heads(), swap)
         for spec in self._specs:
@@ -216,8 +220,8 @@ def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
     start, stop = rows_of(spec, rank, ranks)
     if spec.group != PARAMS or local.numel() != stop - start:
         raise UsageError(
-            f"Rank {rank} has {local.numel()} elements of {spec.name} in {spec.group}, but the parameter has "
-            f"{stop - start} on this rank.",
+            f"Rank {rank} has {local.numel()} elements of the sharded tensor {spec.name} (group {spec.group}). Atoll "
+            f"expects a float parameter with {stop - start} elements on this rank.",
             "Shard only float parameters, with torch.distributed.fsdp.fully_shard.",
         )
     return local.detach()

@@ -1,8 +1,9 @@
-"""Layouts: the offset of each tensor element in a file or on the wire. All offsets are computed here.
+"""Layouts: the offset of each tensor in a file, and the division of the file into parts for sending.
 
-A layout is an ordered list of segments, one per tensor. It is cut into parts of at most `part_bytes`. A part consists
-of consecutive pieces, and a piece consists of whole tiles of one segment. So each part can be sent, checked, decoded
-and reduced alone. In every layout of the same tensors, pieces begin at multiples of the tile.
+A layout is an ordered list of segments, one per tensor. The file is divided into parts of at most `part_bytes`. A part
+consists of consecutive pieces. A piece is a range of one segment and consists of whole tiles (`TILE` elements), so that
+each part can be sent, checked, decoded and reduced without the others. Pieces begin at multiples of a tile in every
+layout, so the same elements are easy to find in files with different layouts.
 
     file     | header | tensor 0          | tensor 1 | tensor 2 ...                  |
     segments           [0 ............... ][1 ......  ][2 ...                         ]
@@ -89,7 +90,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One numbered part: bytes [start, stop) of the file, their pieces, and the rank that sends and pulls the part."""
+    """A part of a file: its number, bytes [start, stop), the pieces in it, and the rank that sends and pulls it."""
 
     index: int
     start: int
@@ -105,7 +106,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Segments in file order, and the parts that they are cut into.
+    """The layout of a file: a segment (range of the file) for each tensor, and the division into parts for sending.
 
     Attributes:
         segments: the segments, in file order.
@@ -114,7 +115,7 @@ class Layout:
         part_bytes: maximum size of a part.
         encodings: codec name → encoding, for every codec of a segment.
         ranks: number of ranks of a sharded worker; each part belongs to one rank.
-        rank: rank to which `parts` belong; None: `parts` are the parts of all ranks.
+        rank: if set, the property `parts` returns only the parts of this rank; None: of all ranks.
     """
 
     segments: tuple[Segment, ...]
@@ -127,7 +128,7 @@ class Layout:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3, hex, over everything that determines offsets and parts. Each ticket has the digest of its layout."""
+        """BLAKE3 hash, in hex, of everything that determines offsets and parts. Server and worker compare it."""
         table = [
             [s.spec.name, s.spec.dtype, list(s.spec.shape), s.spec.group, s.codec, 0, s.numel, s.offset, s.nbytes]
             for s in self.segments
@@ -147,7 +148,7 @@ class Layout:
         return tuple(part for part in self.all_parts if self.rank in (None, part.rank))
 
     def chunks(self, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
-        """Yield (piece, start, stop) for the chunks of all `parts`, as `chunks` does for one part."""
+        """Divide the pieces of `parts` into chunks of at most `max_elements`. Yield (piece, start, stop) of each."""
         for part in self.parts:
             yield from chunks(part, max_elements)
 
@@ -176,7 +177,10 @@ class Layout:
         return Piece(segment, start, stop, offset, end - offset)
 
     def padded_end(self, piece: Piece) -> int:
-        """Return the file offset after a piece and its padding. In updates, a segment's last piece has padding."""
+        """Return the file offset after a piece and its padding.
+
+        In updates, the last piece of each segment is padded to a multiple of 64 bytes.
+        """
         end = piece.offset + piece.nbytes
         if self.header_bytes == 0 and piece.stop == piece.segment.numel:
             return -(-end // ALIGN_BYTES) * ALIGN_BYTES
@@ -193,7 +197,7 @@ def blob_id(layout_digest: str, part_digests: Sequence[bytes]) -> str:
 
 
 def chunks(part: Part, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
-    """Yield (piece, start, stop) for chunks of at most `max_elements` elements of each piece.
+    """Divide the pieces of a part into chunks of at most `max_elements` elements. Yield (piece, start, stop) of each.
 
     Args:
         part: the part.
@@ -230,7 +234,14 @@ def update_layout(
     part_bytes: int = PART_BYTES,
     ranks: int = 1,
 ) -> Layout:
-    """Return the layout of an update: one aligned segment per tensor, encoded by the codec of its group."""
+    """Return the layout of an update (a worker's file for one round): one segment per tensor, aligned to 64 bytes.
+
+    Args:
+        specs: the tensors, in file order.
+        encoding_of: function that returns the encoding of a tensor.
+        part_bytes: maximum size of a part.
+        ranks: number of ranks of a sharded worker.
+    """
     segments: list[Segment] = []
     encodings: dict[str, Encoding] = {}
     offset = 0
@@ -298,7 +309,7 @@ class _Raw:
 def _cut(layout: Layout) -> Iterator[Part]:
     """Yield the parts of a layout. Each has as many whole tiles as fit into `part_bytes`, and at least one.
 
-    The header belongs to rank 0 and may be cut anywhere, because it can be larger than a part.
+    The header belongs to rank 0. It can be larger than a part, so a part may end anywhere in it.
     """
     index, start, end, pieces, owner = 0, 0, layout.header_bytes, list[Piece](), 0
     while end - start > layout.part_bytes:

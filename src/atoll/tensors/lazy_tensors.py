@@ -1,8 +1,8 @@
-"""Lazy tensors: tensors on disk that are loaded one at a time. Custom aggregators and persistors get them.
+"""Lazy tensors: tensors on disk that are loaded one at a time, for user code that aggregates, saves or receives models.
 
-    state["w"]            load one tensor, into new memory each time
+    state["w"]            load one tensor of a LazyState, into new memory each time
     state.ref("w")        return a LazyTensor, without loading
-    resolve(tree)         load each lazy value in dicts, lists and tuples once
+    resolve(tree)         replace all lazy values in dicts, lists and tuples by loaded tensors
     release(tree)         close the files now, while lazy values still exist
 
 A lazy value is a `LazyTensor` or a `LazyState`. All lazy values from the same files share one handle, which keeps the
@@ -37,7 +37,7 @@ class Handle:
 
     Args:
         read: function (offset, memory) that fills `memory` with the file's bytes from `offset` on.
-        give_back: callback that closes the files, and unpins or removes them; called once.
+        give_back: callback that closes the files, and removes them or allows their removal; called only once.
     """
 
     def __init__(self, read: Callable[[int, memoryview], None], give_back: Callable[[], None]) -> None:
@@ -87,7 +87,7 @@ class LazyTensor:
 
     @property
     def name(self) -> str:
-        """Name of the tensor. If the tensor is tied, this is the owner's name, whatever name was asked for."""
+        """Name of the tensor in the file. A tied tensor has only one name there, also if another name was requested."""
         return self._segment.spec.name
 
     @property
@@ -148,15 +148,15 @@ class LazyTensor:
         return f"LazyTensor({self._segment.spec.name!r}, {self._segment.spec.dtype}{list(self._segment.spec.shape)})"
 
     def __reduce__(self) -> Any:
-        raise UsageError(f"{self!r} cannot be pickled.", "Resolve it first.")
+        raise UsageError(f"{self!r} cannot be pickled.", "Load it with resolve() first.")
 
 
 class LazyState(Mapping[str, Tensor]):
     """A mapping name → tensor on disk. Each access loads the tensor anew.
 
     Args:
-        handle: handle of the file.
-        segments: name → segment of the file.
+        handle: handle of the open file.
+        segments: name → tensor's dtype, shape and range of the file.
         decode: decoder for encoded tensors; None if the tensors are not encoded.
     """
 
@@ -185,7 +185,9 @@ class LazyState(Mapping[str, Tensor]):
             try:
                 read_at(fd, memory, offset)
             except EOFError as error:
-                raise StoreError(f"{path} was shortened: {error}, before the end of the tensor.") from None
+                raise StoreError(
+                    f"{path} was truncated while it was in use: {error}, before the end of the tensor."
+                ) from None
 
         segments = {spec.name: Segment(spec, "none", offset, spec.nbytes) for spec, offset in header.tensors}
         return cls(Handle(read, lambda: os.close(fd)), segments)
@@ -203,7 +205,7 @@ class LazyState(Mapping[str, Tensor]):
         return name in self._segments
 
     def ref(self, name: str) -> LazyTensor:
-        """Return an entry as a lazy tensor, without loading.
+        """Return the tensor with this name as a lazy tensor, without loading it.
 
         Raises:
             KeyError: the mapping has no such name.
@@ -218,7 +220,7 @@ class LazyState(Mapping[str, Tensor]):
         return f"LazyState of {len(self)} tensors{', released' if self._handle.released else ''}"
 
     def __reduce__(self) -> Any:
-        raise UsageError("A LazyState cannot be pickled.", "Resolve it first.")
+        raise UsageError("A LazyState cannot be pickled.", "Load its tensors with resolve(state) first.")
 
 
 @public_api

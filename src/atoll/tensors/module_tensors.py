@@ -1,4 +1,4 @@
-"""The named tensors and the schema of a model. Nothing is copied: the tensors are the model's own."""
+"""Find the named tensors of a model, and describe them as a schema. Tensors are not copied."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PLAIN = (Tensor, nn.Parameter)
 """The usual classes of tensors. Tensors of other classes may keep their elements elsewhere."""
 
 
-class Told(dict[str, Tensor]):
-    """A mapping name → tensor that also says which tensors are buffers, for example the content of a model file.
+class ModelTensors(dict[str, Tensor]):
+    """The tensors of a model by name, with the information which of them are buffers, for example from a model file.
 
     Attributes:
-        buffers: name → whether the tensor is a buffer. Some names may be missing.
+        buffers: name → whether the tensor is a buffer. For names that are missing here, it is unknown.
     """
 
     def __init__(self, tensors: Tensors, buffers: Mapping[str, bool]) -> None:
@@ -35,19 +35,19 @@ class Told(dict[str, Tensor]):
 
 
 class Parameters:
-    """An index of a model's parameters, to find the parameter of an entry of the model's `state_dict`.
+    """Finds out which parameter of a model an entry of its `state_dict` is.
 
-    Parameters are found by identity, because wrappers change names. For example, activation checkpointing names
-    parameters differently in `named_parameters` and in `state_dict`. If an entry is detached, its parameter is found by
-    its memory.
+    Objects are compared, not names, because wrappers change names. For example, activation checkpointing names
+    parameters differently in `named_parameters` and in `state_dict`. An entry that is a detached copy of a parameter
+    is recognised by its memory.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._by_id = {id(each): each for each in _parameters_of(model)}
 
-    def behind(self, tensor: object) -> nn.Parameter | None:
-        """Return the parameter in this entry of the `state_dict`; None for buffers and other entries."""
+    def parameter_of(self, tensor: object) -> nn.Parameter | None:
+        """Return the parameter that this entry of the `state_dict` is; None for buffers and other entries."""
         found = self._by_id.get(id(tensor))
         if found is not None or not isinstance(tensor, Tensor) or id(tensor) in self._buffers:
             return found
@@ -63,7 +63,7 @@ class Parameters:
 
 
 def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Return the model's parameters, tied ones possibly several times; respect an overridden `named_parameters`."""
+    """Return the model's parameters; use `named_parameters` if a class overrides it. Tied ones may occur repeatedly."""
     own = (model.named_parameters, model._named_members)
     if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
         return [each for _, each in model.named_parameters(remove_duplicate=False)]
@@ -72,14 +72,14 @@ def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the model's parameters by their names in versions and updates.
+    """Return name → parameter, with the names that Atoll sends: those of `state_dict`, without compile prefixes.
 
-    A tied parameter occurs once, by its first name.
+    A tied parameter occurs once, under its first name.
     """
     parameters, names = Parameters(model), dict[int, str]()
     found: dict[str, nn.Parameter] = {}
     for name, tensor in state_of(model).items():
-        parameter = parameters.behind(tensor)
+        parameter = parameters.parameter_of(tensor)
         if parameter is not None and names.setdefault(id(parameter), name) == name:
             found[name] = parameter
     return found
@@ -129,8 +129,8 @@ def unwrapped(tensors: Tensors, known: Container[str] = ()) -> Tensors:
         plain = ".".join([*(part for part in parents if part not in _WRAPPERS), last])
         if (other := found.setdefault(plain, name)) != name:
             raise UsageError(
-                f"{other!r} and {name!r} are the same tensor, {plain!r}, without torch.compile and checkpoint "
-                "wrappers.",
+                f"{other!r} and {name!r} both become {plain!r} when the prefixes of torch.compile and activation "
+                "checkpointing are removed.",
                 "Pass the tensors of one model, each only once.",
             )
     if all(plain == name for plain, name in found.items()):
@@ -156,7 +156,7 @@ def named_tensors(model: nn.Module | Tensors, *, sharded: bool = False) -> tuple
 
 
 def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Do the same as `named_tensors`, but return the model's own tensor objects, not detached."""
+    """Return what `named_tensors` returns, but not detached. Allow tensors on the meta device if `values` is False."""
     require_model(model)
     state: Mapping[str, object] = state_of(model) if isinstance(model, nn.Module) else model
     owners: dict[str, Tensor] = {}
@@ -183,25 +183,26 @@ def schema_of(
     """Return the schema of a model.
 
     Args:
-        model: as for `named_tensors`.
-        buffers: shell patterns of further tensors that are averaged as buffers instead of stepped.
+        model: a module, or a mapping name → tensor.
+        buffers: shell patterns of parameter names. Matching parameters are treated as buffers: the server averages
+            their values, and the outer optimizer does not step them.
         values: whether tensors must have values. If False, tensors on the meta device are allowed.
-        sharded: as for `named_tensors`.
+        sharded: whether DTensors are allowed.
 
     Returns:
-        The schema: float parameters are in the group `params`, all other tensors in `buffers`. For a mapping,
-        `Told.buffers` says which tensors are buffers. A tensor that is not in `Told.buffers` is a buffer if it has a
-        name that batch normalisation uses for its buffers.
+        The schema: float parameters are in the group `params`, all other tensors in `buffers`. In a mapping, tensors
+        are parameters unless `ModelTensors.buffers` says otherwise, or says nothing and the name is one that batch
+        normalisation gives to its buffers.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
-    told: Mapping[str, bool] = model.buffers if isinstance(model, Told) else {}
+    known: Mapping[str, bool] = model.buffers if isinstance(model, ModelTensors) else {}
     if isinstance(model, nn.Module):
         parameters = Parameters(model)
-        told = {name: parameters.behind(tensor) is None for name, tensor in owners.items()}
+        known = {name: parameters.parameter_of(tensor) is None for name, tensor in owners.items()}
     patterns = tuple(buffers)
 
     def group(name: str, dtype: str) -> str:
-        is_buffer = told[name] if name in told else _matches(name, _BUFFER_NAMES)
+        is_buffer = known[name] if name in known else _matches(name, _BUFFER_NAMES)
         return BUFFERS if is_buffer or dtype not in FLOATS or _matches(name, patterns) else PARAMS
 
     specs = []
@@ -214,7 +215,8 @@ def schema_of(
 def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None:
     """Return the tensors of a model if its schema equals `schema`. This is ten times faster than `schema_of`.
 
-    A mapping does not show which of its tensors are buffers or tied, so only names, shapes and dtypes are compared.
+    If the model is a mapping, only names, shapes and dtypes are compared, because a mapping does not show which tensors
+    are buffers or tied.
 
     Returns:
         name → tensor, detached; None if the schema may be different.
@@ -234,7 +236,7 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
         tensor = tensors.get(spec.name)
         if tensor is None or tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
             return None
-        is_parameter = parameters is not None and parameters.behind(tensor) is not None
+        is_parameter = parameters is not None and parameters.parameter_of(tensor) is not None
         if parameters is not None and (spec.group == PARAMS) != (is_parameter and spec.is_float):
             return None
     return {name: tensor.detach() for name, tensor in tensors.items()}
@@ -275,7 +277,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> None:
     if not isinstance(tensor, Tensor):
-        raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
+        raise UsageError(
+            f"The entry {name!r} of the model is a {type(tensor).__name__}, not a tensor.",
+            "Leave it out of the mapping.",
+        )
     odd = tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided
     if type(tensor) in PLAIN and not (odd or tensor.is_meta):
         return  # the fast path for nearly all tensors
@@ -285,7 +290,7 @@ def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> No
         raise UsageError(f"{name!r} is a {what} tensor, which Atoll cannot send.", "Make it dense first.")
     if is_sharded(tensor) and not sharded:
         raise UsageError(
-            f"{name!r} is a DTensor.",
+            f"{name!r} is a sharded tensor (DTensor), which is not allowed here.",
             "Train sharded models with atoll.DiLoCo; elsewhere call full_tensor() on the tensor first.",
         )
     if values and tensor.is_meta:

@@ -11,9 +11,9 @@ The receiver gets the identical structure: dicts keep their order, and tuples re
 arrays remain NumPy arrays. A tensor that occurs twice is sent once, and is again one tensor at the receiver. A
 `TensorRef` is sent as a reference; its object is not pulled. For a value of a registered type (`custom_types.py`), its
 producer's payload is sent, and the consumer rebuilds the value. A `Stream` is generated and read in chunks. `unpack`
-checks every step, and builds only the types that are listed here.
+checks the skeleton, and builds only the types that are listed here.
 
-Each tensor in a payload has one name per place, such as `model.w`. `without` removes tensors from a payload.
+Filters select tensors by name. Each place of a tensor in a payload gives it one name, such as `model.w`:
 
     {"model": {"w": t, "layers": [a, {"b": t}]}, "n": 3}      t is model.w and model.layers.1.b, a is model.layers.0
 
@@ -92,13 +92,14 @@ def unpack(
 
     Args:
         skeleton: the skeleton, as parsed JSON.
-        tensors: a sequence of torch tensors, or a function index → value. The function may return lazy values, which
-            are then in the payload.
+        tensors: a sequence of torch tensors, or a function index → tensor. The function may also return another value,
+            such as a `LazyTensor`, to put it into the payload.
         streams: function index → the value that a consumer gets for a `Stream`; default: the value from `tensors`.
         build: whether to rebuild registered types. False only checks the skeleton.
 
     Raises:
-        BadRequest: the skeleton is invalid, refers to a missing tensor, or has a type that is not registered here.
+        BadRequest: the skeleton is invalid, refers to a missing tensor, or has a type that this process has not
+            registered.
     """
 
     def of_sequence(index: int) -> Any:
@@ -125,7 +126,7 @@ class _Packer:
         if type(value) is int and value.bit_length() > INT_BITS:
             raise UsageError(
                 f"{path} is an integer of {value.bit_length()} bits, too large to be sent.",
-                f"Use at most {INT_BITS} bits, or send its bytes.",
+                f"Use at most {INT_BITS} bits, or send the integer as bytes.",
             )
         if value is None or type(value) in (bool, int, str):
             return value
@@ -155,14 +156,16 @@ class _Packer:
         )
 
     def _within(self, value: Any, path: str, write: Callable[[Any, str], Plain]) -> Plain:
-        """Call `write` for a container, one level of nesting deeper. Check for cycles and too many levels."""
+        """Call `write` for a container that the current one contains. Refuse cycles and too many levels of nesting."""
         if id(value) in self._open:
             raise UsageError(
                 f"{path} is {self._open[id(value)]} again, so the payload contains itself.",
-                "Remove this circle.",
+                "Remove this cycle.",
             )
         if len(self._open) == DEPTH:
-            raise UsageError(f"{path} is {DEPTH} levels deep, which is too deep.", "Send a flatter payload.")
+            raise UsageError(
+                f"{path} is nested more than {DEPTH} levels deep, which Atoll cannot send.", "Send a flatter payload."
+            )
         self._open[id(value)] = path
         try:
             return write(value, path)
@@ -221,7 +224,10 @@ class _Packer:
                 f"Convert it to one of {', '.join(str(dtype) for dtype in NAMES)}.",
             )
         if tensor.is_meta:
-            raise UsageError(f"{path} is on the meta device and has no values.", "Give it values first.")
+            raise UsageError(
+                f"{path} is on the meta device and has no values.",
+                "Send a tensor that is on the CPU or an accelerator.",
+            )
         return self._add(tensor.detach().resolve_neg(), tensor)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
@@ -304,7 +310,8 @@ class _Unpacker:
             except (KeyError, UsageError, ValueError) as error:
                 raise BadRequest(f"{path} is not a valid {kind!r}: {error}") from None
         raise BadRequest(
-            f"{path} is of the unknown kind {kind!r}.", "The other side may have a newer version of Atoll."
+            f"{path} is of the unknown kind {kind!r}.",
+            "Upgrade Atoll: the other side may have a newer version.",
         )
 
     def _items(self, items: list[Plain], path: str, depth: int) -> list[Any]:
@@ -324,7 +331,7 @@ class _Unpacker:
     def _registered(self, node: dict[str, Plain], path: str, depth: int) -> Any:
         name = node.get("type")
         if set(node) != {"$", "type", "as"} or type(name) is not str:
-            raise BadRequest(f"{path} is not a valid registered type.")
+            raise BadRequest(f"{path} is marked as a registered type, but lacks its name or its payload.")
         kind = kind_named(name, path) if self._build else None
         self._kinds += 1
         sent = self.node(node["as"], f"{path} (as {name})", depth + 1)
@@ -340,7 +347,9 @@ class _Unpacker:
             return value
         if index not in self._arrays:
             if value.dtype in NOT_IN_NUMPY:
-                raise BadRequest(f"The payload marks tensor {index}, which has dtype {value.dtype}, as an array.")
+                raise BadRequest(
+                    f"The payload marks tensor {index} as a NumPy array, but NumPy lacks its dtype {value.dtype}."
+                )
             self._arrays[index] = value.numpy()
         array = self._arrays[index]
         return array if kind == "array" else array[()]
@@ -353,7 +362,7 @@ def _index(index: int) -> int:
 
 
 def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:
-    """Return the value of `key`, the only other key beside `$`.
+    """Return the value of `key`. Apart from it, the node has only the key `$`, the kind of the node.
 
     Raises:
         BadRequest: the node has other keys, or the value has another type.
@@ -374,7 +383,7 @@ _NAMED = ("tensor", "array", "stream")
 
 
 def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
-    """Return the names of each tensor: index → one name per place, in the order of the payload.
+    """Return index of the tensor → its names, one for each place in the payload.
 
     Raises:
         UsageError: two tensors have the same name.
@@ -394,7 +403,7 @@ def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
 
 
 def without(packed: Packed, numbers: frozenset[int]) -> Packed:
-    """Return a packed payload without the tensors with these indices. None takes their places in the skeleton."""
+    """Return a packed payload without the tensors with these indices. The receiver gets None in their places."""
     if not numbers:
         return packed
     kept = [index for index in range(len(packed.tensors)) if index not in numbers]

@@ -53,12 +53,13 @@ class TensorRef:
     def __post_init__(self) -> None:
         if not _TEXT.fullmatch(str(self)) or self.port > 65535:
             raise UsageError(
-                "A TensorRef was built from invalid parts.", "Use a reference that atoll.objects.publish returned."
+                "A TensorRef was created with an invalid host, port, object id, secret or digest.",
+                "Use a reference that atoll.objects.publish returned.",
             )
 
     @classmethod
     def parse(cls, text: str) -> TensorRef:
-        """Parse the text that `str` returned.
+        """Return the reference that was converted to text with `str(reference)`.
 
         Raises:
             UsageError: the text is no reference.
@@ -124,11 +125,11 @@ def hash_of_secret(secret: str) -> str:
 
 
 def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
-    """Check the secret of a request.
+    """Check that a request contains the secret of the object that it asks for.
 
     Args:
         sent: the secret in the request; None if there is none.
-        sealed: hash of the object's secret.
+        sealed: hash of the object's secret, from `hash_of_secret`.
         object_id: id of the object, for the message.
 
     Raises:
@@ -136,6 +137,6 @@ def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
     """
     if not hmac.compare_digest(hash_of_secret(sent or ""), sealed):
         raise AuthError(
-            f"The secret in the request does not open object {object_id[:8]}.",
+            f"The secret in the request is not the secret of object {object_id[:8]}.",
             "Use the reference exactly as its publisher gave it.",
         )

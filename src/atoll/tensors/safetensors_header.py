@@ -49,13 +49,13 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
         BadRequest: the file is no valid safetensors file, or it is truncated.
     """
     if file_bytes < _LENGTH_BYTES:
-        raise _wrong(what, f"has only {file_bytes} bytes, too few for a safetensors header")
+        raise _wrong(f"{what} has only {file_bytes} bytes, too few for a safetensors header")
     length = int.from_bytes(read(0, _LENGTH_BYTES), "little")
     if not 2 <= length <= MOST_HEAD_BYTES:
-        raise _wrong(what, f"claims to have a header of {length} bytes, which is too long")
+        raise _wrong(f"{what} claims to have a header of {length} bytes, but 2 to {MOST_HEAD_BYTES} bytes are allowed")
     begin = _LENGTH_BYTES + length
     if begin > file_bytes:
-        raise _wrong(what, f"claims to have a header of {length} bytes, but has only {file_bytes} bytes in all")
+        raise _wrong(f"{what} claims to have a header of {length} bytes, but has only {file_bytes} bytes in all")
     table = _table(read(_LENGTH_BYTES, length), what)
     metadata = _metadata(table.pop("__metadata__", {}), what)
     tensors = sorted(
@@ -64,11 +64,11 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
     end = 0
     for spec, start, stop in tensors:
         if start != end:
-            how = "overlaps the tensor before" if start < end else "leaves a gap after the tensor before"
-            raise _wrong(what, f"places {spec.name!r} at byte {start}, where it {how}")
+            how = "overlaps the previous tensor" if start < end else "leaves a gap after the previous tensor"
+            raise _wrong(f"{what} has tensor {spec.name!r} at byte {start} of the data, which {how}")
         end = stop
     if begin + end != file_bytes:
-        raise _wrong(what, f"has {file_bytes - begin} bytes of data, but its header describes {end}")
+        raise _wrong(f"{what} has {file_bytes - begin} bytes of tensors, but its header describes {end} bytes")
     return Header(tuple((spec, begin + start) for spec, start, _ in tensors), metadata, begin)
 
 
@@ -77,22 +77,22 @@ def _table(text: bytes, what: str) -> dict[str, Any]:
         built: dict[str, Any] = {}
         for key, value in pairs:
             if key in built:
-                raise _wrong(what, f"has {key!r} twice in its header")
+                raise _wrong(f"{what} has {key!r} twice in its header")
             built[key] = value
         return built
 
     try:
         table = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise _wrong(what, f"has a header that is not JSON ({error})") from None
+        raise _wrong(f"{what} has a header that is not JSON ({error})") from None
     if not isinstance(table, dict):
-        raise _wrong(what, f"has a header that is a JSON {type(table).__name__}, not an object")
+        raise _wrong(f"{what} has a header that is a JSON {type(table).__name__}, not an object")
     return table
 
 
 def _metadata(given: Any, what: str) -> dict[str, str]:
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise _wrong(what, "has a `__metadata__` that is not a mapping of strings")
+        raise _wrong(f"{what} has a `__metadata__` that is not a mapping of strings")
     return given
 
 
@@ -111,18 +111,18 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
         BadRequest: the entry is invalid.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _wrong(what, f"describes {name!r} without exactly dtype, shape and data_offsets")
+        raise _wrong(f"{what} describes tensor {name!r} with other keys than dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise BadRequest(
-            f"{what} has {name!r} in the dtype {dtype!r}, which Atoll does not support.",
+            f"{what} has tensor {name!r} in the dtype {dtype!r}, which Atoll does not support.",
             f"Use one of {', '.join(ITEM_BYTES)}.",
         )
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise _wrong(what, f"has {name!r} with the invalid shape {shape!r} or offsets {offsets!r}")
+        raise _wrong(f"{what} has tensor {name!r} with the invalid shape {shape!r} or offsets {offsets!r}")
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if offsets[1] - offsets[0] != nbytes:
-        raise _wrong(what, f"has {name!r} at the offsets {offsets!r}, but {dtype}{shape} needs {nbytes} bytes")
+        raise _wrong(f"{what} has tensor {name!r} at the offsets {offsets!r}, but {dtype}{shape} needs {nbytes} bytes")
     return TensorSpec(name, dtype, tuple(shape)), offsets[0], offsets[1]
 
 
@@ -131,5 +131,5 @@ def _counts(given: Any) -> bool:
     return isinstance(given, list) and all(type(count) is int and 0 <= count < 2**63 for count in given)
 
 
-def _wrong(what: str, how: str) -> BadRequest:
-    return BadRequest(f"{what} {how}.", _REMEDY)
+def _wrong(message: str) -> BadRequest:
+    return BadRequest(f"{message}.", _REMEDY)

@@ -46,7 +46,11 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor: name, safetensors dtype, shape, and the group, which decides how the tensor is reduced."""
+    """Description of a tensor: name, safetensors dtype, shape and group. A run has one reducer for each group.
+
+    The groups are `params` (parameters), `buffers`, and groups of extra tensors that an algorithm stores in versions
+    besides the model, such as the control variates of SCAFFOLD.
+    """
 
     name: str
     dtype: str
@@ -86,23 +90,23 @@ class TensorSpec:
         return self.group == PARAMS and self.is_float
 
     @property
-    def is_beside(self) -> bool:
-        """Whether the tensor is in an algorithm's own group: part of versions and updates, but not of the model."""
+    def is_extra(self) -> bool:
+        """Whether the tensor is one of the algorithm's extra tensors, which are not part of the model."""
         return self.group not in (PARAMS, BUFFERS)
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)} in {self.group}"
 
 
-def name_beside(group: str, parameter: str) -> str:
-    """Return the name of the tensor that an algorithm's own group has for a parameter."""
+def extra_name(group: str, parameter: str) -> str:
+    """Return the name of the algorithm's extra tensor that belongs to a parameter and is in this group."""
     return f"atoll.{group}.{parameter}"
 
 
-def specs_beside(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Return the tensors of an algorithm's own group: one per parameter, of the same shape, in fp32 (fp64 for fp64)."""
+def extra_specs(group: str, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return the algorithm's extra tensors in a group: one per parameter, in its shape, in fp32 (fp64 for fp64)."""
     return [
-        TensorSpec(name_beside(group, spec.name), "F64" if spec.dtype == "F64" else "F32", spec.shape, group)
+        TensorSpec(extra_name(group, spec.name), "F64" if spec.dtype == "F64" else "F32", spec.shape, group)
         for spec in specs
         if spec.group == PARAMS
     ]
@@ -141,19 +145,19 @@ class Schema:
             raise UsageError(f"The tensor name {double!r} occurs twice.", "Use a different name for each tensor.")
         for alias, owner in tied:
             if owner not in owners:
-                raise UsageError(f"{alias!r} is tied to {owner!r}, which is not one of the tensors.")
+                raise UsageError(f"Tensor {alias!r} is tied to {owner!r}, but there is no tensor {owner!r}.")
         return cls(ordered, tied)
 
     def with_groups(self, groups: Iterable[str]) -> Schema:
-        """Return a schema with the tensors of an algorithm's own groups added: one per group and parameter.
+        """Return the schema with the algorithm's extra tensors added: one for each group in `groups` and parameter.
 
         Raises:
-            UsageError: a tensor of the model has a name that is reserved for a group.
+            UsageError: a tensor of the model has a name that is reserved for extra tensors.
         """
         known = [spec.name for spec in self.tensors] + [alias for alias, _ in self.aliases]
         specs = list(self.tensors)
         for group in groups:
-            prefix = name_beside(group, "")
+            prefix = extra_name(group, "")
             for name in known:
                 if name.startswith(prefix):
                     raise UsageError(
@@ -161,17 +165,17 @@ class Schema:
                         "reserved for tensors of the algorithm.",
                         "Rename it.",
                     )
-            specs += specs_beside(group, self.tensors)
+            specs += extra_specs(group, self.tensors)
         return Schema.build(specs, dict(self.aliases))
 
     @functools.cached_property
     def model(self) -> Schema:
-        """The schema without the algorithm's own groups, as users' models and exported files have it."""
-        return Schema(tuple(spec for spec in self.tensors if not spec.is_beside), self.aliases)
+        """The schema without the algorithm's extra tensors: only the tensors of the user's model."""
+        return Schema(tuple(spec for spec in self.tensors if not spec.is_extra), self.aliases)
 
     @property
     def is_nothing(self) -> bool:
-        """Whether this is the schema of a run without a model, which has only workflows."""
+        """Whether this is the placeholder schema of a run without a model, which only sends tasks to the sites."""
         return [spec.name for spec in self.tensors] == [NOTHING]
 
     @property
@@ -186,7 +190,7 @@ class Schema:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 of the canonical JSON, in hex: equal exactly when the schemas are equal."""
+        """BLAKE3 hash of the schema as canonical JSON, in hex. Two schemas are equal exactly if their digests are."""
         return blake3(json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -233,7 +237,7 @@ class Schema:
         raise SchemaMismatch(
             f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
             f"{other.digest[:12]}): {_first_difference(self, other, mine, theirs)}.",
-            f"Build the same architecture with the same dtype on both sides, or start {theirs} with this model.",
+            f"Build the same architecture with the same dtype on both sides, or start {theirs} with {mine}'s model.",
         )
 
 

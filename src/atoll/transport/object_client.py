@@ -601,7 +601,7 @@ class _Fetching:
         try:
             file = UnnamedFile(fd, folder)
             self._pull(self._data_parts(), [file])
-            file.write(self._manifest.nbytes, memoryview(self._contents.behind))
+            file.write(self._manifest.nbytes, memoryview(self._contents.inline_bytes))
         except BaseException:
             os.close(fd)
             raise

@@ -461,7 +461,7 @@ def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_erro
 
     torn, short, after = play(nursery, tmp_path, workflow)
     assert "payload['it'] (as tests.torn)['data'] could not be read: OSError: the disk is gone." in torn
-    assert "payload['it'] (as tests.short) produced 4 bytes, less than the 6 bytes of torch.int16[3]." in short
+    assert "payload['it'] (as tests.short) produced only 4 bytes, but torch.int16[3] has 6 bytes." in short
     assert after == 1
 
 
@@ -535,10 +535,10 @@ class Missing:
 @pytest.mark.parametrize(
     ("chunks", "what"),
     [
-        ([b"abc"], "a chunk of 3 bytes, which is not a multiple of 2"),
+        ([b"abc"], "a chunk of 3 bytes, which is not a multiple of the element size 2"),
         ([torch.zeros(3)], "a chunk of torch.float32, but the stream's dtype is torch.int16"),
-        ([torch.zeros(3, dtype=torch.int16)] * 2, "produced more than the 6 bytes"),
-        ([], "produced 0 bytes, less than the 6 bytes"),
+        ([torch.zeros(3, dtype=torch.int16)] * 2, "produced too many bytes, but"),
+        ([], "produced only 0 bytes, but"),
     ],
     ids=["half an element", "dtype", "more", "less"],
 )

@@ -118,7 +118,7 @@ def test_arrays_of_every_make_keep_their_values(tmp_path: Path, array: Any, recw
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("text", "'small' is a str: neither a tensor, nor an object with DLPack or __array__"),
+        ("text", "'small' is a str: neither a tensor, nor an object with __dlpack__ or __array__"),
         ([1.0, 2.0, 3.0], "'small' is a list: neither a tensor"),
         (np.array(["a", "b", "c"]), "'small' is an array of <U1, which Atoll cannot send"),
         (np.array([{}, {}, {}]), "'small' is an array of object, which Atoll cannot send"),

@@ -20,7 +20,7 @@ from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec
 from atoll.errors import UsageError
 from atoll.tensors import chunks
 from atoll.tensors.arrays import as_tensor
-from atoll.tensors.byte_runs import MOST_BUFFERS, MOST_RUN_BYTES, Move, Run, RunTable, joined, read_pieces
+from atoll.tensors.byte_runs import MOST_BUFFERS, MOST_RUN_BYTES, ByteRun, Move, RunTable, joined, read_pieces
 from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of, runs_of
 from atoll.tensors.layout import TILE, Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import fits, memory_of, named_tensors, schema_of
@@ -381,7 +381,7 @@ def layout_of(schema: Schema, codec: str, part_bytes: int) -> Layout:
     return update_layout(schema.tensors, encoding, part_bytes)
 
 
-def decoded(run: Run, data: bytes, *, piecewise: bool) -> list[torch.Tensor]:
+def decoded(run: ByteRun, data: bytes, *, piecewise: bool) -> list[torch.Tensor]:
     """The elements of each piece of a run, of the file's bytes."""
     codec, encoded = CODECS[run.codec], torch.frombuffer(bytearray(data[run.start : run.stop]), dtype=torch.uint8)
     values = torch.zeros(run.numel, dtype=torch.float64)

@@ -176,8 +176,8 @@ BAD = {
     "a list": (made([1]), "not an object"),
     "twice": (made(b'{"a": {}, "a": {}}'), "'a' twice"),
     "twice within": (made(b'{"a": {"dtype": "F32", "dtype": "F32"}}'), "'dtype' twice"),
-    "no entry": (made({"a": 1}), "'a' without exactly dtype"),
-    "too much": (made({"a": entry() | {"more": 1}}, bytes(4)), "without exactly dtype"),
+    "no entry": (made({"a": 1}), "'a' with other keys than dtype"),
+    "too much": (made({"a": entry() | {"more": 1}}, bytes(4)), "with other keys than dtype"),
     "metadata": (made({"__metadata__": {"a": 1}}), "__metadata__"),
     "dtype": (made({"a": entry("F33")}, bytes(4)), "'F33', which Atoll does not support"),
     "dtype is none": (made({"a": entry(None)}, bytes(4)), "None, which Atoll does not support"),
@@ -190,8 +190,8 @@ BAD = {
     "backwards": (made({"a": entry(shape=[0], offsets=[4, 4])}, bytes(4)), "a gap"),
     "overlap": (made({"a": entry(), "b": entry()}, bytes(4)), "overlaps"),
     "gap": (made({"a": entry(), "b": entry(offsets=[8, 12])}, bytes(12)), "a gap"),
-    "beyond the end": (made({"a": entry()}, bytes(3)), "3 bytes of data, but its header describes 4"),
-    "more than it says": (made({"a": entry()}, bytes(5)), "5 bytes of data"),
+    "beyond the end": (made({"a": entry()}, bytes(3)), "3 bytes of tensors, but its header describes 4"),
+    "more than it says": (made({"a": entry()}, bytes(5)), "5 bytes of tensors"),
 }
 
 

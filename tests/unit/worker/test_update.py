@@ -14,11 +14,11 @@ from torch import Tensor
 from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs
 from atoll.codecs.encoded_layout import encoded_layout
 from atoll.errors import StateLocked
-from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, Piece, Segment, update_layout, version_header, version_layout
-from atoll.tensors.module_tensors import Told, schema_of
+from atoll.tensors.module_tensors import ModelTensors, schema_of
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.apply_version import advance_base_, load_, merge_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
@@ -430,7 +430,7 @@ def tensors(seed: int) -> dict[str, Tensor]:
 
 
 def version_of(values: dict[str, Tensor], folder: Path) -> BaseFile:
-    layout = version_layout(schema_of(Told(values, {"mean": True, "count": True})))
+    layout = version_layout(schema_of(ModelTensors(values, {"mean": True, "count": True})))
     file = BaseFile(folder, layout)
     for segment in layout.segments:
         file.write(segment.offset, bytes_of(values[segment.spec.name].contiguous()))
@@ -465,11 +465,11 @@ def test_with_alpha_0_nothing_local_is_left_though_it_is_nan(tmp_path: Path) -> 
 # -- what encoding loses
 
 
-def run_through(schema: Schema, *names: str) -> Run:
+def run_through(schema: Schema, *names: str) -> ByteRun:
     """Five elements of each of these tensors, in one run."""
     specs = [spec for name in names for spec in schema.tensors if spec.name == name]
     segments = [Segment(spec, "bf16", 10 * index, 10) for index, spec in enumerate(specs)]
-    return Run.of([Piece(each, 0, 5, each.offset, each.nbytes) for each in segments], 2)
+    return ByteRun.of([Piece(each, 0, 5, each.offset, each.nbytes) for each in segments], 2)
 
 
 def test_most_tensors_are_looked_at_once() -> None:

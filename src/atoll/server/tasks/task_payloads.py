@@ -161,7 +161,7 @@ def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
         except EOFError as error:
             raise PartCorrupt(f"{what} is incomplete: {error}.", "Send the answer again.") from None
 
-    lazy = Stored(contents, read, lambda: None, behind=contents.behind).lazy
+    lazy = Stored(contents, read, lambda: None, inline_bytes=contents.inline_bytes).lazy
     streams = [
         Stream(lazy[name].dtype, tuple(lazy[name].shape), lazy[name].runs, f"tensor {name!r} of {what}")
         for name in contents.names

@@ -151,7 +151,7 @@ class Result:
                 answer.contents,
                 lambda offset, memory: _read(fd, memory, offset),
                 lambda: os.close(fd),
-                behind=answer.contents.behind,
+                inline_bytes=answer.contents.inline_bytes,
             )
 
     @property

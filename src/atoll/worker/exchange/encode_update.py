@@ -30,13 +30,13 @@ from atoll.protocol import messages
 from atoll.protocol.messages import Ticket
 from atoll.protocol.values import UpdateInfo
 from atoll.runtime import single_thread
-from atoll.tensors.byte_runs import Run, RunTable
+from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, version_layout
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.payload import Packed
-from atoll.tensors.schema import PARAMS, Schema, name_beside
+from atoll.tensors.schema import PARAMS, Schema, extra_name
 from atoll.worker.exchange.base_and_outbox import TensorFile, name_of
 from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Owner, Residuals
 from atoll.worker.log_lines import LOG, told
@@ -66,7 +66,7 @@ class Filtered:
         self, filters: Sequence[Filter], base: TensorFile, tensors: Tensors, about: About, model: Collection[str] = ()
     ) -> None:
         self._base, self._tensors = base, tensors
-        specs = {each.spec.name: each.spec for each in base.layout.segments if not each.spec.is_beside}
+        specs = {each.spec.name: each.spec for each in base.layout.segments if not each.spec.is_extra}
         raw = partial(change_of, base, tensors)  # a bound method would make a reference cycle that keeps the model
         self._chain = _told(lambda: Chain(filters, specs, about, raw, model=model))
 
@@ -169,7 +169,7 @@ PATIENCE = 3
 NAMED = 5
 
 
-def _names(run: Run) -> list[str]:
+def _names(run: ByteRun) -> list[str]:
     return [piece.segment.spec.name for piece in run.pieces]
 
 
@@ -206,11 +206,11 @@ class Losses:
         self._arrives.clear()
         self._lost.clear()
 
-    def wants(self, run: Run) -> bool:
+    def wants(self, run: ByteRun) -> bool:
         """Return whether `see` has to check a byte run: the change of one of the run's tensors may still be lost."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
-    def see(self, run: Run, delta: Tensor, decoded: Tensor) -> None:
+    def see(self, run: ByteRun, delta: Tensor, decoded: Tensor) -> None:
         """Record how much of the change of these elements survives encoding.
 
         Args:
@@ -340,7 +340,7 @@ class UpdateFormer:
             UsageError: the layout has a group beside the model that `beside` lacks.
         """
         layout = self.outbox.layout
-        lacking = {each.spec.group for each in layout.segments if each.spec.is_beside} - set(self.beside)
+        lacking = {each.spec.group for each in layout.segments if each.spec.is_extra} - set(self.beside)
         if lacking:
             raise UsageError(
                 f"The run's algorithm needs {sorted(lacking)} in each update, besides the model; this update "
@@ -378,7 +378,7 @@ class UpdateFormer:
         self._flush(hasher, begin, part.stop)
         return hasher.digest()
 
-    def _encode(self, run: Run, target: Tensor) -> None:
+    def _encode(self, run: ByteRun, target: Tensor) -> None:
         spec, codec = run.spec, self.codecs[run.codec]
         if spec.group != PARAMS:
             for piece, encoded in zip(run.pieces, run.encoded(target), strict=True):
@@ -407,14 +407,14 @@ class UpdateFormer:
     def _value(self, piece: Piece) -> Tensor:
         """Return the values to send for a piece of a tensor that is no parameter."""
         spec = piece.segment.spec
-        if spec.is_beside:
-            parameter = spec.name.removeprefix(name_beside(spec.group, ""))
+        if spec.is_extra:
+            parameter = spec.name.removeprefix(extra_name(spec.group, ""))
             return self.beside[spec.group](parameter, piece.start, piece.stop)
         if self.filtered is not None:
             return self.filtered.value(spec.name, piece.start, piece.stop)
         return run_of(self.tensors[spec.name], piece.start, piece.stop)
 
-    def _encode_delta(self, run: Run, delta: Tensor, target: Tensor) -> None:
+    def _encode_delta(self, run: ByteRun, delta: Tensor, target: Tensor) -> None:
         """Encode `delta` into `target`. With error feedback, first add the residual, then store the new residual."""
         spec, codec, residuals = run.spec, self.codecs[run.codec], self.residuals
         losses = self.losses if self.losses is not None and self.losses.wants(run) else None
@@ -442,7 +442,7 @@ class UpdateFormer:
         codec.decode_(encoded, decoded, dtype)
         return decoded
 
-    def _read_base(self, run: Run, view: memoryview) -> None:
+    def _read_base(self, run: ByteRun, view: memoryview) -> None:
         """Fill `view` with the base's values of the run's pieces, and the padding between them with zeros."""
         item_bytes, segments = run.spec.item_bytes, self.base.layout.by_name
         run.clear_padding(view, item_bytes)
@@ -576,7 +576,7 @@ class LocalFragment:
     @property
     def groups(self) -> Mapping[str, Shapes]:
         """The groups that the algorithm stores beside the model: name of a group → the parameters' shapes."""
-        groups = sorted({spec.group for spec in self.layouts.schema.tensors if spec.is_beside})
+        groups = sorted({spec.group for spec in self.layouts.schema.tensors if spec.is_extra})
         return dict.fromkeys(groups, self.parameter_shapes) if groups else {}
 
     def global_state(self, group: str) -> dict[str, Tensor]:
@@ -651,4 +651,4 @@ class LocalFragment:
 
 
 def _read(group: str, shapes: Shapes, runs: Runs) -> dict[str, Tensor]:
-    return {name: runs(name_beside(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+    return {name: runs(extra_name(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}

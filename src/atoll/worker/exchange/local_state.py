@@ -21,7 +21,7 @@ from atoll.protocol.messages import Counted
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
 from atoll.tensors.layout import file_layout
-from atoll.tensors.schema import PARAMS, Schema, TensorSpec, specs_beside
+from atoll.tensors.schema import PARAMS, Schema, TensorSpec, extra_specs
 from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.log_lines import LOG
 
@@ -380,7 +380,7 @@ class AlgorithmState(TwoPhaseFile):
     """
 
     def __init__(self, folder: Path, schema: Schema, keeps: Iterable[str], owner: Owner) -> None:
-        specs = [spec for group in keeps for spec in specs_beside(group, schema.tensors)]
+        specs = [spec for group in keeps for spec in extra_specs(group, schema.tensors)]
         super().__init__(folder, "algorithm", specs, owner=owner)
         self._written: set[str] = set()  # names of the tensors that were written since `begin`
         self.state: Literal["kept", "missing", "new"] = "kept" if self.found else "missing"

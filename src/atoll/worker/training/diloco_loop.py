@@ -684,7 +684,7 @@ def _require_uncorrected(place: Participation) -> None:
     Raises:
         UsageError: the algorithm corrects local steps, or its updates carry more groups than parameters and buffers.
     """
-    info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_beside]
+    info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_extra]
     if all(each.local.rule is None for each in place.exchanges) and not beside:
         return
     what = f"needs {beside[0]!r} in each update, besides the model" if beside else "corrects local steps"
