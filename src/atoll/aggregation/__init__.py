@@ -1,1 +1,1 @@
-"""Making the next version from the updates of a round: decode, reduce, step, write."""
+"""Aggregation: make the next version of the model from the updates of a round (decode, reduce, outer step, write)."""

@@ -1,13 +1,13 @@
-"""Checks the parts of an update while they arrive: computes the digest and the sum of squares, and finds NaN and Inf.
+"""Check the parts of an update while they arrive: compute the digest and the sum of squares, and find NaN and Inf.
 
-Received bytes are hashed and written at once, so a part needs no memory of its own. A part is checked by byte runs
-(ranges of elements). If one call of `PartChecker.take` receives a whole run, the run is checked in memory. A run that
-came in several calls is read back from the file. Reading back every run would cost the server 2 % more CPU; checking
-each part only when it is complete would cost 10 % more.
+Received bytes are hashed and written to a file at once, so that a part is never in memory as a whole. A part is checked
+in byte runs (ranges of elements). If one call of `PartChecker.take` receives a whole run, the run is checked in memory.
+A run that arrived in several calls is read back from the file. Reading back every run would cost the server 2 % more
+CPU; checking each part only when it is complete would cost 10 % more.
 
-If the sum of squares is finite, all values are finite, so one pass is enough. The norms of short rows are computed in
-fp32, at half the cost of a sum in fp64, and their squares are added in fp64. The relative error is below 1e-6. If a
-square overflows or underflows in fp32, the sum is computed again in fp64.
+If the sum of squares is finite, all values are finite, so one pass over the values is enough. The norms of short rows
+are computed in fp32, at half the cost of a sum in fp64, and their squares are added in fp64. The relative error is
+below 1e-6. If a square overflows or underflows in fp32, the sum is computed again in fp64.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class PartStats:
 
 
 class Inspection:
-    """Checks parts of one fragment's updates. Created once, and used by all threads.
+    """Checks the parts of updates for NaN and Inf and computes their norms. All threads use the same instance.
 
     Args:
-        layout: layout of an update; it has no header.
+        layout: layout of an update of one fragment of the model; it has no header.
         codecs: name → codec, for every codec in the layout.
     """
 
@@ -78,7 +78,7 @@ class Inspection:
         self.codecs = codecs
         self._runs = RunTable(layout, ELEMENTS)
 
-    def look(self, part: Part, fd: int, digest: bytes = b"") -> PartStats:
+    def check(self, part: Part, fd: int, digest: bytes = b"") -> PartStats:
         """Check a part after all its bytes were written to a file.
 
         Args:
@@ -89,9 +89,9 @@ class Inspection:
         Raises:
             StateCorrupt: the file ends before the end of the part.
         """
-        look = PartLook(self, part, fd)
-        look.up_to(part.stop)
-        return look.stats(digest)
+        scan = PartScan(self, part, fd)
+        scan.check_until(part.stop)
+        return scan.stats(digest)
 
     def runs_of(self, part: Part) -> Iterator[ByteRun]:
         """Yield the byte runs of a part that hold floating-point numbers, in file order."""
@@ -127,8 +127,8 @@ class Inspection:
             overflow = bool(_values(piece.numel, torch.float64).isfinite().all())
         if not (squares < math.inf or overflow):
             is_overflow = not bool(_values(piece.numel, torch.float64).isnan().any())
-            overflow_told = f"{spec.name} contains Inf, which {spec.dtype} or its codec cannot represent"
-            bad.append(overflow_told if is_overflow else f"{spec.name} contains NaN or Inf")
+            overflowed = f"{spec.name} contains Inf, which {spec.dtype} or its codec cannot represent"
+            bad.append(overflowed if is_overflow else f"{spec.name} contains NaN or Inf")
         return squares
 
     def _quick_squares(self, run: ByteRun, encoded: torch.Tensor) -> float:
@@ -150,7 +150,7 @@ class Inspection:
         return squares if SMALLEST < squares < math.inf else math.nan
 
     def _squares(self, spec: TensorSpec, codec: str, encoded: torch.Tensor, numel: int) -> float:
-        """Return Σ x² of encoded elements, in fp64. The decoded elements are then in the memory of `_values`."""
+        """Return Σ x² of encoded elements, in fp64. The decoded elements stay in the memory that `_values` returns."""
         values = _values(numel, torch.float64)
         self.codecs[codec].decode_(encoded, values, spec.dtype)
         return float(torch.dot(values, values))
@@ -161,15 +161,15 @@ def _values(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return _scratch().tensor("values", dtype, numel)
 
 
-class PartLook:
-    """Checks one part step by step, as its bytes arrive in a file. Only one thread at a time may use it."""
+class PartScan:
+    """Checks one part step by step, as its bytes arrive in a file. Only one thread at a time may use an instance."""
 
     def __init__(self, inspection: Inspection, part: Part, fd: int) -> None:
         self._inspection, self._part, self._fd, self._runs = inspection, part, fd, inspection.runs_of(part)
         self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
 
-    def border(self, start: int) -> int:
-        """Return the offset in the file up to which to receive the next bytes, so that byte runs arrive whole.
+    def next_stop(self, start: int) -> int:
+        """Return the file offset up to which to receive bytes now, so that byte runs are not divided if possible.
 
         Args:
             start: offset of the next byte to receive.
@@ -179,12 +179,13 @@ class PartLook:
             return min(self._part.stop, most)
         return min(run.stop if run.stop <= most or run.start <= start else run.start, most)
 
-    def up_to(self, offset: int, received: int = 0) -> None:
+    def check_until(self, offset: int, received: int = 0) -> None:
         """Check all byte runs that end at or before `offset` and are not checked yet.
 
         Args:
-            offset: end of the bytes that are in the file.
-            received: number of bytes before `offset` that need not be read back: the memory of `place` has them.
+            offset: file offset of the end of the bytes that were written.
+            received: number of bytes before `offset` that are still in the memory from `receive_buffer`, so that they
+                need not be read back from the file.
         """
         with single_thread():
             while self._next is not None and self._next.stop <= offset:
@@ -205,16 +206,16 @@ class PartLook:
         return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
 
 
-def place(start: int, stop: int) -> memoryview:
+def receive_buffer(start: int, stop: int) -> memoryview:
     """Return memory of the calling thread, into which to receive bytes [start, stop) of a file.
 
-    Bytes at multiples of `ALIGN_BYTES` in the file have addresses that are multiples of it, too.
+    A byte at a file offset that is a multiple of `ALIGN_BYTES` has a memory address that is a multiple of it, too.
     """
     return _scratch().view("source", stop - start, start % ALIGN_BYTES)
 
 
 class PartChecker:
-    """Receives one part: writes, hashes and checks its bytes in order. Only one thread at a time may use it.
+    """Receives one part: writes, hashes and checks its bytes in order. Only one thread at a time may use an instance.
 
     Args:
         inspection: the checks.
@@ -227,7 +228,7 @@ class PartChecker:
     """
 
     def __init__(self, inspection: Inspection, part: Part, write: Callable[[memoryview], None], fd: int) -> None:
-        self._look, self._at, self._stop, self._write = PartLook(inspection, part, fd), part.start, part.stop, write
+        self._scan, self._at, self._stop, self._write = PartScan(inspection, part, fd), part.start, part.stop, write
         self._hasher = blake3()
         self.stats: PartStats | None = None
 
@@ -248,20 +249,20 @@ class PartChecker:
         """
         count = -1
         while self._at < self._stop and count:
-            memory, filled = place(self._at, self._look.border(self._at)), 0
+            memory, filled = receive_buffer(self._at, self._scan.next_stop(self._at)), 0
             while filled < len(memory) and (count := fill(memory[filled:])):
                 filled += count
             if filled:
                 self._write(memory[:filled])
                 self._hasher.update(memory[:filled])
                 self._at += filled
-                self._look.up_to(self._at, filled)
+                self._scan.check_until(self._at, filled)
         if self._at == self._stop and self.stats is None:
-            self.stats = self._look.stats(self._hasher.digest())
+            self.stats = self._scan.stats(self._hasher.digest())
 
 
 class Overflow(RunFailed):
-    """Raised if the next version would contain a value that overflows its dtype, or NaN."""
+    """Raised if the next version would contain NaN, or a value that is too large for its dtype."""
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -274,9 +275,9 @@ class Overflow(RunFailed):
 
 
 def require_finite(run: ByteRun, values: torch.Tensor, base_fd: int) -> None:
-    """Raise an error if a value of the next version in a byte run is not finite.
+    """Raise an error if a byte run of the next version contains NaN or Inf.
 
-    Base and updates were checked before, so Inf or NaN comes from this round's computation.
+    The base version and the updates were checked before, so NaN or Inf comes from this round's computation.
 
     Args:
         run: the byte run.

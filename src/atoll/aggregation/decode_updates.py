@@ -1,4 +1,4 @@
-"""Decodes and reduces the updates of a round, a range of elements at a time: one row of elements per update."""
+"""Decode and reduce the updates of a round, one range of elements at a time. A reducer gets one row for each update."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Updates:
         scales: for each update, a factor for the weight of its `params`.
 
     Attributes:
-        carries: group → factor by which the previous value is multiplied before the reduction is added. Only for groups
-            that an algorithm adds.
+        carries: group → factor by which the previous value is multiplied before the reduction is added. Used only for
+            groups of extra tensors that an algorithm adds to the model.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Updates:
         """Reduce the elements of one byte run over all updates.
 
         Args:
-            run: byte run of a version.
+            run: the elements, as a byte run of a version.
             scratch: memory that holds the result, until the next call with this memory overwrites it.
 
         Returns:
@@ -111,5 +111,5 @@ def read_at(fd: int, target: memoryview, offset: int) -> None:
     except EOFError:
         raise StateCorrupt(
             f"A file that the round needs ends before byte {offset + len(target)}.",
-            "Another program has shortened it: check the disk.",
+            "Another program or a disk error has truncated it: check the disk.",
         ) from None

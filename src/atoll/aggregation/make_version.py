@@ -1,6 +1,6 @@
 """Make the next version of a fragment from a closed (frozen) round, in one pass over the files and in fixed memory.
 
-The pass also writes the outer state: the state of the outer optimizer after this version. Each part of the version is
+The pass also writes the outer state, the state of the outer optimizer after this version. Each part of the version is
 made by one thread. For every byte run of the part (a range of elements, see `tensors/byte_runs`), the thread does this:
 
     g ← reduce(dec(u_1) … dec(u_k))      u_i: the updates, ordered by site; dec: decode with the codec, in at least
@@ -86,12 +86,12 @@ class RoundFiles:
 
     Attributes:
         base_fd: file of the base, the version that the round starts from.
-        state_fd: file of the outer state after the base; None in the first round.
+        state_fd: file of the base's outer state (the state of the outer optimizer); None in the first round.
         updates: ticket → file of its update.
         base_digests: expected `part_digests` of the base; None: do not check.
         base_state_digests: expected `state_digests` of the base; None: do not check.
-        reduced_fd: file with the pseudo-gradient of `params` from a user's aggregator; None without an aggregator. With
-            it, the updates are used only for the other groups.
+        reduced_fd: file with the pseudo-gradient of `params` from a user's aggregator; None without an aggregator. If
+            given, the updates are used only for the other groups of tensors.
     """
 
     base_fd: int
@@ -104,7 +104,7 @@ class RoundFiles:
 
 @dataclass(frozen=True)
 class NextFiles:
-    """Descriptors of the open output files of a pass: the next version, its outer state and its delta.
+    """Descriptors of a pass's output files: the next version, its outer state, its difference from the base (delta).
 
     Each file has at least the size of its layout, and nothing else reads or writes it during the pass. None means that
     the file is not needed.
@@ -119,7 +119,7 @@ class NextFiles:
 class ClosedRound(VersionDigests):
     """Result of a pass: digests of the written files, the gradient norm and the time.
 
-    Which bytes each digest covers is in `outer_state.version_regions`, `outer_state.state_regions` and
+    The bytes that each digest covers are given by `outer_state.version_regions`, `outer_state.state_regions` and
     `Downlink.parts`.
 
     Attributes:
@@ -167,7 +167,7 @@ def make_version(
     Raises:
         CancelledError: (concurrent.futures) `cancelled` was set.
         Overflow: the next version would contain Inf or NaN.
-        StateCorrupt: an input file ends early. `BaseDamaged`: the base does not match its digests.
+        StateCorrupt: an input file ends early, or the base does not match its digests (`BaseDamaged`).
         OSError: the disk is full, or fails.
         UsageError: there are no updates, or a weight is not finite and positive.
     """
@@ -190,7 +190,7 @@ Kind = Literal["step", "whole", "mean", "add", "max"]
 
 
 def kind_of(spec: TensorSpec, granularity: str) -> Kind:
-    """Return how the next value of a tensor is computed, as in the table at the head of this module.
+    """Return how the next value of a tensor is computed: a kind from the table in this module's docstring.
 
     Args:
         spec: the tensor.
@@ -282,7 +282,9 @@ class _Pass:
         )
 
     def _digests(self, file: str) -> tuple[bytes, ...]:
-        """Return the digests of a file, in the order of the parts; for an outer state, one for each part and column.
+        """Return the digests of a file, in the order of the parts.
+
+        An outer state has one digest for each part and column; a column is one kind of state, such as the momentum.
 
         Args:
             file: kind of file: "base", "base state", "version", "state" or "delta".
@@ -316,7 +318,7 @@ class _Thread:
             self._delta = DifferenceWriter(work.planned.downlink, work.out.delta, self._scratch)
 
     def make_part(self, part: Part) -> None:
-        """Write one part of the version, and the same elements of the outer state and the delta. Hash all files."""
+        """Write one part of the version, and the same elements of the outer state and the delta. Hash the bytes."""
         work, scratch, runs = self._work, self._scratch, self._work.planned.version_runs
         self._hashes = defaultdict(blake3, {("base", None): blake3(), ("version", None): blake3()})
         if self._delta is not None:
@@ -349,7 +351,7 @@ class _Thread:
         work.progress(part.nbytes)
 
     def _copy_header(self, part: Part) -> None:
-        """Copy those bytes of the header that lie in a part. They come from the base: all headers are the same."""
+        """Copy the bytes of the header that are in a part from the base version: all versions have the same header."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
         for at in range(part.start, first, nbytes):
@@ -361,6 +363,8 @@ class _Thread:
 
     def _reduce_(self, run: ByteRun, kind: Kind, values: Tensor) -> None:
         """Compute the next values of tensors that are not parameters: v ← g, or for kind `add`, v ← scale · v + g.
+
+        g is the reduction of the updates' values.
 
         Args:
             run: the byte run.
@@ -382,11 +386,11 @@ class _Thread:
                 value.copy_(piece)
 
     def _step(self, run: ByteRun, values: Tensor, part: Part) -> Tensor:
-        """Do the outer step for a byte run of parameters, write the outer state, and return θ.
+        """Do the outer step for a byte run of parameters, write the outer state, and return the new parameters.
 
         Args:
             run: the byte run.
-            values: values of the base, [n]. Without a master they are stepped in place.
+            values: values of the base, [n]. If the outer state has no fp32 masters of them, they are stepped in place.
             part: part of the version that the run belongs to.
 
         Returns:
@@ -428,14 +432,14 @@ class _Thread:
         return theta
 
     def _stepped(self, run: ByteRun, stored: memoryview) -> Tensor | None:
-        """Read the result of `step_whole_tensors`, which ran before, for a byte run.
+        """Read the elements of a byte run from the files that `step_whole_tensors` has written before.
 
         Args:
             run: the byte run.
             stored: bytes of the base. If the pass writes no delta, they are overwritten with the next version's bytes.
 
         Returns:
-            If the pass writes a delta, the masters after the step, [n]; else None.
+            If the pass writes a delta, the fp32 masters of the parameters after the step, [n]; else None.
         """
         work = self._work
         if self._delta is None:
@@ -459,7 +463,7 @@ class _Thread:
 
 
 class WholeState:
-    """Entries of an outer state that have one value per tensor, such as `step`: in memory, before and after a round.
+    """The values of an outer state that exist once per tensor, such as `step`: in memory, before and after a round.
 
     Args:
         layout: layout of the state file; None if there is no state file, or if the optimizer steps whole tensors.
@@ -486,15 +490,15 @@ class WholeState:
                     self._after.setdefault(tensor, {})[key] = new[span].view(dtype).view(shape)
 
     def clones(self, tensor: str) -> State:
-        """Return copies of a tensor's entries before the round: key → value."""
+        """Return copies of a tensor's values before the round: key, such as `step` → value."""
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 
     def set(self, tensor: str, key: str, value: Tensor) -> None:
-        """Store the new value of the entry `key` of a tensor, for `write`."""
+        """Store a tensor's new value for `key`, such as `step`, until `write` writes it."""
         self._after[tensor][key].copy_(value)
 
     def write(self, fd: int) -> None:
-        """Write the new values of all entries to the state file of the next version."""
+        """Write the new values of all tensors to the state file of the next version."""
         for offset, values in self._ranges:
             write_at(fd, bytes_of(values), offset)
 
@@ -508,8 +512,8 @@ def step_whole_tensors(
 ) -> float:
     """Do the outer step for every parameter of a version, one whole tensor at a time, and write the results.
 
-    Write parameters and outer state. If versions are downloaded through a codec, write only the outer state, which
-    includes the masters.
+    The results are the parameters and the outer state. If versions are downloaded through a codec, only the outer state
+    is written; it contains the parameters in full precision (masters), from which the version is made later.
 
     Args:
         planned: layouts of the fragment.

@@ -63,7 +63,7 @@ def state_layout(
         return None
     ordered = [spec for column in sorted(columns.values(), key=lambda column: -column[0].item_bytes) for spec in column]
     if len({spec.name for spec in ordered}) != len(ordered) or any("." in key for key, _, _ in columns):
-        raise ConfigError(f"algorithm.outer_optimizer {rule.label!r} has ambiguous keys in its state.")
+        raise ConfigError(f"algorithm.outer_optimizer {rule.label!r} has state keys that repeat or contain a dot.")
     header = safetensors_header(ordered, {"format": "pt", "atoll.outer": rule.label})
     return header, file_layout(ordered, header, part_bytes)
 
@@ -77,7 +77,7 @@ def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
 
 
 def entries(layout: Layout | None) -> Entries:
-    """Return the segments of a state file by tensor name, then by key. If `layout` is None, the result is empty."""
+    """Return the segments (byte ranges) of a state file by tensor name, then by key; empty if `layout` is None."""
     table: dict[str, dict[str, Segment]] = {}
     for segment in layout.segments if layout else ():
         tensor, _, key = segment.spec.name.rpartition(".")
@@ -86,12 +86,12 @@ def entries(layout: Layout | None) -> Entries:
 
 
 def version_regions(version: Layout) -> tuple[Ranges, ...]:
-    """Return the byte ranges of a version's file that each digest in `ClosedRound.part_digests` covers: one part."""
+    """Return, for each digest in `ClosedRound.part_digests`, the byte ranges of the version that it covers: a part."""
     return tuple(((part.start, part.nbytes),) for part in version.parts)
 
 
 def state_regions(version: Layout, state: Layout) -> tuple[Ranges, ...]:
-    """Return the byte ranges of the state file that each digest of `ClosedRound.state_digests` covers.
+    """Return, for each digest in `ClosedRound.state_digests`, the byte ranges of the state file that it covers.
 
     For each part of the version there is one digest per column. The last digest covers the header and all entries of
     the group `wholes`. The digests together cover the whole state file.
@@ -102,7 +102,7 @@ def state_regions(version: Layout, state: Layout) -> tuple[Ranges, ...]:
 
 
 def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]]:
-    """Return column → byte ranges of the state file that belong to a part of the version."""
+    """Return column → byte ranges of the state file with the state of the elements in a part of the version."""
     columns: dict[Column, list[tuple[int, int]]] = {}
     for piece in part.pieces:
         for key, segment in table.get(piece.segment.spec.name, {}).items():
@@ -114,13 +114,13 @@ def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]
 
 
 def tail_region(state: Layout) -> Ranges:
-    """Return the byte ranges of the tail: the header and all entries of the group `wholes`."""
+    """Return the byte ranges that the last digest of a state file covers: header and all entries of group `wholes`."""
     wholes = [(segment.offset, segment.nbytes) for segment in state.segments if segment.spec.group == WHOLES]
     return tuple(joined([(0, state.header_bytes), *wholes]))
 
 
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
-    """Return whether an outer state file matches its digests, without knowing the outer optimizer's settings.
+    """Return whether an outer state file matches its digests. The outer optimizer's settings need not be known.
 
     An entry is in the group `runs` if its shape in the file's header is the tensor's shape. If every tensor of the
     version is a scalar, shapes do not tell the groups apart: then every possible grouping of the keys is tried.

@@ -34,7 +34,7 @@ from atoll.tensors.fragments import Split
 from atoll.tensors.layout import TILE, Layout, version_header, version_layout
 from atoll.tensors.schema import PARAMS, Schema
 
-PLACED = (
+SWARM_SETTINGS = (
     "algorithm",
     "diloco.sync_every",
     "diloco.num_fragments",
@@ -57,9 +57,9 @@ PLACED = (
 """Settings on which the result of a round depends. The server of a swarm sends them to the workers, which aggregate."""
 
 
-def placed_settings(settings: Settings) -> dict[str, Any]:
-    """Return setting → value, as JSON values, for the settings in `PLACED`."""
-    return settings.chosen(PLACED)
+def swarm_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings that a worker needs to aggregate rounds of a swarm: name → JSON value."""
+    return settings.chosen(SWARM_SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class FragmentPlan:
         version: layout of a version.
         update: layout of an encoded update.
         state: header and layout of the file of the outer optimizer's state; None if there is no such state.
-        downlink: codec and layout of deltas; None if versions are always pulled whole.
+        downlink: codec and layout of the differences between versions that workers download; None if they always
+            download whole versions.
     """
 
     schema: Schema
@@ -83,7 +84,7 @@ class FragmentPlan:
     downlink: Downlink | None
 
     def shapes(self) -> FragmentShapes:
-        """Return sizes, headers and hashed regions of the fragment's files, as the store needs them."""
+        """Return the sizes, headers and hashed regions of the fragment's files, which the store needs."""
         state = None
         if self.state:
             header, layout = self.state
@@ -107,28 +108,28 @@ class FragmentPlan:
 
     @cached_property
     def version_runs(self) -> RunTable:
-        """Byte runs of a version. Each pass sets their maximum size with `RunTable.cut`."""
+        """Byte runs (ranges that one call processes) of a version. `RunTable.limit` sets their maximum size."""
         return RunTable(self.version, TILE)
 
     @cached_property
     def update_runs(self) -> RunTable:
-        """Byte runs of an update, to find the same elements as in a byte run of a version (`RunTable.counterpart`)."""
+        """Byte runs of an update. `RunTable.counterpart` finds the one with the elements of a version's byte run."""
         return RunTable(self.update, TILE)
 
     @cached_property
     def reduced_runs(self) -> RunTable:
-        """Byte runs of the result of a user's aggregator, to find the same elements as in a byte run of a version."""
+        """Byte runs of a user aggregator's result file, to find the same elements as in a version's byte run."""
         return RunTable(result_layout(self.schema, self.version.part_bytes), TILE)
 
     @cached_property
     def entries(self) -> Entries:
-        """Segments of the file of the outer optimizer's state, by tensor name, then by key."""
+        """Segments (byte ranges) of the file of the outer optimizer's state, by tensor name, then by key."""
         return entries(self.state_layout)
 
     def columns(self, run: ByteRun) -> dict[str, tuple[Column, int, torch.dtype]]:
-        """Return where the state of a byte run's elements begins in the file of the outer optimizer's state.
+        """Return where the file of the outer optimizer's state has the state of a byte run's elements.
 
-        Only keys with one element per element of the tensor, such as `momentum_buffer`, are returned.
+        Only state with one element per element of the tensor, such as `momentum_buffer`, is returned.
 
         Returns:
             key → (column, byte offset of the run's first element in the file, dtype).
@@ -147,7 +148,7 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the rounds of a run compute, and the layouts of the files. Without streaming, the model is one fragment.
+    """How a run computes its rounds, and the layouts of its files. Without streaming, the model is one fragment.
 
     Attributes:
         settings: settings of the run.
@@ -240,7 +241,7 @@ class Plan:
 
     @property
     def has_masters(self) -> bool:
-        """Whether versions are downloaded through a codec. If so, the exact model is only in the masters."""
+        """Whether versions are downloaded through a codec. If so, full-precision parameters are in the outer state."""
         return any(fragment.downlink is not None for fragment in self.fragments)
 
     @property
@@ -298,13 +299,13 @@ def _require_fitting(settings: Settings, split: Split) -> None:
     for pattern in settings.algorithm.outer_lr_of:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"algorithm.outer_lr_of contains {pattern!r}, but no parameter has such a name.",
+                f"algorithm.outer_lr_of contains {pattern!r}, which matches no parameter of the model.",
                 registry.nearest(pattern, names, "Patterns are shell patterns: head.*, *.bias."),
             )
 
 
 def torch_build() -> str:
-    """Return torch's version. Results are bit-identical only with the same torch build."""
+    """Return the version of torch. Results of two machines are bit-identical only with the same torch build."""
     return torch.__version__
 
 

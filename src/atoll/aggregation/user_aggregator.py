@@ -55,7 +55,7 @@ class Update:
 
 
 class AllAtOnce:
-    """Gives a user's aggregator of form (a) the interface of form (b), by collecting the updates of a round."""
+    """Wraps a user's function `aggregate(updates)`: collects the updates of a round, and then calls it."""
 
     incremental = False
 
@@ -77,7 +77,7 @@ class AllAtOnce:
 
 
 class Incremental:
-    """A user's aggregator of form (b), which gets updates one by one. Calls go straight to the user's object."""
+    """Wraps a user's object with `accept`, `aggregate` and `reset`, which gets updates one by one as they arrive."""
 
     incremental = True
 
@@ -88,14 +88,14 @@ class Incremental:
 
 
 def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
-    """Load the aggregator that the run file names.
+    """Load the user's aggregator that the setting `aggregation.aggregator` names.
 
     Args:
         target: `module:attribute` or `file.py:attribute`. The attribute is a class, an object or a function.
         options: keyword arguments for the class, or for the function in addition to the updates.
 
     Raises:
-        ConfigError: the attribute does not exist, cannot be created with these options, or has neither form.
+        ConfigError: the attribute does not exist, cannot be created with these options, or is no aggregator.
     """
     found = kind = registry.load_attribute(target)
     if isinstance(found, type):
@@ -113,7 +113,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
         missing = [name for name in ("aggregate", "reset") if not callable(getattr(found, name, None))]
         if missing:
             raise ConfigError(
-                f"The aggregator {target!r} has accept, but no {' and no '.join(missing)}.",
+                f"The aggregator {target!r} has a method accept, but no {' and no '.join(missing)}.",
                 "Give it accept(update), aggregate() and reset(), or only aggregate(updates).",
             )
         return Incremental(found)
@@ -122,7 +122,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
     if callable(found):
         return AllAtOnce(lambda updates: found(updates, **options))
     raise ConfigError(
-        f"The aggregator {target!r} is a {type(found).__name__}, which has no aggregate.",
+        f"The aggregator {target!r} is a {type(found).__name__}, which has no method aggregate.",
         "Use a function of the updates, or a class with aggregate(updates).",
     )
 
@@ -140,13 +140,13 @@ class Accumulated(Elementwise):
 
 
 def result_layout(schema: Schema, part_bytes: int) -> Layout:
-    """Return the layout of an aggregator's result file: all stepped parameters of a schema."""
+    """Return the layout of an aggregator's result file: all parameters that the outer optimizer steps."""
     codec = Accumulated()
     return update_layout([spec for spec in schema.tensors if spec.is_stepped], lambda _: codec, part_bytes)
 
 
 class BadResult(Exception):
-    """Raised if an aggregator's result cannot be used. The text is a predicate: "returned a dict instead of …"."""
+    """Raised if the result of a user's aggregator cannot be used."""
 
 
 def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], None]) -> None:
@@ -166,22 +166,24 @@ def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], 
     if isinstance(given, Mapping):
         given = given.items()
     if not isinstance(given, Iterable):
-        raise BadResult(f"returned {_kind(given)}, not (name, tensor) pairs or a mapping")
+        raise BadResult(f"the aggregator returned {_kind(given)}, not (name, tensor) pairs or a mapping")
     missing = dict(layout.by_name)
     for pair in given:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise BadResult(f"returned {_kind(pair)} instead of a (name, tensor) pair")
+            raise BadResult(f"the aggregator returned {_kind(pair)} instead of a (name, tensor) pair")
         name, value = pair
         segment = missing.pop(name, None)
         if segment is None:
             if name in layout.by_name:
-                raise BadResult(f"returned {name!r} twice")
+                raise BadResult(f"the aggregator returned {name!r} twice")
             hint = registry.nearest(name, layout.by_name, "Return only parameters.")
-            raise BadResult(f"returned {name!r}, which is not a parameter of the model ({hint.rstrip('.')})")
+            raise BadResult(f"the aggregator returned {name!r}, which is no parameter ({hint.rstrip('.')})")
         write_at(fd, bytes_of(_checked(segment, value)), segment.offset)
         progress()
     if missing:
-        raise BadResult(f"left out {len(missing)} of {len(layout.by_name)} tensors, first {next(iter(missing))!r}")
+        raise BadResult(
+            f"the aggregator left out {next(iter(missing))!r} ({len(missing)} of {len(layout.by_name)} are missing)"
+        )
 
 
 def _checked(segment: Segment, value: object) -> Tensor:
@@ -194,18 +196,20 @@ def _checked(segment: Segment, value: object) -> Tensor:
     if isinstance(value, LazyTensor):
         value = value.resolve()
     if not isinstance(value, Tensor):
-        raise BadResult(f"returned {_kind(value)} for {spec.name!r}, not a tensor")
+        raise BadResult(f"the aggregator returned {_kind(value)} for {spec.name!r}, not a tensor")
     if value.layout is not torch.strided or value.is_nested or value.is_meta:
-        raise BadResult(f"returned {spec.name!r} as a tensor that is not dense or has no values (meta device)")
+        raise BadResult(f"the aggregator returned {spec.name!r} as a tensor that is not dense or has no values")
     if tuple(value.shape) != tuple(spec.shape):
-        raise BadResult(f"returned {spec.name!r} with the shape {list(value.shape)}, the model has {list(spec.shape)}")
+        raise BadResult(
+            f"the aggregator returned {spec.name!r} in the shape {list(value.shape)}, not {list(spec.shape)}"
+        )
     allowed = {torch_dtype(spec.dtype), accumulate_dtype(spec.dtype)}
     if value.dtype not in allowed:
         names = " or ".join(sorted(dtype_name(dtype) for dtype in allowed))
-        raise BadResult(f"returned {spec.name!r} as {dtype_name(value.dtype)}, but must return {names}")
+        raise BadResult(f"the aggregator returned {spec.name!r} as {dtype_name(value.dtype)}, but must return {names}")
     tensor = value.detach().to("cpu", accumulate_dtype(spec.dtype)).contiguous()
     if not bool(torch.isfinite(tensor).all()):
-        raise BadResult(f"returned NaN or Inf in {spec.name!r}")
+        raise BadResult(f"the aggregator returned NaN or Inf in {spec.name!r}")
     return tensor
 
 

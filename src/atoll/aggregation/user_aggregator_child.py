@@ -113,7 +113,7 @@ class _Child:
             with torch.no_grad():
                 getattr(self, f"_{message['what']}")(message, fd)
         except BadResult as error:
-            self._tell_error(message, f"it {error}")
+            self._tell_error(message, str(error))
         except MemoryError:
             self._tell_error(message, "the machine does not have enough memory for the aggregator")
         except Exception as error:

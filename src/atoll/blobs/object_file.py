@@ -179,9 +179,7 @@ class Contents:
     def _read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
         header = read_header(lambda at, count: bytes(head[at : at + count]), cuts.nbytes, what)
         if header.nbytes != cuts.head_bytes:
-            raise BadRequest(
-                f"{what} has a header of {header.nbytes} bytes, but was announced with {cuts.head_bytes}.", _REMEDY
-            )
+            raise BadRequest(f"{what} has a header of {header.nbytes} bytes instead of {cuts.head_bytes}.", _REMEDY)
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
         if widths != sorted(widths, reverse=True):  # else chunks of bytes would not end at element borders
             raise BadRequest(f"{what} does not have its tensors ordered by element size.", _REMEDY)
@@ -345,8 +343,6 @@ def _from_text(name: str, entry: Plain, what: str) -> Tensor:
     except (binascii.Error, ValueError):
         data = bytearray()
     if len(data) != spec.nbytes or type(text) is not str:
-        raise BadRequest(
-            f"{what} has tensor {name!r} in its header with {len(data)} bytes instead of {spec.nbytes}.", _REMEDY
-        )
+        raise BadRequest(f"{what} has {len(data)} bytes of {name!r} in its header instead of {spec.nbytes}.", _REMEDY)
     dtype = torch_dtype(spec.dtype)
     return torch.frombuffer(data, dtype=dtype).view(spec.shape) if data else torch.empty(spec.shape, dtype=dtype)

@@ -519,7 +519,5 @@ class BlobManifest(Parts):
             raise BadRequest(f"{what} has {manifest.nbytes} bytes, but its manifest contains {len(data)} bytes.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
-                raise PartCorrupt(
-                    f"Part {part.index} of {what}, sent inside the manifest, arrived damaged.", "Fetch it again."
-                )
+                raise PartCorrupt(f"Part {part.index} of {what} arrived damaged.", "Fetch it again.")
         return data

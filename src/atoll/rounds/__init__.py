@@ -1,1 +1,1 @@
-"""The round machine of a run: its rules, states, events and effects, without IO and without a clock."""
+"""The round machine: the state machine of a run's rounds, with its rules, states and events, without IO and clock."""

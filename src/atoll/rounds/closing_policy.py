@@ -1,7 +1,7 @@
 """Closing policies: they decide when a round closes, and with which updates.
 
-A policy is a small frozen value with pure functions of a view of the round. The round machine enforces the minimum
-number of updates (`RoundView.floor`), whatever the policy decides. `waiting` explains why a round still waits.
+A policy decides from a `RoundView`, the facts about the round, and has no state of its own. Whatever it decides, the
+round machine enforces the minimum number of updates (`RoundView.floor`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class RoundView:
         fragment: index of the fragment.
         head_version: version that the round starts from.
         opened_s: time when the round opened, on the clock that also gives `now_s`.
-        expected: expected sites, with or without an accepted update, sorted.
+        expected: sites that take part in this round, with or without an accepted update, sorted.
         accepted: tickets of accepted updates that are not being reduced yet, sorted by site.
         floor: fewest updates with which this round may close, at least 1.
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
         first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
-        elsewhere: sites that wait for a new version of another fragment. Until it comes, they submit no update of this
-            fragment.
+        elsewhere: sites that wait for a new version of another fragment. They submit no update of this fragment before
+            that version is there.
     """
 
     fragment: int
@@ -52,7 +52,7 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The decision to close the round and reduce the updates of these tickets, in this order."""
+    """The decision to close the round. Exactly the updates of `tickets` are reduced, in this order."""
 
     tickets: tuple[int, ...]
 
@@ -71,12 +71,12 @@ class StayOpen:
 
 
 class Policy(ABC):
-    """A rule by which an open round closes. Its methods are pure. `str()` gives a text for users.
+    """The rule that decides when an open round closes. Its methods are pure. `str(policy)` describes it for users.
 
     By default, a round waits for all missing sites, and open tickets expire when their round closes.
 
     Attributes:
-        quorum: fewest updates with which the policy closes a round; 0: it sets no minimum beside `rounds.min_sites`.
+        quorum: fewest updates with which the policy closes a round; 0: only `rounds.min_sites` sets a minimum.
     """
 
     __slots__ = ()
@@ -91,7 +91,7 @@ class Policy(ABC):
         return view.missing
 
     def steps_before(self, waiting: int) -> int:
-        """Return how many rounds close before the round that applies the next update.
+        """Return how many rounds the waiting updates fill. An update that comes now is applied in the round after them.
 
         Args:
             waiting: number of accepted updates that are not being reduced yet.
@@ -110,7 +110,7 @@ class Policy(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Barrier(Policy):
-    """The policy that closes a round when every expected update is accepted."""
+    """The policy of synchronous runs: a round closes when the updates of all expected sites are accepted."""
 
     quorum = 0
 
@@ -118,7 +118,7 @@ class Barrier(Policy):
         return "barrier"
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
-        """Close with all accepted updates if no site is missing and at least `view.floor` sites are expected."""
+        """Close with all accepted updates if there is one from each expected site, and at least `view.floor`."""
         if len(view.expected) < view.floor:
             return StayOpen(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
         if missing := view.missing:
@@ -128,7 +128,7 @@ class Barrier(Policy):
 
 @dataclass(frozen=True, slots=True)
 class QuorumDeadline(Policy):
-    """A barrier with a deadline: from `deadline_s` seconds after the opening, `quorum` updates are enough."""
+    """A barrier with a deadline: when a round has been open for `deadline_s` seconds, `quorum` updates are enough."""
 
     quorum: int
     deadline_s: float
@@ -137,7 +137,7 @@ class QuorumDeadline(Policy):
         return f"quorum {self.quorum} after {self.deadline_s:g} s"
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
-        """Decide as `Barrier`. After the deadline, close if at least `view.floor` updates are accepted."""
+        """Decide as `Barrier` does. After the deadline, also close if at least `view.floor` updates are accepted."""
         decision = Barrier().decide(view, now_s)
         if isinstance(decision, Close):
             return decision
@@ -153,14 +153,14 @@ class QuorumDeadline(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Async(Policy):
-    """The policy of asynchronous runs: one step applies the `buffer` earliest updates.
+    """The policy of asynchronous runs: a step of the outer optimizer applies the `buffer` earliest updates.
 
     With `buffer` > 1 this is FedBuff (Nguyen et al., arXiv 2106.06639), with one difference: a site waits for the step
     that applies its update. If every live site has submitted, the step does not wait for a full buffer. The step does
     not wait either for sites that wait for another fragment: otherwise sites could wait for each other forever.
 
     Args:
-        buffer: K, number of updates of one step.
+        buffer: K, number of updates that one step applies.
         grace_s: seconds for which a step waits for more updates, counted from its first update; infinity: until all
             sites have submitted.
         sync_rounds_first: number of first rounds that are barriers. Asynchronous training from a random
@@ -181,7 +181,7 @@ class Async(Policy):
         return ", ".join(filter(None, ["async", *more]))
 
     def is_async(self, number: int) -> bool:
-        """Return False for the rounds of `sync_rounds_first`, True for all later ones."""
+        """Return False for the first `sync_rounds_first` rounds, True for all later rounds."""
         return number > self.sync_rounds_first
 
     def awaited(self, view: RoundView) -> tuple[str, ...]:
@@ -195,14 +195,14 @@ class Async(Policy):
         return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
-        """Return how often `waiting` updates fill the buffer. With a grace time, return 0: one step applies all."""
+        """Return how often `waiting` updates fill the buffer; 0 with a grace time: then one step applies all."""
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Close if the buffer is full and the grace time is over, or if no site that can submit is missing.
 
-        Close with the `buffer` earliest updates, or with all updates if there is a grace time. Decide synchronous
-        rounds as `Barrier`.
+        Close with the `buffer` earliest updates, or with all updates if there is a grace time. For synchronous rounds,
+        decide as `Barrier` does.
         """
         if not self.is_async(view.number):
             return Barrier().decide(view, now_s)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 
 
 def local_steps(speeds: Mapping[str, float], site: str, sync_every: int, fragments: int = 1) -> int:
-    """Return H_w, the number of local steps of a site between two synchronisations.
+    """Return H_w, the number of local steps that a site takes between two synchronisations.
 
     Args:
         speeds: live site → local steps per second; 0 if its speed is unknown.
         site: the site.
-        sync_every: H, a multiple of `fragments`.
+        sync_every: H, the number of local steps of the fastest site; a multiple of `fragments`.
         fragments: K, number of fragments.
     """
     speed, fastest = speeds.get(site, 0.0), max(speeds.values(), default=0.0)

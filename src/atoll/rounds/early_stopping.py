@@ -18,7 +18,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A version and its metric, measured by the workers of `round`."""
+    """The metric of a version: the mean that the workers of `round` measured before they trained from the version."""
 
     version: int
     round: int
@@ -73,11 +73,11 @@ class Tracking:
         return functools.reduce(self.follow, measured, Progress())
 
     def stops(self, progress: Progress) -> bool:
-        """Return whether early stopping ends the run."""
+        """Return whether the run ends now, because the metric has not improved for `patience` measurements."""
         return bool(self.patience) and progress.stale >= self.patience
 
     def why(self, progress: Progress) -> str:
-        """Return the reason for the early stop as a text; empty if the run was not stopped early."""
+        """Return the reason why the run was stopped early, as a text; empty if it was not stopped early."""
         if not self.stops(progress) or progress.best is None:
             return ""
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""

@@ -1,7 +1,7 @@
-"""Events of a run, and effects: the actions that the round machine requests. Values only.
+"""Input and output of the round machine as plain values: events of a run, and effects, the actions to take.
 
-Effects that are a `Decision` go to the journal, and `machine.restore` restores the state from them. They may be
-written one by one, in order: if a crash comes between two, `restore` completes the rest.
+The caller writes effects of the class `Decision` to the journal, from which `machine.restore` restores the state after
+a crash. They may be written one by one, in order: if a crash comes between two, `restore` completes the rest.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from atoll.rounds.early_stopping import Measured
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A process of `site` joins. An older lease of the site becomes void."""
+    """A process of `site` joins the run. A lease that the site already had becomes void."""
 
     site: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Base class of events from the holder of `lease`. They are refused if `site` has a newer lease or is not alive."""
+    """Base class of events from the process that holds `lease`. Refused if `site` has a newer lease or is not alive."""
 
     site: str
     lease: int
@@ -28,33 +28,33 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft(Leased):
-    """The holder of `lease` deregisters. If its training failed, `error` says why."""
+    """The process that holds `lease` leaves the run. If its training failed, `error` is the reason."""
 
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnds(Leased):
-    """The holder of `lease` submits no more updates, but stays for the results of its submitted updates."""
+    """The process that holds `lease` submits no more updates, but waits for the results of those it has submitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen(Leased):
-    """The holder of `lease` gave a sign of life: a heartbeat, or a part of an update."""
+    """The process that holds `lease` gave a sign of life: a heartbeat, or a part of an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class TicketRequested(Leased):
-    """The holder of `lease` requests its ticket of the open round of `fragment`."""
+    """The process that holds `lease` requests its site's ticket for the open round of `fragment`."""
 
     fragment: int
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateAccepted:
-    """The update of `ticket` is in the journal. `order` is its position among all accepted updates.
+    """The journal has recorded the update of `ticket`. `order` is its position among all accepted updates.
 
-    Handle no other event between `waiting.may_submit` and the insert into the journal.
+    Handle no other event between the check with `waiting.may_submit` and the record in the journal.
     """
 
     ticket: int
@@ -63,9 +63,9 @@ class UpdateAccepted:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRefused:
-    """The update of `ticket` cannot count: it is not finite, its norm is too large, or its weight is wrong.
+    """The update of `ticket` was refused: it is not finite, its norm is too large, or its weight is wrong.
 
-    The journal has the refusal already.
+    The journal has recorded the refusal already.
     """
 
     ticket: int
@@ -74,11 +74,11 @@ class UpdateRefused:
 
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
-    """The head of `fragment` moved to `version`.
+    """A new version of `fragment` is committed. It is now the head, the newest version.
 
     Args:
         fragment: index of the fragment.
-        version: the new head: the next number, or a later number if versions were lost.
+        version: number of the new version: the next number, or a later one if versions were lost.
         value: tracked metric, measured by the workers of the round; None if no worker reported it.
     """
 
@@ -89,7 +89,7 @@ class VersionCommitted:
 
 @dataclass(frozen=True, slots=True)
 class AggregatorLost:
-    """The aggregating worker of `fragment` and its collected updates are lost. Only in swarms."""
+    """The worker that aggregates `fragment` is lost, with the updates that it has collected. Only in swarms."""
 
     fragment: int
     reason: str
@@ -102,7 +102,7 @@ class TrainingBegins:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has passed: check the deadlines of rounds and the silence of workers."""
+    """Time has passed: close rounds that reached their deadline, and declare workers dead that were silent too long."""
 
 
 Event = (
@@ -127,7 +127,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Effect):
-    """Base class of effects for the journal.
+    """Base class of effects that the caller writes to the journal.
 
     Write them before you answer a request and before you handle the next event.
     """
@@ -135,7 +135,7 @@ class Decision(Effect):
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted(Decision):
-    """`site` takes part with `lease`. Every earlier lease of the site is void."""
+    """`site` has joined and may act with `lease`. Every earlier lease of the site is void."""
 
     site: str
     lease: int
@@ -157,7 +157,7 @@ class LeaseEnded(Decision):
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefused(Effect):
-    """The sender's lease is void. The sender may join again if it was not replaced by a newer one (`superseded`)."""
+    """The sender's lease is void. The sender may join again unless its site has a newer process (`superseded`)."""
 
     site: str
     reason: str
@@ -166,7 +166,7 @@ class LeaseRefused(Effect):
 
 @dataclass(frozen=True, slots=True)
 class RoundOpened(Decision):
-    """The round from `base_version` of `fragment` is open and expects these sites."""
+    """A round that trains from `base_version` of `fragment` is open, and waits for updates of the `expected` sites."""
 
     fragment: int
     base_version: int
@@ -175,7 +175,7 @@ class RoundOpened(Decision):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedChanged(Decision):
-    """The expected sites of an open round have changed, for example after a death, a refusal or a return."""
+    """The expected sites of an open round have changed, for example because a site died, rejoined or was refused."""
 
     fragment: int
     base_version: int
@@ -184,7 +184,7 @@ class ExpectedChanged(Decision):
 
 @dataclass(frozen=True, slots=True)
 class TicketIssued(Decision):
-    """`site` gets this ticket. If the ticket was issued before and is still open, `new` is False."""
+    """`site` gets `ticket`, the right to submit one update. If it already had this open ticket, `new` is False."""
 
     site: str
     ticket: int
@@ -216,7 +216,7 @@ class TicketWithheld(Effect):
 
 @dataclass(frozen=True, slots=True)
 class TicketsExpired(Decision):
-    """These tickets have expired. Their spooled parts are dropped."""
+    """These tickets have expired. Delete the parts of their updates that have arrived."""
 
     tickets: tuple[int, ...]
     reason: str
@@ -224,7 +224,7 @@ class TicketsExpired(Decision):
 
 @dataclass(frozen=True, slots=True)
 class RoundReopened(Decision):
-    """The round that starts from `base_version` is open again, with these tickets. Their sites submit updates again."""
+    """The round from `base_version` is open again, with these tickets. Their sites must submit their updates again."""
 
     fragment: int
     base_version: int
@@ -258,6 +258,6 @@ class RunFinished(Decision):
 
 @dataclass(frozen=True, slots=True)
 class Woken(Effect):
-    """Requests that wait for `fragment` should check its state again."""
+    """The state of `fragment` has changed: requests that wait for it should check it again."""
 
     fragment: int

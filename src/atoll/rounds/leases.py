@@ -1,7 +1,7 @@
-"""Leases: the right of one process to act for its site, and when a lease ends. Pure functions of all members.
+"""Leases: a lease is the right of one process to act for its site. Pure functions of a run's members (sites).
 
-The numbers of leases only rise. Only the holder of a site's newest lease may act for the site; requests with older
-leases are refused. A silence of `network.heartbeat_timeout_s` ends a lease (`silent`).
+Each new lease has a higher number. Only the process with a site's newest lease may act for the site; requests with
+older leases are refused. If a process is silent for `network.heartbeat_timeout_s`, its lease ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Member:
     Args:
         site: name of the site.
         lease: number of its newest lease.
-        alive: whether the site takes part.
-        why: if it does not take part: `dead`, `left` or `failed`.
+        alive: whether the site takes part now.
+        why: if the site does not take part, the reason: `dead`, `left` or `failed`.
     """
 
     site: str
@@ -31,7 +31,7 @@ class Member:
 
     @property
     def state(self) -> str:
-        """State of the site in the table `MEMBER`."""
+        """State of the site: `alive`, `dead`, `left` or `failed`, as in the table of transitions `MEMBER`."""
         return "alive" if self.alive else self.why
 
 
@@ -50,7 +50,7 @@ def changed(members: Members, site: str, event: str, lease: int | None = None) -
     Args:
         members: the members before the event.
         site: the site.
-        event: event of the table `MEMBER`.
+        event: an event of the table of transitions `MEMBER`, such as "joins".
         lease: new lease number if the site joins; None keeps the old number.
 
     Raises:
@@ -75,7 +75,7 @@ def silent(seen_s: Mapping[str, float], timeout_s: float, now_s: float) -> list[
 
 
 def refusal(members: Members, site: str, lease: int) -> LeaseRefused | None:
-    """Return the refusal if the holder of `lease` may not act for `site`; None if the holder may."""
+    """Return the refusal if the process that holds `lease` may not act for `site`; None if it may."""
     member = members.get(site)
     if member is None:
         return LeaseRefused(site, f"{site!r} has not joined this run")

@@ -3,9 +3,9 @@
     state, _ = restore(Rules(sites=3), Snapshot((FragmentSnapshot(head=0),)), now_s)
     state, effects = step(state, events.WorkerJoined("clinic-a"), now_s)
 
-The server, the simulator and the schedule explorer all run this code. After every relevant event, `settle` updates each
-open round: it derives the expected sites from the live sites and the tickets, and asks the policy. A restart calls
-`settle` on the state in the journal, so the same rules repair a crash between two journal writes.
+The server and the simulator both run this code. After every relevant event, `settle` updates each open round: it
+derives the expected sites from the live sites and the tickets, and asks the closing policy. A restarted server calls
+`settle` on the state from the journal, so the same rules repair a crash between two writes to the journal.
 
 `now_s` is a time in seconds on a monotonic clock. With a wall clock, setting the clock could declare workers dead.
 """
@@ -19,7 +19,7 @@ from typing import assert_never
 from atoll.rounds import events, leases
 from atoll.rounds.early_stopping import Measured
 from atoll.rounds.events import RunFinished
-from atoll.rounds.opening import drop_ended, end_open, expire, open_next, settle, still_good
+from atoll.rounds.opening import drop_ended, end_open, expire, open_next, pending_tickets, settle
 from atoll.rounds.state import (
     Draft,
     FragmentSnapshot,
@@ -38,12 +38,12 @@ NOT_DRAWN = "was not drawn for this round; each round draws anew"
 
 
 def step(state: State, event: events.Event, now_s: float) -> Result:
-    """Return the state after an event, and the effects. The given `state` is not changed.
+    """Return the state after an event, and the effects: the actions that the caller must take.
 
     Args:
-        state: state before the event.
+        state: state before the event; it is not changed.
         event: the event.
-        now_s: time of the event in seconds.
+        now_s: time of the event, in seconds of a monotonic clock.
 
     Raises:
         IllegalTransition: the event is not possible in this state; the caller has a bug.
@@ -89,7 +89,7 @@ def _join(draft: Draft, site: str) -> None:
 
 
 def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
-    """End the leases of all `sites` by `event`. After that, update the rounds once."""
+    """End the leases of all `sites` because of `event`, then update the rounds once."""
     for site in sites:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
@@ -176,7 +176,7 @@ def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -
     ticket = ticket_by_id(draft.state, event.ticket)
     what = "update accepted" if isinstance(event, events.UpdateAccepted) else "update refused"
     if ticket is None:
-        raise IllegalTransition(f"Ticket {event.ticket} belongs to no current round; {what!r} cannot happen to it.")
+        raise IllegalTransition(f"Ticket {event.ticket} is in no current round: {what!r} is not possible.")
     state = advance(f"Ticket {event.ticket}", TICKET, ticket.state, what)
     if state == ticket.state:
         return
@@ -196,7 +196,7 @@ def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -
 def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> None:
     round_ = draft.round(fragment)
     if version <= round_.head:
-        raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}; version {version} cannot follow.")
+        raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}: version {version} cannot follow.")
     rounds = draft.state.rules.rounds
     for ticket in round_.tickets.values():
         if ticket.id in round_.frozen:
@@ -211,7 +211,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
         phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
         end_open(draft, fragment, "run finished", "the run is finished")
         # Keep acknowledged updates: the run may be started again with more rounds.
-        waiting = {site: ticket for site, ticket in still_good(round_).items() if ticket.state == "accepted"}
+        waiting = {site: ticket for site, ticket in pending_tickets(round_).items() if ticket.state == "accepted"}
         draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
         draft.wake.add(fragment)
         if draft.state.finished:
@@ -249,11 +249,11 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
 
 
 def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
-    """Return the state in the journal, and the effects that a crash has left undone.
+    """Return the state that the journal describes, and the effects that a crash has left undone.
 
     Heartbeat timeouts and deadlines restart at `now_s`. A round that was being reduced stays `closing`: the caller
-    reduces it again and reports `VersionCommitted`. A second restore gives the same state, whether or not the effects
-    were written to the journal.
+    reduces it again and reports `VersionCommitted`. If the server crashes again, another call returns the same state,
+    whether or not the effects of this call were written to the journal.
 
     Args:
         rules: rules of the rounds.

@@ -1,6 +1,6 @@
 """Open rounds, update their expected sites, and close them.
 
-`settle` depends only on the state and the time, so a running server and a recovery reach the same result.
+`settle` depends only on the state and the time, so a restarted server reaches the same result as one that kept running.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, a
 
 
 def settle(draft: Draft) -> None:
-    """Update every round after a change of members, tickets or time, and close it if its policy says so."""
+    """Update every round after a change of members, tickets or time, and close it if the closing policy decides so."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):
         if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
@@ -33,20 +33,20 @@ def settle(draft: Draft) -> None:
 def open_next(draft: Draft, fragment: int, event: str) -> None:
     """Open the next round of a fragment for sites drawn from the live sites.
 
-    If too few sites are drawn, `_revise` adds others later. An asynchronous round takes over live tickets of earlier
-    rounds: open tickets, and tickets with accepted updates that were not reduced.
+    If too few sites are alive now, others are added later. An asynchronous round takes over tickets of earlier rounds:
+    open tickets, and tickets with accepted updates that were not reduced.
 
     Args:
-        draft: the state in the making.
+        draft: the new state, which this function changes.
         fragment: index of the fragment.
-        event: event of the table `ROUND` that opens the round.
+        event: the event that opens the round, from the table of transitions `ROUND`.
     """
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
     rules, alive = draft.state.rules, draft.state.active_s
     drawn = rules.sampling.draw(alive, fragment, round_.head, at_least=rules.floor)
     expected = dict.fromkeys(drawn, draft.now_s)
-    tickets = still_good(round_) if draft.state.is_async(fragment) else {}
+    tickets = pending_tickets(round_) if draft.state.is_async(fragment) else {}
     waits = any(ticket.state == "accepted" for ticket in tickets.values())
     draft.change_round(
         fragment,
@@ -69,7 +69,7 @@ def _revise(draft: Draft, fragment: int) -> None:
 
     In a synchronous round, these are:
       - the sites with an accepted update, alive or not;
-      - the sites that may submit, and that hold an open ticket or were expected before and not refused.
+      - the sites that may still submit and that have an open ticket, or were expected before and not refused.
     If they are too few to close the round, other live sites without a ticket are added, oldest lease first.
     """
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
@@ -121,8 +121,8 @@ def _judge(draft: Draft, fragment: int) -> None:
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
     if not fit or len(set(decision.tickets)) < max(seen.floor, len(decision.tickets)):
         raise IllegalTransition(
-            f"{policy} closes a round with tickets {decision.tickets}; "
-            f"accepted are {sorted(accepted)}, needed {seen.floor}."
+            f"The policy {str(policy)!r} closes a round with the tickets {decision.tickets}, but the accepted tickets "
+            f"are {sorted(accepted)}, and at least {seen.floor} are needed."
         )
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "policy closes")
     draft.change_round(fragment, phase=phase, expected={}, frozen=decision.tickets, until_s=None, first_s=None)
@@ -130,22 +130,22 @@ def _judge(draft: Draft, fragment: int) -> None:
     expire(draft, fragment)
 
 
-def still_good(round_: Round) -> dict[str, Ticket]:
-    """Return site → ticket for the tickets that are open, or accepted and not being reduced."""
+def pending_tickets(round_: Round) -> dict[str, Ticket]:
+    """Return site → ticket for the tickets that are open, or have an accepted update that is not being reduced."""
     return {
         site: ticket for site, ticket in round_.tickets.items() if ticket.is_live and ticket.id not in round_.frozen
     }
 
 
 def drop_ended(draft: Draft, fragment: int) -> None:
-    """In an asynchronous round, drop the tickets that are neither open nor accepted. Else do nothing."""
+    """In an asynchronous round, drop the tickets that are neither open nor accepted. Keep all in a synchronous one."""
     if draft.state.is_async(fragment):
         tickets = draft.round(fragment).tickets
         draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})
 
 
 def expire(draft: Draft, fragment: int) -> None:
-    """Expire the open tickets of a closed synchronous round.
+    """End the open tickets of a synchronous round that has closed.
 
     Call this after the effect `RoundClosed`. Then a crash between the effects cannot leave an open round with expired
     tickets.
@@ -156,15 +156,15 @@ def expire(draft: Draft, fragment: int) -> None:
 
 
 def end_open(draft: Draft, fragment: int, event: str, reason: str, *, site: str = "", oldest: float = math.inf) -> None:
-    """End open tickets of a fragment.
+    """End open tickets of a fragment: those of one site or of all sites, with a base version before `oldest`.
 
     Args:
-        draft: the state in the making.
+        draft: the new state, which this function changes.
         fragment: index of the fragment.
-        event: event of the table `TICKET` that ends the tickets.
-        reason: the reason, as the sites are told.
-        site: site of the tickets to end; empty for all sites.
-        oldest: oldest base version of tickets that stay open; infinity ends all tickets.
+        event: the event that ends the tickets, from the table of transitions `TICKET`.
+        reason: the reason, which the sites get.
+        site: the site; empty for all sites.
+        oldest: tickets with this base version or a newer one stay open; infinity ends all tickets.
     """
     tickets = [
         ticket

@@ -6,8 +6,9 @@ algorithm 1: S_t ← a random set of m = max(C·K, 1) clients.
 A draw depends only on the seed, the fragment, the version and the names of the sites. So a restarted server draws the
 same sites, and a site that joins or leaves does not change the relative order of the others.
 
-In a swarm, a version is committed only when two workers have it and its outer state: the aggregator and the checker.
-The checker aggregates the next round, so that the work rotates, unless the user has named other aggregators.
+In a swarm, workers aggregate instead of the server. A version is committed only when two workers have it and the state
+of the outer optimizer: the aggregator, and the checker, which verifies the version. The checker aggregates the next
+round, so that the work rotates, unless the user has named other aggregators.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Sampling:
     """The rule by which sites are drawn for a round.
 
     Args:
-        fraction: C, share of the live sites; 1 for all.
+        fraction: C, share of the live sites to draw; 1 draws all.
         minimum: fewest sites to draw; if fewer are live, all are drawn.
         seed: random seed of the draws.
     """
@@ -35,12 +36,12 @@ class Sampling:
     seed: int = 0
 
     def size(self, sites: int) -> int:
-        """Return the number of sites to draw from `sites` live ones."""
+        """Return the number of sites to draw if `sites` sites are live."""
         share = math.ceil(self.fraction * sites - 1e-9)  # 0.1 · 30 is 3.0000000000000004
         return min(sites, max(self.minimum, share))
 
     def draw(self, sites: Collection[str], fragment: int, base_version: int, at_least: int = 1) -> list[str]:
-        """Return the drawn sites of a round, sorted.
+        """Draw the sites that take part in a round, and return them sorted by name.
 
         Args:
             sites: the live sites.
@@ -60,15 +61,15 @@ HOLDERS = 2
 """In a swarm, at least this many workers hold the newest version and its outer state, if there are as many."""
 
 
-def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:
-    """Return the order of preference of the aggregators of a round.
+def ranking(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:
+    """Return the sites of a swarm in the order in which they are preferred as aggregator of a round.
 
     Args:
         sites: sites that could aggregate.
         seed: random seed.
         fragment: index of the fragment.
         version: version that the round starts from.
-        named: sites that the user named as aggregators. They come before all others, and take turns to be first.
+        named: sites that the user named as aggregators. They come before all others; each round starts with another.
     """
 
     def drawn(site: str) -> bytes:
@@ -79,17 +80,17 @@ def turn(sites: Collection[str], *, seed: int, fragment: int, version: int, name
     return [*first, *sorted(set(sites) - set(first), key=drawn)]
 
 
-def appointed(
+def aggregator_of(
     order: Sequence[str],
     holders: Collection[str],
     excluded: Collection[str],
     before: Collection[str],
     named: Collection[str] = (),
 ) -> str | None:
-    """Return the site that aggregates a round; None if no site has the base version.
+    """Return the site of a swarm that aggregates a round; None if no site has the base version.
 
     Args:
-        order: sites in order of preference, from `turn`.
+        order: sites in order of preference, from `ranking`.
         holders: sites that have the base version.
         excluded: sites that failed in this round, oldest failure first. They are chosen, in this order, only if no
             other site is left.
@@ -105,11 +106,11 @@ def appointed(
     return next((site for site in asked if site not in before), None) or next(iter(asked or again), None)
 
 
-def to_hold(order: Sequence[str], holders: Collection[str]) -> set[str]:
-    """Return the sites that should hold the newest version: its holders, and other sites until there are `HOLDERS`.
+def choose_holders(order: Sequence[str], holders: Collection[str]) -> set[str]:
+    """Return the sites of a swarm that should store the newest version: at least `HOLDERS`, if there are as many.
 
     Args:
-        order: sites in order of preference.
+        order: sites in order of preference; they are added if too few sites have the version.
         holders: sites that have the version.
     """
     others = [site for site in order if site not in holders]

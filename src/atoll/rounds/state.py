@@ -1,7 +1,7 @@
 """The state of the round machine as frozen values, and the snapshot from which a restarted server restores it.
 
-Mappings are replaced, never changed in place. Times are seconds on one monotonic clock. Snapshots have no times,
-because the clock does not survive a restart.
+Mappings are replaced, never changed in place. All times are seconds of the same monotonic clock. Snapshots have no
+times, because the values of this clock mean nothing after a restart.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rules:
         sites: number of sites that must be alive before the first round opens.
         min_sites: fewest updates with which a round may close.
         heartbeat_timeout_s: seconds of silence after which a worker is declared dead; 0 for never.
-        rounds: number of rounds of every fragment after which the run is finished; 0 for no end.
+        rounds: number of rounds of each fragment after which the run is finished; 0 for no end.
         policy: closing policy.
         sampling: rule by which the sites of a round are drawn.
         fragments: number of fragments.
@@ -37,7 +37,7 @@ class Rules:
         max_staleness: most versions between the base of an update and the version that the update is applied to; None
             for no limit.
         max_inflight: number of fragments for which one worker may have unfinished updates at a time.
-        held: whether the first round may not open yet, because training has not begun.
+        held: whether the first round must wait for the event `TrainingBegins`.
     """
 
     sites: int
@@ -61,7 +61,7 @@ class Rules:
         Args:
             settings: settings of the run.
             fragments: number of fragments.
-            held: whether training has not begun.
+            held: whether the first round must wait for the event `TrainingBegins`.
             needs_all: whether a synchronous round without a quorum needs the updates of all drawn sites, unless
                 `rounds.min_sites` is set.
         """
@@ -107,7 +107,7 @@ class Round:
     """The current round of one fragment.
 
     Args:
-        phase: state in the table `ROUND`.
+        phase: state in the table of transitions `ROUND`: `gathering`, `open`, `closing` or `finished`.
         head: newest version of the fragment, from which the round starts.
         opened_s: time when the round opened.
         expected: expected site → time since which the round waits for it. Each site is alive or has an accepted update.
@@ -130,7 +130,7 @@ class Round:
 
     @property
     def done(self) -> int:
-        """Number of committed rounds that led to `head`."""
+        """Number of rounds that have been committed, without lost versions."""
         return self.head - self.lost
 
     @property
@@ -151,7 +151,7 @@ class State:
         next_ticket: number of the next ticket.
         next_lease: number of the next lease.
         progress: summary of the tracked metric.
-        ending: live sites that submit no more updates. A snapshot does not have them; the sites announce it again.
+        ending: live sites that submit no more updates. Snapshots do not contain them; these sites say so again.
     """
 
     rules: Rules
@@ -165,7 +165,7 @@ class State:
 
     @property
     def active_s(self) -> Mapping[str, float]:
-        """Live site that may still submit → time of its last sign of life."""
+        """Site → time of its last sign of life, for the live sites that may still submit updates."""
         if not self.ending:
             return self.seen_s
         return {site: last_s for site, last_s in self.seen_s.items() if site not in self.ending}
@@ -182,7 +182,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class FragmentSnapshot:
-    """The current round of one fragment in the journal.
+    """The current round of one fragment, as the journal has recorded it.
 
     Args:
         head: newest version of the fragment.
@@ -200,13 +200,13 @@ class FragmentSnapshot:
 
     @property
     def done(self) -> int:
-        """Number of committed rounds that led to `head`."""
+        """Number of rounds that have been committed, without lost versions."""
         return self.head - self.lost
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The decisions in the journal, from which the state is restored.
+    """The contents of the journal, from which a restarted server restores the state.
 
     Args:
         fragments: the current round of each fragment.
@@ -229,7 +229,7 @@ class Snapshot:
 
 
 def view(state: State, fragment: int) -> RoundView:
-    """Return the policy's view of the current round of `fragment`."""
+    """Return the facts about the current round of `fragment` from which the closing policy decides."""
     round_, elsewhere = state.rounds[fragment], Counter[str]()
     if len(state.rounds) > 1:
         elsewhere.update(
@@ -272,10 +272,10 @@ Result = tuple[State, tuple[Effect, ...]]
 
 
 class Draft:
-    """A new state in the making, with its effects so far. One step of the round machine uses one draft.
+    """The new state that one step of the round machine builds up, with the effects of the step.
 
     Attributes:
-        state: the state so far. It is replaced by each change, never changed in place.
+        state: the state so far. Each change replaces it; it is never changed in place.
         now_s: time of the step in seconds.
         effects: the effects so far.
         wake: the fragments that have changed; requests that wait for them should check the state again.
@@ -294,7 +294,7 @@ class Draft:
         return self.state, (*self.effects, *(Woken(fragment) for fragment in sorted(self.wake)))
 
     def change(self, **fields: Any) -> None:
-        """Replace fields of the state."""
+        """Replace the given fields of the state."""
         self.state = replace(self.state, **fields)
 
     def round(self, fragment: int) -> Round:
@@ -304,11 +304,11 @@ class Draft:
             IllegalTransition: there is no such fragment.
         """
         if not 0 <= fragment < len(self.state.rounds):
-            raise IllegalTransition(f"There is no fragment {fragment}; there are {len(self.state.rounds)}.")
+            raise IllegalTransition(f"There is no fragment {fragment}: there are only {len(self.state.rounds)}.")
         return self.state.rounds[fragment]
 
     def change_round(self, fragment: int, **fields: Any) -> None:
-        """Replace fields of a fragment's current round.
+        """Replace the given fields of a fragment's current round.
 
         Raises:
             IllegalTransition: there is no such fragment.

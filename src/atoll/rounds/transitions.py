@@ -1,7 +1,7 @@
 """Tables of the allowed transitions of members, rounds and tickets, and the function that applies them.
 
-The round machine changes these states only through `advance`, so the tables are the rules. `tools/diagrams.py` draws
-them for the documentation.
+The round machine changes these states only through `advance`, so a transition that is not in a table cannot happen.
+`tools/diagrams.py` draws the tables for the documentation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Table = Mapping[tuple[str, str], str]
 
 
 class IllegalTransition(RuntimeError):
-    """The error of an event that is not possible in the current state. It means a bug in Atoll, never a bad message."""
+    """Raised if an event is not possible in the current state. The cause is a bug in Atoll, never a wrong request."""
 
 
 MEMBER: Table = {
@@ -64,7 +64,7 @@ class Ticket:
         site: the site.
         fragment: index of the fragment.
         base_version: version that the site trains from.
-        state: state in the table `TICKET`.
+        state: state in the table of transitions `TICKET`: `open`, `accepted`, `counted`, `refused` or `expired`.
         reason: why the update was refused, or why the ticket has expired.
         order: position of the update among all accepted updates; 0 if it is not accepted.
     """
@@ -84,10 +84,10 @@ class Ticket:
 
 
 def advance(what: str, table: Table, state: str, event: str) -> str:
-    """Return the state after an event.
+    """Return the state of a member, round or ticket after an event.
 
     Args:
-        what: subject of the error message, for example "Ticket 3".
+        what: name for the error message, for example "Ticket 3".
         table: table of the transitions.
         state: state before the event.
         event: the event.
@@ -98,4 +98,4 @@ def advance(what: str, table: Table, state: str, event: str) -> str:
     try:
         return table[state, event]
     except KeyError:
-        raise IllegalTransition(f"{what} is {state}; {event!r} cannot happen to it.") from None
+        raise IllegalTransition(f"{what} is {state}, so the event {event!r} is not possible.") from None

@@ -1,6 +1,6 @@
 """Queries of the round machine's state: why a round waits, which site may submit, and the next deadline.
 
-What an open round waits for ("waits for clinic-a") is a `StayOpen` of its policy: `rounds/closing_policy`.
+The closing policy of an open round determines what the round waits for (`closing_policy.StayOpen`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from atoll.rounds.transitions import Ticket
 
 
 def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
-    """Return the sites that the open round waits for, sorted: (site, time since which the round waits for the site).
+    """Return the sites that the open round waits for, each with the time since which the round waits for it.
 
-    Empty if no round is open.
+    The sites are sorted by name. If no round is open, the result is empty.
     """
     round_ = state.rounds[fragment]
     if round_.phase != "open":
@@ -24,7 +24,7 @@ def missing(state: State, fragment: int) -> tuple[tuple[str, float], ...]:
 
 
 def why(state: State, fragment: int, now_s: float) -> str:
-    """Return what the fragment waits for, as a sentence without its subject, for example "waits for clinic-a"."""
+    """Return what the fragment does or waits for, as a sentence without subject, for example "waits for clinic-a"."""
     round_ = state.rounds[fragment]
     if round_.phase == "gathering" and state.rules.held:
         return "does not train at present: a workflow of tasks has the sites"
@@ -41,11 +41,11 @@ def why(state: State, fragment: int, now_s: float) -> str:
 
 
 def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
-    """Return None if the holder of `lease` may submit an update for `ticket` now.
+    """Return None if the process that holds `lease` may submit an update for `ticket` now.
 
-    Otherwise return the refused lease, or a sentence that says what is wrong with the ticket. There is such a sentence
-    also for a ticket with an accepted update: then the caller must check in the journal whether the request repeats
-    the same bytes.
+    Otherwise return a `LeaseRefused`, or a sentence that says what is wrong with the ticket. A ticket that already has
+    an accepted update gives such a sentence, too. The caller must then check in the journal whether the request only
+    repeats the accepted update.
     """
     refused = leases.refusal(state.members, site, lease)
     if refused:
@@ -94,7 +94,7 @@ def due(state: State, site: str) -> int:
 def next_deadline_s(state: State) -> float | None:
     """Return the time at which a `TimePassed` event is due next; None if no event is due.
 
-    Signs of life move this time. If a timer fires too early, ask again.
+    A sign of life of a worker can move this time. So, when a timer fires, call this function again.
     """
     times = [round_.until_s for round_ in state.rounds if round_.phase == "open" and round_.until_s is not None]
     timeout_s = state.rules.heartbeat_timeout_s

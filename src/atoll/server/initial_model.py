@@ -21,7 +21,7 @@ from atoll.tensors.arrays import require_model
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
-from atoll.tensors.module_tensors import ModelTensors, Tensors, named_tensors, schema_of, unwrapped
+from atoll.tensors.module_tensors import Marked, Tensors, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import BUFFERS, NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}
@@ -41,7 +41,7 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     """
     if given is not None:
         require_model(given)
-        return given if isinstance(given, nn.Module | ModelTensors) else unwrapped(given)
+        return given if isinstance(given, nn.Module | Marked) else unwrapped(given)
     if settings.model.source is None:
         raise ConfigError(
             "The run has no initial model.",
@@ -125,12 +125,12 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
     # in the model's order; tensors that the model lacks come last, and the error of require_equal names them
     ordered = {spec.name: found.pop(spec.name) for spec in schema.tensors if spec.name in found} | found
     ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
-    model = ModelTensors(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
+    model = Marked(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
     schema_of(model).require_equal(schema, mine=source, theirs="the run")
     return model
 
 
-def _header(path: Path) -> ModelTensors:
+def _header(path: Path) -> Marked:
     """Return tensors with a file's names, shapes and dtypes, but not its values. Each needs memory for one element."""
     from safetensors import safe_open
 
@@ -143,7 +143,7 @@ def _header(path: Path) -> ModelTensors:
     return _with_buffers(path, tensors, lambda one, other: one.shape == other.shape and one.dtype == other.dtype)
 
 
-def _with_buffers(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> ModelTensors:
+def _with_buffers(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Marked:
     """Return a file's tensors as a model. If Atoll exported the file, its metadata lists tied names and buffers.
 
     If the file has all listed buffers, its other tensors are parameters. If it lacks a listed buffer, the file was
@@ -164,9 +164,9 @@ def _with_buffers(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor
             del tensors[name]
             tensors[name] = tensors[owner]  # inserted again, so that the name comes after its owner
     if not isinstance(buffers, list) or not all(isinstance(name, str) for name in buffers):
-        return ModelTensors(unwrapped(tensors), {})  # not an export of Atoll: names may have the prefixes of wrappers
+        return Marked(unwrapped(tensors), {})  # not an export of Atoll: names may have the prefixes of wrappers
     whole = all(name in tensors for name in buffers)
-    return ModelTensors(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
+    return Marked(tensors, {name: name in buffers for name in tensors if whole or name in buffers})
 
 
 def _json(text: str | None) -> object:
@@ -194,11 +194,11 @@ def _files(model: str) -> list[Path]:
     return [path] if model.endswith(".safetensors") else []
 
 
-def _from_files(files: Sequence[Path]) -> ModelTensors:
+def _from_files(files: Sequence[Path]) -> Marked:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    def load(path: Path) -> ModelTensors:
+    def load(path: Path) -> Marked:
         try:
             return _with_buffers(path, load_file(path), torch.equal)
         except FileNotFoundError:
@@ -209,13 +209,13 @@ def _from_files(files: Sequence[Path]) -> ModelTensors:
     return _together(files, load)
 
 
-def _together(files: Sequence[Path], load: Callable[[Path], ModelTensors]) -> ModelTensors:
+def _together(files: Sequence[Path], load: Callable[[Path], Marked]) -> Marked:
     """Return the tensors of several files as one model. A large model is often saved in several files.
 
     Raises:
         ConfigError: two files have a tensor of the same name.
     """
-    found = ModelTensors({}, {})
+    found = Marked({}, {})
     for path in files:
         tensors = load(path)
         if twice := found.keys() & tensors.keys():

@@ -110,7 +110,7 @@ class Spool:
         for part in self.layout.parts[len(self.stats) :]:
             if part.stop > offset + len(data):
                 break
-            self.stats.append(self._inspection.look(part, self._fd))
+            self.stats.append(self._inspection.check(part, self._fd))
 
 
 class SimulatedSite:

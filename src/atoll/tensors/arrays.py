@@ -57,9 +57,7 @@ def as_tensor(name: str, value: object) -> Tensor:
             "Convert it to a numpy array, or leave it out of the mapping.",
         )
     if isinstance(value, np.ma.MaskedArray):
-        raise UsageError(
-            f"{name!r} is a masked array; its mask would be lost.", "Replace the masked values first: array.filled(…)."
-        )
+        raise UsageError(f"{name!r} is a masked array; its mask would be lost.", "Call value.filled(…) first.")
     return _from_numpy(name, np.asarray(value))
 
 

@@ -199,10 +199,8 @@ class RunTable:
         if table is None:
             groups = neighbours((piece for piece in part.pieces if piece.numel), self._joins)
             table = self._tables[part.index] = tuple(
-                ByteRun.of(group, self._item_bytes(group[0].segment))
-                if group[0].numel <= self.max_elements
-                else group[0]
-                for group in groups
+                ByteRun.of(each, self._item_bytes(each[0].segment)) if each[0].numel <= self.max_elements else each[0]
+                for each in groups
             )
         for entry in table:
             if isinstance(entry, ByteRun):

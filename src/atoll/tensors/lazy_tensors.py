@@ -185,9 +185,7 @@ class LazyState(Mapping[str, Tensor]):
             try:
                 read_at(fd, memory, offset)
             except EOFError as error:
-                raise StoreError(
-                    f"{path} was truncated while it was in use: {error}, before the end of the tensor."
-                ) from None
+                raise StoreError(f"{path} was truncated: {error}, before the end of the tensor.") from None
 
         segments = {spec.name: Segment(spec, "none", offset, spec.nbytes) for spec, offset in header.tensors}
         return cls(Handle(read, lambda: os.close(fd)), segments)

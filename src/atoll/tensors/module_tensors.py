@@ -22,7 +22,7 @@ PLAIN = (Tensor, nn.Parameter)
 """The usual classes of tensors. Tensors of other classes may keep their elements elsewhere."""
 
 
-class ModelTensors(dict[str, Tensor]):
+class Marked(dict[str, Tensor]):
     """The tensors of a model by name, with the information which of them are buffers, for example from a model file.
 
     Attributes:
@@ -191,11 +191,11 @@ def schema_of(
 
     Returns:
         The schema: float parameters are in the group `params`, all other tensors in `buffers`. In a mapping, tensors
-        are parameters unless `ModelTensors.buffers` says otherwise, or says nothing and the name is one that batch
+        are parameters unless `Marked.buffers` says otherwise, or says nothing and the name is one that batch
         normalisation gives to its buffers.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
-    known: Mapping[str, bool] = model.buffers if isinstance(model, ModelTensors) else {}
+    known: Mapping[str, bool] = model.buffers if isinstance(model, Marked) else {}
     if isinstance(model, nn.Module):
         parameters = Parameters(model)
         known = {name: parameters.parameter_of(tensor) is None for name, tensor in owners.items()}
@@ -277,10 +277,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> None:
     if not isinstance(tensor, Tensor):
-        raise UsageError(
-            f"The entry {name!r} of the model is a {type(tensor).__name__}, not a tensor.",
-            "Leave it out of the mapping.",
-        )
+        raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
     odd = tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided
     if type(tensor) in PLAIN and not (odd or tensor.is_meta):
         return  # the fast path for nearly all tensors

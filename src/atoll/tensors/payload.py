@@ -163,9 +163,7 @@ class _Packer:
                 "Remove this cycle.",
             )
         if len(self._open) == DEPTH:
-            raise UsageError(
-                f"{path} is nested more than {DEPTH} levels deep, which Atoll cannot send.", "Send a flatter payload."
-            )
+            raise UsageError(f"{path} is {DEPTH} levels deep, more than Atoll can send.", "Send a flatter payload.")
         self._open[id(value)] = path
         try:
             return write(value, path)
@@ -224,10 +222,7 @@ class _Packer:
                 f"Convert it to one of {', '.join(str(dtype) for dtype in NAMES)}.",
             )
         if tensor.is_meta:
-            raise UsageError(
-                f"{path} is on the meta device and has no values.",
-                "Send a tensor that is on the CPU or an accelerator.",
-            )
+            raise UsageError(f"{path} is on the meta device and has no values.", "Initialise it first.")
         return self._add(tensor.detach().resolve_neg(), tensor)
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> int:
@@ -309,10 +304,7 @@ class _Unpacker:
                 return read(text)
             except (KeyError, UsageError, ValueError) as error:
                 raise BadRequest(f"{path} is not a valid {kind!r}: {error}") from None
-        raise BadRequest(
-            f"{path} is of the unknown kind {kind!r}.",
-            "Upgrade Atoll: the other side may have a newer version.",
-        )
+        raise BadRequest(f"{path} is of the unknown kind {kind!r}.", "Upgrade Atoll to the version of the other side.")
 
     def _items(self, items: list[Plain], path: str, depth: int) -> list[Any]:
         return [self.node(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
@@ -347,9 +339,7 @@ class _Unpacker:
             return value
         if index not in self._arrays:
             if value.dtype in NOT_IN_NUMPY:
-                raise BadRequest(
-                    f"The payload marks tensor {index} as a NumPy array, but NumPy lacks its dtype {value.dtype}."
-                )
+                raise BadRequest(f"Tensor {index} is marked as a NumPy array, but NumPy lacks its dtype {value.dtype}.")
             self._arrays[index] = value.numpy()
         array = self._arrays[index]
         return array if kind == "array" else array[()]

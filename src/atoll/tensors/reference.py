@@ -53,8 +53,7 @@ class TensorRef:
     def __post_init__(self) -> None:
         if not _TEXT.fullmatch(str(self)) or self.port > 65535:
             raise UsageError(
-                "A TensorRef was created with an invalid host, port, object id, secret or digest.",
-                "Use a reference that atoll.objects.publish returned.",
+                "A TensorRef was built from invalid values.", "Use a reference that atoll.objects.publish returned."
             )
 
     @classmethod

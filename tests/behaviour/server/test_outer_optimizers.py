@@ -115,7 +115,10 @@ def test_steps_each_parameter_by_the_first_matching_rate(
 @pytest.mark.parametrize(
     ("rates", "told"),
     [
-        ({"haed.bias": 0.5}, r"outer_lr_of contains 'haed\.bias', but no parameter has such a name.*'head.bias'"),
+        (
+            {"haed.bias": 0.5},
+            r"outer_lr_of contains 'haed\.bias', which matches no parameter of the model.*'head.bias'",
+        ),
         ({"head.*": 0}, "outer_lr_of"),
     ],
     ids=["no name", "zero"],

@@ -535,7 +535,7 @@ class Missing:
 @pytest.mark.parametrize(
     ("chunks", "what"),
     [
-        ([b"abc"], "a chunk of 3 bytes, which is not a multiple of the element size 2"),
+        ([b"abc"], "a chunk of 3 bytes, not whole elements of 2 bytes"),
         ([torch.zeros(3)], "a chunk of torch.float32, but the stream's dtype is torch.int16"),
         ([torch.zeros(3, dtype=torch.int16)] * 2, "produced too many bytes, but"),
         ([], "produced only 0 bytes, but"),

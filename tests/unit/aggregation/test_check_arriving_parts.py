@@ -33,7 +33,7 @@ def file_of(content=b""):
 def stats_of(layout, content, codecs=CODECS):
     """What is seen of each part of an update that has arrived."""
     inspection, fd = Inspection(layout, codecs), file_of(content)
-    return [inspection.look(part, fd, blake3(content[part.start : part.stop]).digest()) for part in layout.parts]
+    return [inspection.check(part, fd, blake3(content[part.start : part.stop]).digest()) for part in layout.parts]
 
 
 def arrive(inspection, part, content, sizes, write=None):

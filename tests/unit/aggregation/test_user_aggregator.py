@@ -67,13 +67,11 @@ BAD: list[Any] = [
     pytest.param(None, "returned None, not (name, tensor) pairs", id="none"),
     pytest.param(3, "returned a int, not", id="no-pairs"),
     pytest.param([GOOD["w"]], "returned a Tensor instead of a (name, tensor) pair", id="tensors-only"),
-    pytest.param(
-        {"ww": GOOD["w"]}, "returned 'ww', which is not a parameter of the model (Did you mean 'w'?)", id="unknown"
-    ),
-    pytest.param({"mean": torch.ones(1)}, "returned 'mean', which is not a parameter", id="a-buffer"),
+    pytest.param({"ww": GOOD["w"]}, "returned 'ww', which is no parameter (Did you mean 'w'?)", id="unknown"),
+    pytest.param({"mean": torch.ones(1)}, "returned 'mean', which is no parameter", id="a-buffer"),
     pytest.param(twice(), "returned 'w' twice", id="twice"),
-    pytest.param({"w": GOOD["w"]}, "left out 1 of 2 tensors, first 'v'", id="left-out"),
-    pytest.param({"w": torch.ones(4)}, "returned 'w' with the shape [4], the model has [2, 2]", id="shape"),
+    pytest.param({"w": GOOD["w"]}, "left out 'v' (1 of 2 are missing)", id="left-out"),
+    pytest.param({"w": torch.ones(4)}, "returned 'w' in the shape [4], not [2, 2]", id="shape"),
     pytest.param({"w": GOOD["w"].to_sparse()}, "returned 'w' as a tensor that is not dense", id="sparse"),
     pytest.param({"w": GOOD["w"].to("meta")}, "not dense or has no values", id="meta"),
     pytest.param({"w": GOOD["w"].double()}, "returned 'w' as F64, but must return F32", id="dtype"),
@@ -137,10 +135,10 @@ def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[st
     ("name", "options", "words"),
     [
         ("missing", {}, "has no 'missing'"),
-        ("Half", {}, "has accept, but no reset"),
+        ("Half", {}, "has a method accept, but no reset"),
         ("Whole", {"m": 1}, "Write its keyword arguments next to the path in aggregation.aggregator"),
         ("READY", {"n": 1}, "is an object, not a class"),
-        ("NUMBER", {}, "is a int, which has no aggregate"),
+        ("NUMBER", {}, "is a int, which has no method aggregate"),
     ],
 )
 def test_what_cannot_be_an_aggregator_is_refused(mine: Path, name: str, options: dict[str, Any], words: str) -> None:

@@ -14,7 +14,7 @@ from atoll.rounds import machine
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen, listed
 from atoll.rounds.early_stopping import Measured, Progress, Tracking
 from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
-from atoll.rounds.sampling import Sampling, appointed, to_hold, turn
+from atoll.rounds.sampling import Sampling, aggregator_of, choose_holders, ranking
 from atoll.rounds.state import Rules
 from atoll.rounds.transitions import TICKET, IllegalTransition, Ticket, advance
 
@@ -115,16 +115,16 @@ def test_the_settings() -> None:
 
 @pytest.mark.covers("P10")
 def test_the_users_choice_takes_turns_and_the_rest_come_after() -> None:
-    rounds = [turn(["a", "b", "c"], seed=0, fragment=0, version=v, named=("c", "a"))[:2] for v in range(4)]
+    rounds = [ranking(["a", "b", "c"], seed=0, fragment=0, version=v, named=("c", "a"))[:2] for v in range(4)]
     assert rounds == [["c", "a"], ["a", "c"], ["c", "a"], ["a", "c"]]
-    assert turn(["a", "b"], seed=0, fragment=0, version=0, named=("c", "a")) == ["a", "b"]  # c is not here
+    assert ranking(["a", "b"], seed=0, fragment=0, version=0, named=("c", "a")) == ["a", "b"]  # c is not here
 
 
 @pytest.mark.covers("P10")
 def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
     drawn = {site: hashlib.sha256(f"5/1/7/{site}".encode()).hexdigest() for site in ("a", "b", "c")}
-    assert turn(["c", "a", "b"], seed=5, fragment=1, version=7) == sorted(drawn, key=lambda site: drawn[site])
-    orders = {tuple(turn(["a", "b", "c"], seed=0, fragment=0, version=v)) for v in range(100)}
+    assert ranking(["c", "a", "b"], seed=5, fragment=1, version=7) == sorted(drawn, key=lambda site: drawn[site])
+    orders = {tuple(ranking(["a", "b", "c"], seed=0, fragment=0, version=v)) for v in range(100)}
     assert len(orders) == 6  # every order comes up
 
 
@@ -145,7 +145,7 @@ def test_otherwise_each_site_draws_a_number_for_each_version() -> None:
     ],
 )
 def test_chooses_the_aggregator(order: str, holders: str, excluded: str, before: str, expected: str | None) -> None:
-    assert appointed(list(order), set(holders), list(excluded), set(before)) == expected
+    assert aggregator_of(list(order), set(holders), list(excluded), set(before)) == expected
 
 
 @pytest.mark.covers("P10")
@@ -163,14 +163,14 @@ def test_chooses_the_aggregator(order: str, holders: str, excluded: str, before:
 def test_others_are_asked_only_where_none_of_the_users_choice_can(
     holders: str, excluded: str, before: str, named: str, expected: str
 ) -> None:
-    assert appointed(["a", "b", "c"], set(holders), set(excluded), set(before), tuple(named)) == expected
+    assert aggregator_of(["a", "b", "c"], set(holders), set(excluded), set(before), tuple(named)) == expected
 
 
 @pytest.mark.covers("P10")
 def test_two_hold_the_newest_version_where_there_are_two() -> None:
-    assert to_hold(["a", "b", "c"], {"c"}) == {"a", "c"}
-    assert to_hold(["a", "b", "c"], {"b", "c"}) == {"b", "c"}
-    assert to_hold(["c"], {"c"}) == {"c"}
+    assert choose_holders(["a", "b", "c"], {"c"}) == {"a", "c"}
+    assert choose_holders(["a", "b", "c"], {"b", "c"}) == {"b", "c"}
+    assert choose_holders(["c"], {"c"}) == {"c"}
 
 
 # -- policies and transition tables
@@ -239,7 +239,9 @@ def test_the_rules_of_settings():
 
 def test_what_a_table_does_not_list_cannot_happen():
     assert advance("Ticket 3", TICKET, "open", "update accepted") == "accepted"
-    with pytest.raises(IllegalTransition, match=r"^Ticket 3 is expired; 'update accepted' cannot happen to it\.$"):
+    with pytest.raises(
+        IllegalTransition, match=r"^Ticket 3 is expired, so the event 'update accepted' is not possible\.$"
+    ):
         advance("Ticket 3", TICKET, "expired", "update accepted")
 
 

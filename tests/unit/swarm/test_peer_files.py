@@ -14,7 +14,7 @@ import pytest
 from kit.models import wide_model
 
 from atoll import Settings
-from atoll.aggregation.plan import PLACED, Plan, placed_settings
+from atoll.aggregation.plan import SWARM_SETTINGS, Plan, swarm_settings
 from atoll.blobs.manifest import Manifest, state_id
 from atoll.config import FIELDS, GROUPS
 from atoll.config.settings import Group
@@ -311,6 +311,6 @@ def test_all_settings_that_a_plan_is_made_of_travel(tmp_path: Path, monkeypatch:
     of_this_machine = {"run.threads", "disk.state_dir"}
     refused = {"aggregation.aggregator", "aggregation.download_codec", "model.ranks", "diloco.dynamic_local_steps"}
     algorithm = {key for key in FIELDS if key.startswith("algorithm.")}
-    assert asked & FIELDS.keys() <= {*PLACED, *algorithm, *of_this_machine, *refused}
+    assert asked & FIELDS.keys() <= {*SWARM_SETTINGS, *algorithm, *of_this_machine, *refused}
     assert asked & {"rounds.sites", "diloco.num_fragments", "aggregation.reducer"}
-    assert placed_settings(settings).keys() == set(PLACED)
+    assert swarm_settings(settings).keys() == set(SWARM_SETTINGS)

@@ -18,7 +18,7 @@ from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
 from atoll.tensors.layout import Layout, Piece, Segment, update_layout, version_header, version_layout
-from atoll.tensors.module_tensors import ModelTensors, schema_of
+from atoll.tensors.module_tensors import Marked, schema_of
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.apply_version import advance_base_, load_, merge_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
@@ -430,7 +430,7 @@ def tensors(seed: int) -> dict[str, Tensor]:
 
 
 def version_of(values: dict[str, Tensor], folder: Path) -> BaseFile:
-    layout = version_layout(schema_of(ModelTensors(values, {"mean": True, "count": True})))
+    layout = version_layout(schema_of(Marked(values, {"mean": True, "count": True})))
     file = BaseFile(folder, layout)
     for segment in layout.segments:
         file.write(segment.offset, bytes_of(values[segment.spec.name].contiguous()))

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from atoll.aggregation.check_arriving_parts import PartStats
-from atoll.aggregation.plan import Plan, placed_settings
+from atoll.aggregation.plan import Plan, swarm_settings
 from atoll.errors import (
     AtollError,
     BadRequest,
@@ -675,7 +675,7 @@ class Coordinator:
             ConfigError: the run is not a swarm.
         """
         self._require_swarm()
-        return swarm_messages.SwarmPlan(settings=placed_settings(self.plan.settings))
+        return swarm_messages.SwarmPlan(settings=swarm_settings(self.plan.settings))
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
         """Record a worker's report. Return what the worker has to do, once that changes or after `wait_s` seconds.

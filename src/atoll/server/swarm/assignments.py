@@ -25,7 +25,7 @@ from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import Collect, Held, Hold, PeerReport, PeerWork, ReducedRound, digests_in
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
-from atoll.rounds.sampling import appointed, to_hold, turn
+from atoll.rounds.sampling import aggregator_of, choose_holders, ranking
 from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
@@ -234,7 +234,7 @@ class SwarmView:
         """Return the live sites in the order in which they are preferred as aggregator of the round from `version`."""
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
         staying = [site for site in heard if not self.peers[site].leaving] or heard
-        return turn(
+        return ranking(
             staying,
             seed=self._settings.run.seed,
             fragment=fragment,
@@ -252,7 +252,7 @@ class SwarmView:
         if not holders:  # one worker pulls the version from the server; the others pull it from this worker
             at.first = at.first if at.first in order else next(iter(order), "")
             return {at.first}
-        return {*holders, *to_hold(order, holders.keys() & set(order))}
+        return {*holders, *choose_holders(order, holders.keys() & set(order))}
 
     def wanted(self, fragment: int) -> list[int]:
         """Return the open and accepted tickets with an update that can be pulled, sorted.
@@ -467,21 +467,21 @@ class Swarm:
         if at.aggregator and (reason := self._why_lost(fragment, at)):
             self._lose(fragment, at, reason)
         if not at.aggregator:
-            at.aggregator, at.since_s = self._choose_aggregator(fragment, at), None
+            at.aggregator, at.since_s = self._aggregator_of(fragment, at), None
             if at.aggregator:
                 self._wake()
         if at.aggregator:
             self._take_in(fragment, at)
             self._watch(fragment, at)
 
-    def _choose_aggregator(self, fragment: int, at: Assignment) -> str:
+    def _aggregator_of(self, fragment: int, at: Assignment) -> str:
         holders, order = self.view.holding(fragment, at.version), self.view.order(fragment, at.version)
         wary = {
             site
             for site in order
             if (lost_at := self._lost_at.get((fragment, site))) is not None and at.version - lost_at <= WARY
         }
-        chosen = appointed(order, holders, at.excluded, {at.before, *wary}, self._settings.swarm.aggregators) or ""
+        chosen = aggregator_of(order, holders, at.excluded, {at.before, *wary}, self._settings.swarm.aggregators) or ""
         return "" if chosen in at.excluded and at.pause_s(self._settings.network.idle_timeout_s) > 0 else chosen
 
     def _take_in(self, fragment: int, at: Assignment) -> None:

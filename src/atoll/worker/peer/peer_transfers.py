@@ -463,7 +463,7 @@ class PeerTransfers:
         sums, bad = list[float](), list[str]()
 
         def look(part: Part) -> None:
-            stats = inspection.look(part, slot.fd)
+            stats = inspection.check(part, slot.fd)
             sums.append(stats.sumsq)
             if stats.bad is not None:
                 bad.append(stats.bad)

@@ -21,15 +21,7 @@ from atoll.errors import UsageError
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensor, as_tensors, require_model
-from atoll.tensors.module_tensors import (
-    ModelTensors,
-    Tensors,
-    fits,
-    named_parameters,
-    named_tensors,
-    schema_of,
-    unwrapped,
-)
+from atoll.tensors.module_tensors import Marked, Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, Schema
 from atoll.transport.http_client import Counters
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
@@ -138,7 +130,7 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
         buffers, tied = {spec.name: spec.group != PARAMS for spec in schema.tensors}, dict(schema.aliases)
         named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
         tensors = {name: tensor for name, tensor in named.items() if name not in tied}
-        mine = replace(schema_of(ModelTensors(tensors, buffers)), aliases=schema.aliases)
+        mine = replace(schema_of(Marked(tensors, buffers)), aliases=schema.aliases)
     mine.require_equal(schema, mine=f"worker {site}", theirs="the server")
     return tensors
 
