@@ -53,7 +53,7 @@ def _scratch() -> Scratch:
 
 @dataclass(frozen=True, slots=True)
 class PartStats:
-    """Result of checking one part.
+    """Result of checking one part of an update.
 
     Attributes:
         digest: BLAKE3 of the part's bytes; empty if it was not computed.

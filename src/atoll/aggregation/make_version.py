@@ -292,7 +292,7 @@ class _Pass:
         return tuple(digest for part in self.digests for key, digest in part.items() if key[0] == file)
 
     def _require_base(self) -> None:
-        """Compare the base and its outer state with their expected digests.
+        """Check that the base version and its outer state have their expected digests.
 
         Raises:
             BaseDamaged: a digest differs.

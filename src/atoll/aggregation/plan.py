@@ -236,7 +236,7 @@ class Plan:
 
     @property
     def versions(self) -> tuple[Layout, ...]:
-        """Layout of a version, for each fragment."""
+        """Layout of the version file, for each fragment of the model."""
         return tuple(fragment.version for fragment in self.fragments)
 
     @property

@@ -129,7 +129,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
 
 @dataclass(frozen=True)
 class Accumulated(Elementwise):
-    """The codec of an aggregator's result file: each element in the accumulation dtype."""
+    """The codec of an aggregator's result file: it stores each element in the accumulation dtype (at least fp32)."""
 
     name: ClassVar[str] = "accumulated"
 
@@ -187,7 +187,7 @@ def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], 
 
 
 def _checked(segment: Segment, value: object) -> Tensor:
-    """Check one tensor of a result, and return it on the CPU, contiguous and in the accumulation dtype.
+    """Check one tensor of a result, and return it on the CPU, contiguous and in the accumulation dtype (at least fp32).
 
     Raises:
         BadResult: the value is not a dense tensor, has the wrong shape or dtype, or is not finite.

@@ -40,7 +40,7 @@ class Cuts:
     part_bytes: int
 
     def require_object(self, what: str) -> None:
-        """Refuse sizes that no object can have, before memory for the object is allocated.
+        """Raise an error if no object can have these sizes. Call this before memory for the object is allocated.
 
         Args:
             what: the object's name, for messages.
@@ -50,7 +50,7 @@ class Cuts:
         """
         if not is_chunk(self.part_bytes):
             raise BadRequest(
-                f"{what} has parts of {self.part_bytes} bytes.",
+                f"{what} has parts of {self.part_bytes} bytes, which is not allowed.",
                 f"Use part sizes from {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of "
                 f"{CHUNK_STEP_BYTES}.",
             )
@@ -135,7 +135,7 @@ class Manifest:
         return blob_id(self.layout_digest, self.part_digests)
 
     def require_id(self, wanted: str, what: str) -> None:
-        """Refuse a manifest of another blob.
+        """Raise an error if this is the manifest of another blob.
 
         Args:
             wanted: the expected id.
@@ -151,7 +151,7 @@ class Manifest:
             )
 
     def require_object(self, what: str) -> None:
-        """Refuse a manifest that no object can have.
+        """Raise an error if no object can have this manifest.
 
         Args:
             what: the object's name, for messages.

@@ -18,7 +18,7 @@ DESCRIBED_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Maximum part sizes for torch tensors (`tensor`) and NumPy arrays (`np`), in bytes; 0: send in the message."""
+    """Part sizes for torch tensors (`tensor`) and NumPy arrays (`np`), in bytes at most; 0: send inside the message."""
 
     tensor: int = CHUNK_BYTES
     np: int = CHUNK_BYTES

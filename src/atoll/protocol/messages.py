@@ -394,7 +394,7 @@ class Receipt(Message):
 
 
 class Parts(Message):
-    """The parts of a file. The id of the file is BLAKE3 over `layout_digest` and the digests of the parts."""
+    """The parts of a file. The id of the file is the BLAKE3 hash of `layout_digest` and the digests of the parts."""
 
     layout_digest: Hex32 = Field(
         description="Digest of the layout; for an object, of head_bytes, nbytes and part_bytes, which it has instead."
@@ -415,7 +415,7 @@ class Delta(Parts):
 
 
 class Manifest(Parts):
-    """The parts of a version. With them a download can be checked and resumed part by part."""
+    """The parts of a version and their digests, so that a download can be checked and resumed part by part."""
 
     fragment: Count
     version: Count
@@ -459,7 +459,7 @@ class BlobManifest(Parts):
 
     @classmethod
     def of(cls, manifest: blobs.Manifest, inline: bytes | bytearray | None = None) -> BlobManifest:
-        """Return the message for a manifest.
+        """Convert a manifest to a message.
 
         Args:
             manifest: the manifest.

@@ -44,7 +44,7 @@ class WorkerStatus(Message):
 
 
 class Missing(Message):
-    """A site that a round waits for."""
+    """A site that a round waits for, and how long it has waited."""
 
     site: str
     for_s: float = Field(description="Seconds that the round has waited for this site.")
@@ -135,7 +135,7 @@ class WorkflowStatus(Message):
 
 
 class Status(Message):
-    """The status of a run. The defaults describe a run that saved no status."""
+    """The status of a run. If the run has saved no status, the fields have their defaults."""
 
     run: str
     name: str = "a run"

@@ -96,7 +96,7 @@ def next_of(reply: messages.TicketReply, fragment: int) -> Next:
 
 
 class Accepted(NamedTuple):
-    """The server has recorded the update in its journal. It counts when a version made from it is committed."""
+    """The server has recorded the update in its journal. The update counts when a version made from it is committed."""
 
     digest: str
 

@@ -91,7 +91,7 @@ class Policy(ABC):
         return view.missing
 
     def steps_before(self, waiting: int) -> int:
-        """Return how many rounds the waiting updates fill. An update that comes now is applied in the round after them.
+        """Return how many rounds the waiting updates fill. The update that comes next belongs to the round after them.
 
         Args:
             waiting: number of accepted updates that are not being reduced yet.
@@ -195,7 +195,7 @@ class Async(Policy):
         return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
-        """Return how often `waiting` updates fill the buffer; 0 with a grace time: then one step applies all."""
+        """Return how often `waiting` updates fill the buffer. With a grace time it is 0: one step applies all."""
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:

@@ -20,7 +20,10 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Base class of events from the process that holds `lease`. Refused if `site` has a newer lease or is not alive."""
+    """Base class of events from the process that holds `lease` of `site`.
+
+    Such an event is refused if the site has a newer lease or is not alive.
+    """
 
     site: str
     lease: int
@@ -145,8 +148,8 @@ class LeaseGranted(Decision):
 class LeaseEnded(Decision):
     """`site` no longer takes part. `why` is `dead`, `left` or `failed`.
 
-    Parts of an update that was not acknowledged may be dropped. The open ticket of the site stays until its round
-    closes.
+    Parts of an update that the server has not acknowledged may be deleted. An open ticket of the site stays valid until
+    its round closes.
     """
 
     site: str

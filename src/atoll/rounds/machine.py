@@ -146,7 +146,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
 
 
 def _request_async(draft: Draft, site: str, fragment: int) -> None:
-    """Issue a ticket for the head in an asynchronous round. It replaces an open ticket for an earlier version."""
+    """Issue a ticket for the newest version in an asynchronous round. It replaces an open ticket for an earlier one."""
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":

@@ -69,7 +69,8 @@ def ranking(sites: Collection[str], *, seed: int, fragment: int, version: int, n
         seed: random seed.
         fragment: index of the fragment.
         version: version that the round starts from.
-        named: sites that the user named as aggregators. They come before all others; each round starts with another.
+        named: sites that the user named as aggregators. They come before all others. In each round, another of them is
+            first.
     """
 
     def drawn(site: str) -> bytes:

@@ -114,7 +114,7 @@ class Round:
         tickets: site → its ticket of this round. In asynchronous rounds, the ticket may be from an earlier round.
         frozen: while the round is closing, the numbers of the tickets that are being reduced, in order.
         until_s: time at which the policy may close the round without an event; None if there is no such time.
-        lost: number of lost versions up to `head`. (After a power loss, a server may have lost its newest versions.)
+        lost: number of versions up to `head` that the server has lost; a power loss may destroy the newest versions.
         first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
     """
 
@@ -130,7 +130,7 @@ class Round:
 
     @property
     def done(self) -> int:
-        """Number of rounds that have been committed, without lost versions."""
+        """Number of committed rounds. Rounds with versions that were lost do not count."""
         return self.head - self.lost
 
     @property
@@ -151,7 +151,7 @@ class State:
         next_ticket: number of the next ticket.
         next_lease: number of the next lease.
         progress: summary of the tracked metric.
-        ending: live sites that submit no more updates. Snapshots do not contain them; these sites say so again.
+        ending: live sites that submit no more updates. Snapshots do not contain them: they announce it again.
     """
 
     rules: Rules
@@ -200,7 +200,7 @@ class FragmentSnapshot:
 
     @property
     def done(self) -> int:
-        """Number of rounds that have been committed, without lost versions."""
+        """Number of committed rounds. Rounds with versions that were lost do not count."""
         return self.head - self.lost
 
 

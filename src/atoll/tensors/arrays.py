@@ -57,7 +57,7 @@ def as_tensor(name: str, value: object) -> Tensor:
             "Convert it to a numpy array, or leave it out of the mapping.",
         )
     if isinstance(value, np.ma.MaskedArray):
-        raise UsageError(f"{name!r} is a masked array; its mask would be lost.", "Call value.filled(…) first.")
+        raise UsageError(f"{name!r} is a masked array; its mask would be lost.", "Call its method filled() first.")
     return _from_numpy(name, np.asarray(value))
 
 
@@ -76,7 +76,7 @@ def require_model(given: object, *, mapping: bool = True) -> None:
 def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
     """Convert a mapping of tensors and arrays to tensors.
 
-    An fp32 array is converted to bf16 or an 8-bit float, which numpy lacks, if `schema` lists its name with that dtype.
+    numpy lacks bf16 and 8-bit floats. If `schema` has such a dtype for a name, an fp32 array is converted to it.
 
     Raises:
         UsageError: `given` is no mapping, or an entry is neither a tensor nor an array. The message names the entry.

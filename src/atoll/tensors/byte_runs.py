@@ -101,7 +101,7 @@ class ByteRun:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], item_bytes: int) -> ByteRun:
-        """Return the byte run that consists of these consecutive pieces. `item_bytes` is as in the attribute."""
+        """Return the byte run that consists of these consecutive pieces. The class describes `item_bytes`."""
         sizes, first, last = [piece.numel for piece in pieces], pieces[0], pieces[-1]
         nbytes = last.offset + last.nbytes - first.offset
         if len(pieces) == 1 or not item_bytes or nbytes == sum(sizes) * item_bytes:

@@ -252,7 +252,7 @@ class Scatter:
 
 
 def _copies_from_pinned(device: torch.device) -> bool:
-    """Return whether pinned memory makes copies to `device` faster: for the current accelerator, except MPS."""
+    """Return whether pinned memory makes copies to `device` faster: if it is the current accelerator, and not MPS."""
     if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # MPS shares the CPU's memory
         return False
     accelerator = torch.accelerator.current_accelerator()

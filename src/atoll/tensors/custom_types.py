@@ -96,7 +96,7 @@ class Stream:
         except Exception as error:
             raise UsageError(
                 f"{self.where} could not be read: {type(error).__name__}: {error}.",
-                "Check its `chunks`.",
+                "Check the stream's `chunks`.",
             ) from error
 
     def _bytes(self, chunk: Chunk) -> memoryview:
@@ -196,7 +196,10 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
             payloads support the type without registration.
     """
     if type_ in _OWN or not isinstance(type_, type):
-        raise UsageError(f"{getattr(type_, '__name__', type_)!r} cannot be registered.", "Register your own class.")
+        raise UsageError(
+            f"{getattr(type_, '__name__', type_)!r} cannot be registered: it is no class, or needs no registration.",
+            "Register your own class.",
+        )
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"{name!r} is not a valid name of a type.", "Use 1 to 100 letters, digits, dots, hyphens and underscores."

@@ -209,7 +209,7 @@ def chunks(part: Part, max_elements: int) -> Iterator[tuple[Piece, int, int]]:
 
 
 def rows_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the elements [start, stop) that `Shard(0)` gives a rank: ⌈rows/ranks⌉ rows, fewer for the last ranks."""
+    """Return the elements [start, stop) that `Shard(0)` gives to a rank: ⌈rows/ranks⌉ rows, fewer to the last ranks."""
     if not spec.numel or not spec.shape:
         return (0 if rank == 0 else spec.numel), spec.numel
     rows, each = spec.shape[0], -(-spec.shape[0] // ranks)

@@ -23,7 +23,7 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class Marked(dict[str, Tensor]):
-    """The tensors of a model by name, with the information which of them are buffers, for example from a model file.
+    """The tensors of a model by name, marked as buffers or parameters. For example, the content of a model file.
 
     Attributes:
         buffers: name → whether the tensor is a buffer. For names that are missing here, it is unknown.
@@ -38,8 +38,8 @@ class Parameters:
     """Finds out which parameter of a model an entry of its `state_dict` is.
 
     Objects are compared, not names, because wrappers change names. For example, activation checkpointing names
-    parameters differently in `named_parameters` and in `state_dict`. An entry that is a detached copy of a parameter
-    is recognised by its memory.
+    parameters differently in `named_parameters` and in `state_dict`. An entry that was detached from its parameter is
+    recognised by its memory.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -46,7 +46,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Description of a tensor: name, safetensors dtype, shape and group. A run has one reducer for each group.
+    """Description of a tensor: name, safetensors dtype, shape and group. Each group may have its own reducer.
 
     The groups are `params` (parameters), `buffers`, and groups of extra tensors that an algorithm stores in versions
     besides the model, such as the control variates of SCAFFOLD.
@@ -215,7 +215,7 @@ class Schema:
     def in_order_of(self, other: Schema) -> Schema:
         """Return this schema in the order of `other` if both have the same names, else unchanged.
 
-        A file may list its tensors in another order than the module.
+        The order may differ because a file may list its tensors in another order than the module.
         """
         mine = {spec.name: spec for spec in self.tensors}
         names = [spec.name for spec in other.tensors]

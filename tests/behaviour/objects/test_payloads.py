@@ -195,7 +195,7 @@ def test_a_stream_that_does_not_end_is_stopped_where_it_has_given_too_much() -> 
             yield bytes(3)
 
     handed: list[int] = []
-    with pytest.raises(UsageError, match=r"a stream produced more than the 4 bytes of torch.uint8\[4\]"):
+    with pytest.raises(UsageError, match=r"a stream produced too many bytes, but torch.uint8\[4\] has 4 bytes"):
         handed.extend(len(run) for run in Stream(torch.uint8, (4,), chunks).runs())
     assert (asked, handed) == ([0, 1], [3])
 
