@@ -1,4 +1,4 @@
-"""HTTP client for requests with pydantic models as messages. Parts of tensors are moved by `part_transfer.py`.
+"""HTTP client for requests with pydantic models as messages. `part_transfer.py` uploads and downloads tensors.
 
 If the server answers with an error, the client raises an error of the same class. A failure of the network becomes
 `ServerUnreachable` or `TransferStalled`. This module never retries a request.
@@ -206,7 +206,7 @@ class Watch:
         return False
 
     def _try(self, begin_s: float) -> bool:
-        """Send a heartbeat. Return True if the server has answered, or if no call is waiting any more."""
+        """Send a heartbeat. Return True if the server has answered since `begin_s`, or if no call waits any more."""
         end_s = time.monotonic() + self._every_s
         if self._answers():
             self.answered()
@@ -263,7 +263,7 @@ class Counters:
 
 
 class _Waiting(threading.local):
-    """The call that the current thread is waiting for, if any."""
+    """Thread-local storage of the call that a thread is waiting for; None if it waits for none."""
 
     call: _Call | None = None
 
@@ -299,7 +299,7 @@ class _Call:
 
 
 class _HeldResponse(Response):
-    """A response that passes its socket to the thread's `_Call`, so that another thread can end the call."""
+    """A response that gives its socket to the current thread's `_Call`, so that another thread can end the call."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -327,9 +327,9 @@ class Http:
         server: address of the server.
         secure: TLS context; None for plain HTTP.
         counters: counts of bytes and retries.
-        lease: text of the lease to send with every request; empty if there is none.
-        secret: secret of an object to send with every request; empty if there is none.
-        watch: watch that ends the client's calls when the network is lost.
+        lease: text of the lease (the right to act for a site) to send with every request; empty if there is none.
+        secret: secret of a published object to send with every request; empty if there is none.
+        watch: object that ends the client's calls when the network is lost.
     """
 
     def __init__(self, server: str, *, token: str | None = None, ca: str | None = None) -> None:
@@ -358,7 +358,7 @@ class Http:
         self._pool.close()
 
     def drop_idle(self) -> None:
-        """Record an unanswered heartbeat, and forget the connections that are not in use: they may be dead."""
+        """Record an unanswered heartbeat. Do not use the idle connections any more, because they may be dead."""
         self.watch.missed()
         self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 
@@ -369,17 +369,17 @@ class Http:
         return pool
 
     def headers(self, more: dict[str, str] | None = None) -> dict[str, str]:
-        """Return the headers of a request: token, lease and object's secret, each if it is set, and `more`."""
+        """Return the headers of a request: `more`, and token, lease and object's secret if they are set."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
         return {**self._headers, **lease, **secret, **(more or {})}
 
     def get(self, path: str, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
-        """GET a path, and return the answer as a `reply`."""
+        """GET a path, and parse the answer as a message of class `reply`."""
         return self._read(self._request("GET", path, timeout_s=timeout_s), reply)
 
     def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
-        """POST a message, and return the answer as a `reply`."""
+        """POST a message, and parse the answer as a message of class `reply`."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         response = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
         return self._read(response, reply)
@@ -390,7 +390,7 @@ class Http:
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:
-        """GET a path to check that the server answers. Ignore the body. An answer with an error raises this error."""
+        """GET a path to check that the server answers, and ignore the body. If the answer is an error, raise it."""
         self._request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
@@ -442,7 +442,7 @@ class Http:
 
 
 def problem_of(status: int, body: bytes) -> AtollError:
-    """Return the error to raise for an answer with an error status. The answer names the class of the error.
+    """Return the error to raise for an answer with an error status. The body names the class of the error.
 
     Args:
         status: HTTP status, 300 or above.
@@ -465,7 +465,7 @@ def problem_of(status: int, body: bytes) -> AtollError:
 
 
 def unanswered(server: str) -> TransferStalled:
-    """Return the error of a call that the watch has ended, because the server did not answer heartbeats either."""
+    """Return the error for a call that `Watch` has ended, because the server did not answer heartbeats either."""
     return TransferStalled(
         f"{server} answers neither this call nor the heartbeats.", "Check the network between the two."
     )
@@ -535,7 +535,7 @@ def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
 
     Args:
         server: address of the server.
-        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA. ATOLL_TOKEN is read from the process's own.
+        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA. ATOLL_TOKEN is always read from `os.environ`.
 
     Raises:
         UsageError: `server` is not an address.
@@ -562,7 +562,7 @@ def ask(
         ServerUnreachable: no answer within `timeout_s`, or the server's certificate is not accepted.
         AuthError: the token is missing or wrong.
         PeerError: a web server that is not Atoll answers.
-        VersionSkew: the answer is not a `reply` of this version of Atoll.
+        VersionSkew: the answer is not a valid `reply`; the server may have another version of Atoll.
     """
     http = http_to(server, environ)
     try:
@@ -601,7 +601,7 @@ def require_atoll(server: str, status: int, body: bytes) -> None:
     if not isinstance(message, dict) or (status >= 400 and not {"code", "message"} <= message.keys()):
         raise PeerError(
             f"There is no Atoll server at {server}: a web server there answered with HTTP status {status}, "
-            "and not as Atoll does.",
+            "and not in Atoll's format.",
             "Check the address and the port, and that the Atoll server runs.",
         )
 

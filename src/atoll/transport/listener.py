@@ -1,7 +1,7 @@
-"""Accepts connections, but so few that file descriptors are left for the server's own files.
+"""Accepts connections, but only so many that file descriptors are left for the server's own files.
 
-A server without free descriptors cannot close a round. asyncio itself accepts any number of connections, so clients
-without a token could stop a run.
+A server without free descriptors cannot close a round. asyncio itself accepts any number of connections, so even
+clients without a token could stop a run by connecting often.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def listen(host: str, ports: Sequence[int], *, setting: str, remedy: str) -> soc
     Args:
         host: an address of this machine.
         ports: the ports to try, in this order; 0: any free port.
-        setting: name of the setting with the address, for the message.
-        remedy: advice for the case that no port is free.
+        setting: name of the setting that has `host`, for error messages.
+        remedy: advice to the user for the case that no port is free.
 
     Raises:
         PortInUse: other programs use the ports.
@@ -131,7 +131,7 @@ async def start_listener(
         listener: socket that listens already.
         runner: runner that answers the requests.
         secure: TLS context; None for plain TCP.
-        files: number of files that this process may open; it bounds the number of connections.
+        files: number of files that this process may open; it limits the number of connections.
         idle_timeout_s: seconds after which a peer that reads no bytes of an answer is disconnected.
     """
     if runner.server is None:

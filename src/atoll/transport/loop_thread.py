@@ -19,11 +19,12 @@ ANSWER_S = 30.0
 
 
 class LoopThread:
-    """A daemon thread with an event loop that runs one coroutine. It can be started once.
+    """A daemon thread with an asyncio event loop that runs one coroutine. Start it only once.
 
     Args:
         name: name of the thread.
-        main: coroutine function. It calls `ready` once `call` may be used, and returns after `stopping` is set.
+        main: coroutine function. It must call `ready` when other threads may use `call`, and return after `stopping`
+            is set.
         at_end: callback at the end of the coroutine, also if the coroutine raises.
 
     Attributes:
@@ -45,7 +46,7 @@ class LoopThread:
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread, and wait until the coroutine calls `ready`. If it raises instead, raise its exception."""
+        """Start the thread, and wait until the coroutine calls `ready`. If it ends with an exception, raise this."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._ready.wait()
@@ -54,11 +55,11 @@ class LoopThread:
             raise self.error
 
     def ready(self) -> None:
-        """Let `start` return. The coroutine calls this once `call` may be used."""
+        """Let `start` return. The coroutine calls this when other threads may use `call`."""
         self._ready.set()
 
     def call(self, work: Callable[[], T], ended: UsageError) -> T:
-        """Call a function on the loop and return its result. The loop runs nothing else meanwhile.
+        """Call a function in the event loop's thread and return its result. The loop runs nothing else meanwhile.
 
         Args:
             work: the function.
@@ -89,7 +90,7 @@ class LoopThread:
             self._calls.discard(answer)
 
     def stop(self) -> None:
-        """Set `stopping`, and wait until the thread has ended. If called in that thread, do not wait. Idempotent."""
+        """Set `stopping`, and wait until the thread has ended. Do not wait if called in this thread. Idempotent."""
         if self._loop is None:
             return
         with contextlib.suppress(RuntimeError):
@@ -98,7 +99,7 @@ class LoopThread:
             self._over.wait()
 
     def _soon(self, work: Callable[[], None]) -> None:
-        """Schedule a call on the loop. This uses no lock, because Ctrl-C could leave a lock locked.
+        """Schedule a call in the event loop. Use no lock, because Ctrl-C could interrupt its holder.
 
         Raises:
             RuntimeError: the loop is closed, or was never started.

@@ -1,4 +1,4 @@
-"""`publish` and `fetch` of `atoll.objects`: publish tensors in this process or at a server, download them elsewhere."""
+"""`publish` and `fetch` of `atoll.objects`: publish tensors from this process or at a server, and download them."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ LOOK_S = 0.05
 
 
 def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
-    """Return the sizes of the parts of published objects, in bytes.
+    """Return the sizes in bytes of the parts into which published objects are divided.
 
-    The variables `ATOLL_WORKFLOW__TENSOR_PART_BYTES` and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` override `default`.
+    The environment variables ATOLL_WORKFLOW__TENSOR_PART_BYTES and ATOLL_WORKFLOW__ARRAY_PART_BYTES override `default`.
 
     Raises:
         ConfigError: a variable has an invalid size.
@@ -73,9 +73,9 @@ def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
 
 
 def idle_timeout(given_s: float | None, default_s: float = IDLE_TIMEOUT_S) -> float:
-    """Return the seconds without a byte after which a transfer fails.
+    """Return the number of seconds without a byte after which a transfer fails.
 
-    It is `given_s` or, if that is None, the variable ATOLL_NETWORK__IDLE_TIMEOUT_S or, without it, `default_s`.
+    Use the first that is set: `given_s`, the environment variable ATOLL_NETWORK__IDLE_TIMEOUT_S, `default_s`.
 
     Raises:
         UsageError: `given_s` is not a positive finite number.
@@ -85,7 +85,7 @@ def idle_timeout(given_s: float | None, default_s: float = IDLE_TIMEOUT_S) -> fl
         return float(_setting("network.idle_timeout_s", default_s))
     if type(given_s) not in (int, float) or not 0 < given_s < math.inf:
         raise UsageError(
-            f"network.idle_timeout_s is {given_s!r}.",
+            f"network.idle_timeout_s is {given_s!r}, not a positive number.",
             "Give the number of seconds without a byte after which a transfer fails.",
         )
     return float(given_s)
@@ -109,7 +109,7 @@ class Abort(Protocol):
 def object_http(ref: TensorRef) -> Http:
     """Return a client for the server that a reference names.
 
-    The client sends the reference's secret, but no token, because the reference may come from anywhere.
+    The client sends the reference's secret, but not ATOLL_TOKEN: the reference may name a server that is not trusted.
     """
     http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"))
     http.secret = ref.secret
@@ -118,7 +118,7 @@ def object_http(ref: TensorRef) -> Http:
 
 @contextmanager
 def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
-    """End the transfers of `parts` if `abort` is set while the `with` block runs.
+    """End the transfers of the client `parts` if `abort` is set while the `with` block runs.
 
     Raises:
         TransferAborted: `abort` is set already.
@@ -221,8 +221,8 @@ class Publisher:
     def publish_packed(
         self, packed: Packed, *, chunk_bytes: int | None = None, expires_s: float = EXPIRES_S
     ) -> TensorRef:
-        """Publish an object in packed form (`pack_object`). Other arguments, result and errors as for `publish`."""
-        return self._host.publish(packed, cut_as_told(packed, chunk_bytes), expires_s=_lasting(expires_s))
+        """Publish an object that `pack_object` returned. Other arguments, result and errors are those of `publish`."""
+        return self._host.publish(packed, chosen_cut(packed, chunk_bytes), expires_s=_lasting(expires_s))
 
     @public_api
     def withdraw(self, ref: TensorRef) -> bool:
@@ -287,7 +287,7 @@ def publish(
     if server is None:
         return _own().publish(tensors, chunk_bytes=chunk_bytes, expires_s=expires_s)
     packed = pack_object(tensors)
-    draft = written(packed, cut_as_told(packed, chunk_bytes), None)
+    draft = written(packed, chosen_cut(packed, chunk_bytes), None)
     del tensors, packed
     try:
         return send(draft, server, expires_s=expires_s, idle_timeout_s=idle_timeout_s, abort=abort)
@@ -298,7 +298,7 @@ def publish(
 def send(
     draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
 ) -> TensorRef:
-    """Upload the object of a draft to a server, and return its reference. Errors are those of `publish`."""
+    """Upload a draft (an object that is written to disk) to a server, and return its reference. Errors as `publish`."""
     http = http_to(server)
     parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
     try:
@@ -377,12 +377,12 @@ def _own() -> Publisher:
         return _publisher[1]
 
 
-def cut_as_told(packed: Packed, chunk_bytes: int | None) -> Cut:
-    """Return how an object is divided into parts: by `chunk_bytes` or, if that is None, by the environment's variables.
+def chosen_cut(packed: Packed, chunk_bytes: int | None) -> Cut:
+    """Return how to divide an object into parts: by `chunk_bytes` or, if it is None, by environment variables.
 
     Raises:
         UsageError: `chunk_bytes` is invalid.
-        ConfigError: a variable has an invalid size.
+        ConfigError: one of the environment variables (see `chunk_sizes`) has an invalid size.
     """
     if chunk_bytes is None:
         cut = cut_of(packed, chunk_sizes())
@@ -393,7 +393,7 @@ def cut_as_told(packed: Packed, chunk_bytes: int | None) -> Cut:
         return Cut(CHUNK_BYTES, inline=True)
     if type(chunk_bytes) is not int or not LEAST_CHUNK_BYTES <= chunk_bytes <= MOST_CHUNK_BYTES:
         raise UsageError(
-            f"chunk_bytes is {chunk_bytes!r}.",
+            f"chunk_bytes is {chunk_bytes!r}, which is not a valid size.",
             f"Give {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, or 0 for no parts.",
         )
     if chunk_bytes % CHUNK_STEP_BYTES:
@@ -406,7 +406,7 @@ def cut_as_told(packed: Packed, chunk_bytes: int | None) -> Cut:
 
 def _lasting(expires_s: float) -> float:
     if not isinstance(expires_s, int | float) or not 0 < expires_s < math.inf:
-        raise UsageError(f"expires_s is {expires_s!r}.", "Give the number of seconds that the object is kept.")
+        raise UsageError(f"expires_s is {expires_s!r}.", "Give a positive number of seconds to keep the object.")
     return min(float(expires_s), LONGEST_S)
 
 
@@ -517,7 +517,7 @@ def fetch_lazily(ref: TensorRef, folder: Path | None, *, idle_timeout_s: float, 
 
 
 class _Fetching:
-    """The download of one object."""
+    """Downloads one object: into new memory, into existing tensors, or to an unnamed file."""
 
     def __init__(
         self, ref: TensorRef, idle_timeout_s: float, abort: Abort | None, counters: Counters | None = None
@@ -563,7 +563,7 @@ class _Fetching:
         self._contents = Contents.read(head.data, cuts, self._what)
 
     def to_memory(self) -> Any:
-        """Download the object into new memory, and return it. Values of users' own types go to disk first."""
+        """Download the object into new memory, and return it. If it has values of a user's own types, use a file."""
         if self._contents.streams:
             return self.stored(None).tree()
         specs = (segment.spec for segment in self._contents.layout.segments)
@@ -572,7 +572,7 @@ class _Fetching:
         except (RuntimeError, MemoryError) as error:
             raise UsageError(
                 f"There is not enough memory for {self._what} ({self._manifest.nbytes} bytes).",
-                "Fetch it with to_disk=True.",
+                "Fetch it with the argument to_disk=True.",
             ) from error
         self._scatter(tensors)
         return self._contents.tree({**tensors, **self._contents.inline}.__getitem__)
@@ -619,7 +619,7 @@ class _Fetching:
         self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
-        """Download parts, and retry until all are complete. If the manifest contains the object's bytes, use these."""
+        """Download parts, and retry until all are complete. If the manifest contains the object's bytes, copy those."""
         inline = self._inline
         if inline is not None:
             for part in parts:
@@ -641,10 +641,10 @@ class _Fetching:
             )
 
     def _patiently(self, work: Any, pauses: Sequence[float]) -> Any:
-        """Call `work`, and call it again after a pause if the server does not answer or is busy.
+        """Call `work`. If the server does not answer or is busy, call it again after a pause.
 
-        Raise the error after the last of `pauses`, or once the pauses add up to the idle timeout. If an attempt has
-        brought bytes, the pauses start again.
+        Raise the error after the last of `pauses`, or when the pauses add up to the idle timeout. After an attempt that
+        received bytes, start with the first pause again.
         """
         left, came = list(pauses), self._http.counters.bytes_down
         waited_s = 0.0
@@ -665,18 +665,18 @@ class _Fetching:
     # -- in place
 
     def _assign(self, targets: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
-        """Choose for each tensor in the file the target tensor that is filled with it.
+        """Choose the target tensor for each tensor in the file.
 
         Returns:
-            Name in the file → target tensor; and the copies (source, target) to make afterwards. A copy is needed if
-            two names are tied in the object, but not in the target.
+            Name in the file → target tensor; and the copies (source, target) to make after the download. A copy is
+            needed if two names are tied (one tensor) in the object, but not in the target.
 
         Raises:
             SchemaMismatch: names, dtypes, shapes or ties differ; the message names the first difference.
         """
         keys = self._contents.by_key()
         if keys is None:
-            raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Fetch it without into.")
+            raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Fetch it without the argument into.")
         for one, other, where in ((targets, keys, "the target has"), (keys, targets, "the object has")):
             lacking = next((name for name in one if name not in other), None)
             if lacking is not None:
@@ -698,14 +698,14 @@ class _Fetching:
         return chosen, copies
 
     def _named(self, error: AtollError) -> AtollError:
-        """Return an error of the same class with a message that names the reference."""
+        """Return an error of the same class as `error`, with a message that names the object's reference."""
         ref = self._ref
         if isinstance(error, Gone):
             late = ref.expires_at <= time.time()
             why = f"it expired at {ref.expires}" if late else "it was withdrawn, or its publisher was restarted"
             return Gone(
                 f"Reference {ref.name} is no longer valid: {why}.",
-                "Publish the tensors again; if they are fetched late, with a longer expires_s.",
+                "Publish the tensors again. Pass a longer expires_s if they are fetched late.",
             )
         if isinstance(error, AuthError):
             return AuthError(
@@ -734,7 +734,7 @@ class _Bytes:
 
 
 def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return name → tensor to fill. Tied names map to the same tensor.
+    """Return name → tensor to fill with downloaded values. Tied names map to the same tensor.
 
     Raises:
         UsageError: `into` is neither a module nor a mapping, or one of its values cannot be filled.

@@ -117,15 +117,15 @@ class Draft:
 
 
 def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
-    """Write a packed object to an unnamed file.
+    """Write an object to an unnamed file, so that it can be published.
 
     Args:
-        packed: the object.
+        packed: the object, as `pack_object` returns it.
         cut: how the object is divided into parts.
         folder: folder of the file; None for the folder of temporary files.
 
     Raises:
-        UsageError: the payload is too large to be sent within the manifest, or too large for one object.
+        UsageError: the object is too large to be sent within its manifest, or too large for one object.
         DiskFull: the disk is full.
         StoreError: the disk fails.
     """
@@ -144,7 +144,7 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
 
 
 def unnamed_file_error(error: OSError, folder: Path | None) -> StoreError:
-    """Return the error to raise for an OSError of an unnamed file: `DiskFull` if space is lacking, or `StoreError`.
+    """Return the error to raise for a failed write to an unnamed file: `DiskFull` or `StoreError`.
 
     Args:
         error: the error.
@@ -158,7 +158,7 @@ def unnamed_file_error(error: OSError, folder: Path | None) -> StoreError:
 
 
 class UnnamedFile:
-    """A target of downloads: an unnamed file in a folder; None is the folder of temporary files."""
+    """Writes a download to an unnamed file. `folder` is named in errors; None means the folder of temporary files."""
 
     def __init__(self, fd: int, folder: Path | None) -> None:
         self._fd, self._folder = fd, folder
@@ -177,12 +177,14 @@ class UnnamedFile:
 
 @dataclass(frozen=True)
 class LocalBlob:
-    """Reads an object that this same process serves, without the network. Its methods are those of `HttpTransfer`.
+    """Reads an object that this process serves, from its file instead of over the network.
+
+    Its methods `read` and `pull` take the same arguments as those of `HttpTransfer`, which downloads objects.
 
     Attributes:
         fd: descriptor of the file; `close` closes it.
         manifest: manifest of the object.
-        gone: event that is set when the object is no longer served. From then on, the file may be rewritten.
+        gone: event that is set when the object is no longer served. After that, the file may be rewritten.
         on_read: callback with the number of bytes read.
     """
 
@@ -203,7 +205,7 @@ class LocalBlob:
         """
         message = messages.BlobManifest.of(self.manifest).model_dump_json().encode()
         if len(message) > most_bytes:
-            raise BadRequest(f"The manifest of {path}, served here, is longer than {most_bytes} bytes.")
+            raise BadRequest(f"The manifest of {path}, which this process serves, is above {most_bytes} bytes.")
         return bytearray(message)
 
     def pull(
@@ -237,19 +239,19 @@ class LocalBlob:
                 self._read(run, arriving.offset, part, path)
                 arriving.take(run)
             if self.gone.is_set():  # check after the read: the file may have been rewritten during it
-                raise Gone(f"{path} is no longer served here.")
-            arriving.finish(f"Part {part.index} of {path}, served here, is damaged.", "Check the disk.")
+                raise Gone(f"This process no longer serves {path}.")
+            arriving.finish(f"Part {part.index} of {path}, which this process serves, is damaged.", "Check the disk.")
 
     def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
         try:
             read_at(self.fd, run, offset)
         except (OSError, EOFError) as error:
             if self.gone.is_set():
-                raise Gone(f"{path} is no longer served here.") from error
-            raise PartCorrupt(f"Part {part.index} of {path}, served here: {error}.", "Check the disk.") from error
+                raise Gone(f"This process no longer serves {path}.") from error
+            raise PartCorrupt(f"Part {part.index} of {path} cannot be read: {error}.", "Check the disk.") from error
 
     def close(self) -> None:
-        """Close this reader's descriptor. The object is still served."""
+        """Close this reader's descriptor. The process still serves the object."""
         os.close(self.fd)
 
 
@@ -319,10 +321,10 @@ class ObjectHost:
     # -- methods for publishers
 
     def publish(self, packed: Packed, cut: Cut, *, expires_s: float) -> TensorRef:
-        """Write a packed object to disk, serve it, and return its reference.
+        """Write an object to disk, serve it, and return its reference.
 
         Args:
-            packed: the object.
+            packed: the object, as `pack_object` returns it.
             cut: how the object is divided into parts.
             expires_s: seconds until the object expires.
 
@@ -447,7 +449,7 @@ class ObjectHost:
         if served is None or served.until_s <= time.monotonic():
             raise Gone(
                 f"Object {object_id[:8]} is not published here: it has expired, was withdrawn, or never existed.",
-                "Publish it again; if it is fetched late, with a longer expires_s.",
+                "Publish it again. Pass a longer expires_s if it is fetched late.",
             )
         require_secret(request.headers.get(routes.SECRET_HEADER), served.sealed, object_id)
         return served

@@ -1,7 +1,7 @@
-"""One HTTP connection for parts: uploads go from a file to the socket, downloads from the socket to a reused buffer.
+"""One HTTP connection that uploads parts from a file, and downloads parts into a reused buffer.
 
-The standard library's HTTP client is used, because both directions need the socket itself. `sendfile` is not used: it
-queues pages of 4 KiB, which costs both sides more than the copy that `sendfile` saves.
+It is built on the standard library's HTTP client, because both directions use the socket directly. `sendfile` is not
+used: it queues pages of 4 KiB, which costs both sides more than the copy that `sendfile` saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.transport.http_client import Response
 
 
 class PartConnection:
-    """A reusable HTTP connection for parts. Only one thread at a time may use it. Any thread may call `cut`.
+    """A reusable HTTP connection for parts of files. Only one thread at a time may use it. Any thread may call `cut`.
 
     Args:
         host: host of the server.
@@ -113,8 +113,8 @@ class PartConnection:
         Args:
             path: path of the request.
             headers: headers of the request.
-            room: function that returns the buffer for the next bytes of the body. It gets the connection's scratch
-                buffer, and returns the start of this buffer, or other memory of at most the same size.
+            room: function that chooses the buffer for the next bytes of the body. Its argument is the connection's
+                scratch buffer. It returns the start of this buffer, or other memory of at most the same size.
 
         Returns:
             The status; the body if the status is 300 or above; and the pieces of the body if the status is below 300.
@@ -160,7 +160,7 @@ class PartConnection:
         return connection
 
     def _connect(self) -> None:
-        """Connect as http.client does, but store the socket first, so that `cut` can end a connect that hangs."""
+        """Connect as http.client does, but store the socket first, so that `cut` can end an attempt that hangs."""
         host, port = self._connection.host, self._connection.port
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -1,8 +1,8 @@
-"""Downloads and uploads of parts over a few parallel connections.
+"""Downloads and uploads of parts of files over a few parallel connections.
 
-The caller chooses the parts. A resumed upload sends only the parts that the server lacks: see
-`worker/exchange/upload_update`. If a part arrives damaged or its connection breaks, only this part is moved again.
-After `PART_ATTEMPTS` failures of a part, the error is raised.
+The caller chooses the parts: for example, a resumed upload sends only the parts that the server lacks. If a part is
+damaged on the way or its connection breaks, only this part is transferred again. After `PART_ATTEMPTS` failures of a
+part, the error is raised.
 
 Ctrl-C interrupts only the main thread, usually while it waits in this module. An interrupted call ends all its
 transfer threads before it returns: they must not use files that the caller is about to close, and must not keep the
@@ -49,7 +49,7 @@ class TransferPool:
     """The threads of one transfer. Create it with `transfer_pool`.
 
     Attributes:
-        ended: event. Once it is set, no further part begins.
+        ended: event. After it is set, no further part is begun.
         is_given_up: whether the network was lost during the transfer.
         moved_s: time at which a byte was last sent or received, by `time.monotonic`.
     """
@@ -80,7 +80,7 @@ class TransferPool:
 
     @contextmanager
     def using(self, connection: PartConnection) -> Iterator[None]:
-        """Let `break_off` end a connection while the `with` block runs."""
+        """Register a connection while the `with` block runs, so that `break_off` can end it."""
         with self._lock:
             self._in_use.add(connection)
             if self._cut:
@@ -121,7 +121,7 @@ class TransferPool:
 def transfer_pool(size: int) -> Iterator[TransferPool]:
     """Yield a pool of `size` transfer threads.
 
-    At the end of the `with` block, wait for their work. If an exception leaves the block, break off the transfer.
+    At the end of the `with` block, wait until the threads have ended. If the block raises, break off the transfer.
     """
     pool = TransferPool(size)
     try:
@@ -175,9 +175,9 @@ class Delivery:
 
 @dataclass
 class PulledPart:
-    """A part while it is received: it passes bytes on to their destinations, and checks the digest.
+    """A part that is being received. It passes the received bytes to their destinations, and checks the part's digest.
 
-    Until the part is complete: get a buffer with `room`, fill it, and pass it to `take`. Then call `finish`.
+    Until the part is complete, get a buffer from `room`, fill it, and pass it to `take`. Then call `finish`.
 
     Attributes:
         delivery: destinations of the bytes.
@@ -220,11 +220,11 @@ class PulledPart:
         """Compare the part with its digest, and call `on_part`.
 
         Args:
-            damaged: message of the error, if the digest differs.
+            damaged: message of the error `PartCorrupt`.
             remedy: remedy of this error.
 
         Raises:
-            PartCorrupt: the part is damaged or incomplete.
+            PartCorrupt: the digest differs: the part is damaged or incomplete.
         """
         if self._hasher.digest() != self.delivery.digests[self.part.index]:
             raise PartCorrupt(damaged, remedy)
@@ -241,7 +241,7 @@ class Pushing:
     Attributes:
         sent: indices of the parts that the server has received.
         error: first error of the upload; None if there is none.
-        ended: event. Once it is set, no further part is sent.
+        ended: event. After it is set, no further part is sent.
     """
 
     def __init__(self, pool: TransferPool, send: Callable[[Part, bytes], bool]) -> None:
@@ -349,9 +349,9 @@ class HttpTransfer:
             on_part: callback with every complete part. Several threads call it.
 
         Raises:
-            Gone: the server no longer has the file. For a version, ask for the head again.
+            Gone: the server no longer has the file. If it was a version, ask the server which version is the newest.
             PartCorrupt: a part arrived damaged `PART_ATTEMPTS` times in a row.
-            TransferStalled, ServerUnreachable: the network failed. Complete parts stay written.
+            TransferStalled, ServerUnreachable: the network failed. `on_part` has named the parts that are complete.
         """
 
         def count(nbytes: int) -> None:
@@ -367,7 +367,7 @@ class HttpTransfer:
             if status >= 300:
                 raise problem_of(status, problem)
             if status != 206:
-                raise BadRequest(f"{self._http.server} sends whole files only.", "Check for a proxy that drops Range.")
+                raise BadRequest(f"{self._http.server} ignores the header Range.", "Check for a proxy that drops it.")
             for run in runs:
                 arriving.take(run)
             arriving.finish(
@@ -386,7 +386,7 @@ class HttpTransfer:
         *,
         on_bytes: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Upload parts of a file, each followed by its BLAKE3. A part that did not arrive is sent again.
+        """Upload parts of a file, each followed by its BLAKE3. Send a part again if it did not arrive intact.
 
         The file must not change until the server has confirmed the whole upload.
 
@@ -411,8 +411,8 @@ class HttpTransfer:
     ) -> Iterator[Pushing]:
         """Upload parts of a file while the file is still being written. Inside the `with` block, call `Pushing.add`.
 
-        The end of the block waits until the added parts are sent. If an exception leaves the block, no more parts are
-        sent. An error of the upload is not raised: it ends the upload, and is in `Pushing.error`.
+        The end of the block waits until the added parts are sent. If the block raises, no more parts are sent. An error
+        of the upload is not raised: it ends the upload, and is stored in `Pushing.error`.
 
         Args:
             path_of: function of a part's index that returns the part's URL path.
@@ -474,7 +474,7 @@ class HttpTransfer:
 
     @contextmanager
     def _breakable(self, pool: TransferPool) -> Iterator[None]:
-        """Let `break_off` and a lost network end this pool while the `with` block runs.
+        """While the `with` block runs, end the pool's transfers if `break_off` is called or the network is lost.
 
         Raises:
             TransferAborted: `break_off` was called.
@@ -499,11 +499,11 @@ class HttpTransfer:
             raise unanswered(self._http.server)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
-        """Move one part in at most `PART_ATTEMPTS` attempts. Return False if another part's failure ends the transfer.
+        """Transfer one part in at most `PART_ATTEMPTS` attempts. Return False if another part's failure ended them all.
 
-        A stall of this connection is retried as long as other connections move bytes. After a stall, this part's bytes
-        count as progress only once the part is complete, because the system accepts bytes to send even if the peer is
-        silent.
+        If this connection stalls, try again as long as other connections send or receive bytes. After a stall, bytes of
+        this part no longer count as progress until the part is complete: the system accepts bytes to send even if the
+        peer is silent.
         """
         failures, stood_still = 0, False
 
@@ -534,7 +534,7 @@ class HttpTransfer:
         return False
 
     def _once(self, work: Work, part: Part, pool: TransferPool, on_move: Callable[[], None]) -> None:
-        """Make one attempt to move a part. Keep the connection for later parts only if the attempt succeeds."""
+        """Make one attempt to transfer a part. If it succeeds, keep the connection for later parts."""
         connection, losses = self._idle_connection(), self._http.watch.losses
         if connection is None:
             connection = PartConnection(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)

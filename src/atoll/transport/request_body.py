@@ -2,8 +2,8 @@
 
 aiohttp's parser and streams cost more than all other work on the bytes of a part (0.3 CPU-seconds per GB, one thread,
 two copies). So a `BodyInterceptor` stands between the connection and aiohttp. It passes all bytes to aiohttp, except
-the body of a part: aiohttp sees this request without a body, and a pool thread receives the body from the socket. The
-thread receives the bytes that are there, waits a moment for more, and returns the socket to the event loop. So a
+the body of a part: to aiohttp, this request has no body, and a pool thread receives the body from the socket. The
+thread receives the bytes that have arrived, waits a moment for more, and returns the socket to the event loop. So a
 stalled peer blocks no thread, and all connections are served in turn.
 
 A body is kept from aiohttp only if it is certain where each request ends. That requires that the connection has sent
@@ -57,7 +57,7 @@ Fill = Callable[[memoryview], int]
 
 
 class PartSink(Protocol):
-    """The destination of the bytes of one part."""
+    """The destination of the bytes of one part, which come in order."""
 
     @property
     def complete(self) -> bool:
@@ -65,12 +65,12 @@ class PartSink(Protocol):
         ...
 
     def take(self, fill: Fill) -> None:
-        """Call `fill` with buffers until it returns 0 or the part is complete. Called in a pool thread."""
+        """Call `fill` to get bytes, until it returns 0 or the part is complete. This runs in a pool thread."""
         ...
 
 
 class Body(Protocol):
-    """The body of one upload."""
+    """The body of an upload's request, received from the socket or from aiohttp."""
 
     async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
         """Wait for bytes of the body, and pass them to the sink in a thread of the pool.
@@ -119,14 +119,14 @@ def require_part_bytes(request: web.Request, nbytes: int) -> None:
         nbytes: size of the part in bytes, without its digest.
 
     Raises:
-        BadRequest: the Content-Length differs from this size.
+        BadRequest: the Content-Length is not the size of the part plus the digest.
     """
     interceptor = interceptor_of(request)
     length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
     if length != nbytes + DIGEST_BYTES:
         raise BadRequest(
-            f"The part has a Content-Length of {length} bytes, not {nbytes + DIGEST_BYTES} ({nbytes} and the digest).",
-            "Cut the update as the ticket's layout says.",
+            f"The Content-Length is {length} bytes, not {nbytes + DIGEST_BYTES} (the part's {nbytes}, then a digest).",
+            "Divide the update into parts as the ticket's layout says.",
         )
 
 
@@ -151,9 +151,9 @@ class _WithDigest:
 
 
 class Idle:
-    """Aborts the connection of a request if no byte is sent or received for a while. It is a context manager.
+    """A context manager that aborts the connection of a request if no byte is sent or received for a while.
 
-    It checks only once in `timeout_s`, so it aborts after `timeout_s` to `2 * timeout_s` seconds without a byte.
+    It checks every `timeout_s` seconds, so it aborts after `timeout_s` to `2 * timeout_s` seconds without a byte.
 
     Args:
         request: the request.
@@ -199,7 +199,7 @@ def break_off(request: web.Request) -> None:
 
 @asynccontextmanager
 async def _body_of(request: web.Request) -> AsyncIterator[Body]:
-    """Yield the body of a request: from the socket if it was kept from aiohttp, else from aiohttp's stream."""
+    """Yield the body of a request. It comes from the socket if the interceptor has kept it from aiohttp."""
     interceptor = interceptor_of(request)
     if interceptor is not None and interceptor.body_bytes:
         with interceptor.dup_socket() as sock:
@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Yield how many bytes of a part to read at once: `WIDE_BYTES` for at most `WIDE` parts, else `NARROW_BYTES`."""
+    """Yield how many bytes of a part to read at once: `WIDE_BYTES` or, if `WIDE` parts use this, `NARROW_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -303,7 +303,7 @@ def receive(sock: socket.socket, room: memoryview) -> int:
 
 
 async def readable(sock: socket.socket) -> None:
-    """Wait on the event loop until the socket is readable."""
+    """Wait until the socket has bytes to read, without blocking the event loop."""
     loop, came = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(sock.fileno(), came.set)
     try:
@@ -350,7 +350,7 @@ class BodyInterceptor(asyncio.Protocol):
         idle_timeout_s: seconds after which a peer that reads no byte of an answer is disconnected.
 
     Attributes:
-        direct: as the argument.
+        direct: the argument of this name.
         made: whether the connection is established, with TLS including the handshake.
         on_lost: callback at the end of the connection.
     """
@@ -373,7 +373,7 @@ class BodyInterceptor(asyncio.Protocol):
     # -- between transport and aiohttp
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connect aiohttp to this connection. From now on, the peer has `HEAD_S` seconds for the head of a request."""
+        """Connect aiohttp to this connection. The peer has `HEAD_S` seconds to send a request's line and headers."""
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.made = transport, True
         self._give_up_after(HEAD_S)
@@ -388,16 +388,16 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost()
 
     def eof_received(self) -> bool | None:
-        """Let aiohttp decide whether the connection stays open after the last byte of the peer, to send an answer."""
+        """Let aiohttp decide whether the connection stays open for an answer, after the peer has stopped sending."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """Begin to check whether the peer reads the answer, and tell aiohttp to pause writing."""
+        """Tell aiohttp to pause writing, and begin to check whether the peer still reads the answer."""
         self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """Stop checking the peer, which reads the answer again, and tell aiohttp to resume writing."""
+        """Tell aiohttp to resume writing, and stop checking the peer: it reads the answer again."""
         self._stop_reader_timer()
         self._inner.resume_writing()
 
@@ -422,7 +422,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._reader_timer = None
 
     def data_received(self, data: bytes) -> None:
-        """Handle received bytes: pass them to aiohttp, drop them, or find the heads of requests in them."""
+        """Handle received bytes: pass them to aiohttp, drop them, or search them for the headers of requests."""
         if self._passes:
             self._inner.data_received(data)
         elif self._discarding:
@@ -433,7 +433,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._heads(self._held + data)
 
     def _hold(self, full: bool) -> None:
-        """Record that aiohttp pauses (`full`) or resumes reading. If it resumes, process the bytes kept back."""
+        """Record that aiohttp pauses (`full`) or resumes reading. If it resumes, handle the bytes that waited."""
         self._full = full
         self._read_or_not()
         if not full and not self._part and self._transport is not None:
@@ -449,7 +449,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _heads(self, data: bytes) -> None:
-        """Pass complete heads of requests to aiohttp, until aiohttp pauses or the body of a part begins."""
+        """Pass complete request heads (line and headers) to aiohttp, until it pauses or the body of a part begins."""
         self._held = b""
         while data and not self._part:
             if self._full:
@@ -486,7 +486,7 @@ class BodyInterceptor(asyncio.Protocol):
 
     @property
     def body_bytes(self) -> int:
-        """Number of bytes of the part's body that are not received yet; 0 if no body is kept from aiohttp."""
+        """Number of bytes of a part's body that a thread has to receive; 0 if no body is kept from aiohttp."""
         return self._body_left
 
     def dup_socket(self) -> socket.socket:
@@ -501,7 +501,7 @@ class BodyInterceptor(asyncio.Protocol):
         return found.dup()
 
     def filler(self, sock: socket.socket) -> Fill:
-        """Return a function that receives bytes of the part's body. After `SLICE_S` s it no longer reads the socket."""
+        """Return a function that receives bytes of a part, for at most `SLICE_S` seconds, so that others get a turn."""
         until_s = time.monotonic() + SLICE_S
 
         def fill(room: memoryview) -> int:
@@ -519,7 +519,7 @@ class BodyInterceptor(asyncio.Protocol):
         return fill
 
     def end_part(self) -> None:
-        """End a part, after the answer. The rest of the part's body is dropped, then the next request is read."""
+        """After the answer to a part's request, drop the rest of the body, then read the next request."""
         if not self._part or self._transport is None:
             return
         self._body_left -= len(self._early)
@@ -539,7 +539,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._next()
 
     def _next(self) -> None:
-        """Begin to read the next request, after the end of a part."""
+        """Begin to read the request that follows the request of a part."""
         self._part = self._discarding = False
         self._stop_timer()
         self._read_or_not()
@@ -561,7 +561,7 @@ class BodyInterceptor(asyncio.Protocol):
 
 
 class _Facade:
-    """The transport that aiohttp sees. It passes `pause_reading` and `resume_reading` to the interceptor.
+    """The asyncio transport that aiohttp gets: `pause_reading` and `resume_reading` go to the interceptor.
 
     Everything else goes to the real transport.
     """
@@ -581,15 +581,15 @@ class _Facade:
 
 
 def interceptor_of(request: web.Request) -> BodyInterceptor | None:
-    """Return the interceptor of a request's connection; None with TLS, or if there is none."""
+    """Return the `BodyInterceptor` of a request's connection; None with TLS, or if there is none."""
     protocol = request.transport.get_protocol() if request.transport is not None else None
     return protocol if isinstance(protocol, BodyInterceptor) and protocol.direct else None
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """Return how many bytes of body follow the head of a request: 0 for a GET, the Content-Length for a part's upload.
+    """Return how long the body of a request is, from the request's head: 0 for a GET; for a part, the Content-Length.
 
-    For every other request, and for a head that is not perfectly regular, return None.
+    For every other request, and for a head with unusual syntax, return None.
     """
     first, *lines = head[:-4].split(b"\r\n")
     method, _, rest = first.partition(b" ")

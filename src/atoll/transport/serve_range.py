@@ -43,7 +43,7 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
         nbytes: size of the file in bytes.
 
     Returns:
-        The range; None for the whole file. It is None, too, if the header has a form that a server may ignore.
+        The range; None for the whole file. A header in a form that a server may ignore means the whole file, too.
 
     Raises:
         RangeNotSatisfiable: the range contains no byte of the file.
@@ -89,8 +89,8 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
         digest: digest of the content, sent as the ETag.
         pool: threads for reads that the page cache cannot answer at once.
         idle_timeout_s: seconds without a byte after which the connection is closed.
-        revoked: function that returns whether the file may have changed. It is called before every write. If it returns
-            True, the connection is closed before wrong bytes are sent.
+        revoked: function that returns whether the file may have been rewritten. It is called before every write. If it
+            returns True, the connection is closed, so that no wrong bytes are sent.
         on_bytes: callback with the number of bytes sent.
     """
     etag = f'"{digest}"'
@@ -146,7 +146,7 @@ def problem(code: str, message: str, remedy: str = "", retry_after_s: float | No
     """Return the HTTP response for an error.
 
     Args:
-        code: code of the error; it determines the status.
+        code: code of the error, such as "gone"; it determines the HTTP status.
         message: text of the error.
         remedy: advice to the user.
         retry_after_s: seconds after which the client should retry; sent as a header, too.

@@ -38,7 +38,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"network.tls_cert {str(cert)!r} and network.tls_key {str(key)!r} cannot be used: {error}.",
-            "Set a PEM file with a certificate chain, and the file with its private key.",
+            "Set the first to a PEM file with a certificate chain, the second to the file with its private key.",
         ) from error
     return context
 
@@ -57,7 +57,7 @@ def client_context(ca: str | None) -> ssl.SSLContext:
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"ATOLL_TLS_CA {ca!r} cannot be used: {error}.",
-            "Set it to a PEM file with the server's certificate authority.",
+            "Set this variable to a PEM file with the server's certificate authority.",
         ) from error
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     return context
@@ -78,7 +78,7 @@ def require_private(path: Path, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error.strerror}.") from error
     if mode & 0o077:
-        raise ConfigError(f"{what} {str(path)!r} has mode {mode:04o}: others can read it.", f"Run chmod 600 {path}")
+        raise ConfigError(f"{what} {str(path)!r} has mode {mode:04o}: others can read it.", f"Run: chmod 600 {path}")
 
 
 def read_token(path: Path | None) -> str | None:

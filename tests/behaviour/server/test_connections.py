@@ -185,7 +185,7 @@ def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server) -> None:
 def test_a_request_brings_one_whole_part(server: atoll.Server, nbytes: int) -> None:
     status, told = answer(WireSite(server.url).train().begin(0, nbytes=nbytes))
     assert status == 400
-    assert f"a Content-Length of {nbytes} bytes, not {PART_BYTES + DIGEST_BYTES}" in told["message"]
+    assert f"The Content-Length is {nbytes} bytes, not {PART_BYTES + DIGEST_BYTES}" in told["message"]
 
 
 @pytest.mark.covers("L9")

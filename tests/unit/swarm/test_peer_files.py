@@ -176,7 +176,7 @@ def test_an_aggregator_reads_its_own_update_where_it_lies_and_checks_it(mine: Pe
     assert mine.moved == sum(part.nbytes for part in layout.parts)
     assert (mine.http.counters.bytes_up, mine.http.counters.bytes_down, mine.server.served) == (0, 0, 0)
     write_at(outbox.fd, b"damaged", layout.parts[0].start)
-    with pytest.raises(PartCorrupt, match="served here, is damaged"):
+    with pytest.raises(PartCorrupt, match="which this process serves, is damaged"):
         mine.transfers.update(own, target)
     mine.server.withdraw(ref)
     with pytest.raises(Gone):
@@ -204,7 +204,7 @@ def test_a_file_that_is_withdrawn_and_rewritten_while_it_is_read_is_gone_not_dam
     parts = sorted(layout.parts, key=lambda part: -part.nbytes)
     with mine.server.connected(str(ref), 10.0) as (_, transfer):
         assert isinstance(transfer, LocalBlob)
-        with pytest.raises(Gone, match="no longer served here"):
+        with pytest.raises(Gone, match="This process no longer serves"):
             transfer.pull("it", version.part_digests, parts, [], on_bytes=on_bytes, on_part=on_part)
     assert len(read) == (1 if when == "between parts" else 0)
 

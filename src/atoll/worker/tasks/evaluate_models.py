@@ -27,7 +27,7 @@ from atoll.tensors.lazy_tensors import LazyState, LazyTensor
 from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
-from atoll.transport.object_client import EXPIRES_S, cut_as_told, fetch_lazily, idle_timeout, send
+from atoll.transport.object_client import EXPIRES_S, chosen_cut, fetch_lazily, idle_timeout, send
 from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
@@ -117,7 +117,7 @@ class Models:
     def submit(self, payload: Any) -> dict[str, Any]:
         """Handle the task `submit_model`: upload the site's model, and return its key at the server."""
         with self._filters.behind(self._packed(), "submit_model") as packed:
-            draft = written(packed, cut_as_told(packed, None), self._folder)
+            draft = written(packed, chosen_cut(packed, None), self._folder)
             ref = uploaded(self._connection, draft, "model")
         return {"model": key_of(ref).model_dump()}  # no address: other sites may reach the server at another one
 
