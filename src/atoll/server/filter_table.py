@@ -70,7 +70,7 @@ class SiteFilters:
         return sorted({task for _, _, tasks in self._entries for task in tasks})
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
-        """Warn once about each site that a filter names, but that is not in `sites`: the name may be misspelt."""
+        """Warn, but only once, about each site that a filter names and that is not in `sites`: it may be misspelt."""
         named = {site for _, wanted, _ in self._entries for site in wanted}
         for site in sorted(named.difference(sites, self._told)):
             self._told.add(site)
@@ -78,7 +78,7 @@ class SiteFilters:
             LOG.warning("%s contains a filter for site %r, which has not taken part. %s", self._setting, site, hint)
 
     def warn_of_unsent(self, names: Collection[str]) -> None:
-        """Warn about each task that a filter names, but that was not sent. `names` are the tasks that were sent."""
+        """Warn about each task that a filter names, but that is not in `names`, the tasks that were sent."""
         for task in sorted(set(self.tasks).difference(names)):
             hint = registry.nearest(task, names, f"Tasks that were: {', '.join(sorted(names)) or 'none'}.")
             LOG.warning("%s contains a filter for task %r, which was not sent. %s", self._setting, task, hint)

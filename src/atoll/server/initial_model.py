@@ -68,10 +68,10 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
 
 
 def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
-    """Return whether the initial model has this schema, as far as that can be found without computing its values.
+    """Return whether the initial model has this schema, without computing the model's values.
 
-    False means that the schema differs or is unknown. It is unknown if the function that builds the model does not run
-    on torch's meta device.
+    Return False if the schema differs, and also if it stays unknown, because the function that builds the model does
+    not run on torch's meta device.
     """
     return _seen(settings, given) == schema
 
@@ -146,8 +146,8 @@ def _header(path: Path) -> Marked:
 def _with_buffers(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Marked:
     """Return a file's tensors as a model. If Atoll exported the file, its metadata lists tied names and buffers.
 
-    If the file has all listed buffers, its other tensors are parameters. If it lacks a listed buffer, the file was
-    changed after the export, and whether the tensors that are not listed are parameters is unknown.
+    If the file has all listed buffers, its other tensors are parameters. If a listed buffer is missing, the file was
+    changed after the export, so the tensors that are not listed may be buffers or parameters.
 
     Args:
         path: a safetensors file, with or without this metadata.
@@ -213,7 +213,7 @@ def _together(files: Sequence[Path], load: Callable[[Path], Marked]) -> Marked:
     """Return the tensors of several files as one model. A large model is often saved in several files.
 
     Raises:
-        ConfigError: two files have a tensor of the same name.
+        ConfigError: two of the files have a tensor of the same name.
     """
     found = Marked({}, {})
     for path in files:

@@ -126,7 +126,7 @@ class Server:
     # -- life
 
     def start(self) -> Server:
-        """Start to serve in a background thread. Return this server once it listens.
+        """Start to serve in a background thread. Return this server as soon as workers can connect.
 
         Raises:
             PortInUse, StateLocked, StateCorrupt, ConfigError: the server cannot start.
@@ -217,10 +217,10 @@ class Server:
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:
-        """Return a server that begins a new run with the model in a file from `save_state`.
+        """Return a server that begins a new run with a saved model.
 
         Args:
-            path: path of the file.
+            path: path of a file that `save_state` has written.
             options: further arguments of `Server`.
         """
         return cls(str(path), **options)
@@ -336,7 +336,7 @@ class Server:
 
 
 def _refuse_code(**given: Any) -> None:
-    """Refuse code that a program passes to the server of a swarm: in a swarm, workers filter and reduce updates.
+    """Refuse functions and objects passed to the server of a swarm, because workers filter and aggregate there.
 
     Raises:
         ConfigError: an argument has a value.

@@ -44,8 +44,8 @@ _LARGE_SHARE = 0.25
 def _of_lost_steps(plan: Plan) -> list[str]:
     """Return a warning if a large share of the local steps is lost when new versions are merged into the model.
 
-    Of H local steps, τ (`fragment_sync_delay`) happen while an update is under way. A merge drops 1 − α of their
-    change.
+    Of H local steps, τ (`fragment_sync_delay`) happen while an update is on its way. Merging the new version drops
+    1 − α (`fragment_update_alpha`) of the change that these τ steps made.
     """
     diloco = plan.settings.diloco
     delay, alpha = diloco.fragment_sync_delay, diloco.fragment_update_alpha

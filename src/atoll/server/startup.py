@@ -56,7 +56,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     if not texts:
         return Settings.build(settings)
     if isinstance(settings, Settings):
-        raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Put all into settings.")
+        raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Put all into the settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
     keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
     return Settings.build({**(settings or {}), **{keys[name]: text for name, text in texts.items()}})
@@ -72,13 +72,13 @@ def open_run(
 
     Args:
         settings: the run's settings.
-        given: the initial model of a new run. If None, the persistor loads it. If the persistor returns None, too, the
-            setting `model.source` names it.
+        given: the initial model of a new run. If None, the model that the persistor loads. If the persistor returns
+            None, too, the model that the setting `model.source` names.
         persistor: the user's persistor.
         outer: the outer optimizer; None if the settings name it.
 
     Returns:
-        The plan of the run, its store, and one sentence for each thing that a crash has lost.
+        The plan of the run, its store, and one sentence for each loss of data by a crash.
 
     Raises:
         ConfigError: the model or a setting cannot be used, or is not the one that the run began with; or a new run
@@ -158,7 +158,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 
 
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
-    """Return the plan of the run in the journal. Refuse a model or fixed setting that the run did not begin with.
+    """Return the plan of the run in the state directory. Refuse a model or fixed setting other than at its beginning.
 
     Args:
         settings: the settings of this start.
@@ -209,7 +209,7 @@ def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[st
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return those entries of two tables that differ, as [old, new].
+    """Return the entries that differ between two tables, as [entries of `old`, entries of `new`].
 
     The entries of `options` are treated as entries of the table itself. The keys in `SAME_BITS` are ignored.
     """
@@ -258,7 +258,7 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
 
 @contextmanager
 def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Yield a descriptor of the file with version 0 of a fragment in a swarm. The first worker pulls it."""
+    """Yield a descriptor of a swarm's file with version 0 of a fragment, which the first worker downloads."""
     fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
     try:
         yield fd

@@ -62,13 +62,13 @@ class _Left(OwnedFile):
 
 
 class Filtering:
-    """Runs the filters of updates, and keeps the filtered files. Any thread may call `source`, the loop the rest.
+    """Runs the filters of updates, and keeps the filtered files. Call all methods but `source` on the event loop.
 
     Args:
         filters: the filters of each site.
         plan: plan of the run.
         store: store of the run.
-        aside: threads that run the filters. There, a filter that hangs delays only its own site.
+        aside: runs the filters in threads, so that a filter that hangs delays only the updates of its own site.
     """
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
@@ -135,7 +135,7 @@ class Filtering:
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateInput:
-        """Return the file to aggregate for an accepted update: the filtered file; without filters, the spool.
+        """Return the file to aggregate for an accepted update: the filtered file or, without filters, the original.
 
         Any thread may call this.
         """
@@ -145,7 +145,7 @@ class Filtering:
         return UpdateInput(left.fd, left.norm)
 
     def sweep(self) -> None:
-        """For tickets that have ended, close the filtered files, and cancel the filtering that is under way."""
+        """Close the filtered files of tickets that have ended, and cancel filters that still run for such tickets."""
         for key in [*self._going, *self._kept]:
             if not self._store.tickets.get(key[0]).is_live:
                 self._forget(key)
@@ -158,7 +158,7 @@ class Filtering:
             kept.close()
 
     def close(self) -> None:
-        """Close all filtered files, and cancel the filtering that is under way."""
+        """Close all filtered files, and cancel all running filters."""
         for key in [*self._going, *self._kept]:
             self._forget(key)
 
@@ -259,7 +259,7 @@ class _Work:
         return encoded
 
     def _change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return base − local value, as the site sent it, for elements `start` to `stop` of a tensor."""
+        """Return the change (base − local value) that the site sent for elements `start` to `stop` of a tensor."""
         segment = self._layout.by_name[name]
         run = self._layout.piece(segment, start, stop)
         values = self._decoded(self._bytes(run), run)

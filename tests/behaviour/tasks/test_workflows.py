@@ -137,7 +137,7 @@ def test_a_dead_site_is_missing_and_min_responses_decides(nursery: Nursery, tmp_
         assert server.wait(60)
         server.run()
     assert alive.wait() == 0
-    assert came == {"late": "Site b did not answer task 'hang' within 0.5 s. See its log.", "sites": ["a"]}
+    assert came == {"late": "Site b did not answer task 'hang' in 0.5 s. See the site's log.", "sites": ["a"]}
 
 
 @pytest.mark.covers("T7", "T14")

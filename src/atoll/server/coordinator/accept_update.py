@@ -28,7 +28,7 @@ class UpdateAdmission:
     Args:
         plan: plan of the run.
         store: store of the run.
-        ledger: ledger, which gets an event for each accepted or refused update.
+        ledger: state of the run. It gets an event for each accepted or refused update.
         roster: site → what the server knows about its worker.
         fail: called with an error that must end the server.
         on_accepted: called with the ticket of an accepted update and the number of its round.
@@ -61,7 +61,7 @@ class UpdateAdmission:
             norm: L2 norm of the update's `params`.
 
         Raises:
-            UpdateRefused: `require_plausible` refused the update.
+            UpdateRefused: weight, norm or number of steps of the update is not allowed; the message says why.
             DiskFull: nothing has changed.
             StoreError: the store failed, and the server ends.
         """
@@ -127,7 +127,7 @@ class UpdateAdmission:
             )
 
     def refuse(self, site: str, ticket: int, reason: str, remedy: str = LOOK) -> None:
-        """Refuse an update and record the reason. After `REFUSALS` refused updates in a row, end the site's lease.
+        """Refuse an update and record why. After `REFUSALS` refusals in a row, end the site's lease, so that it stops.
 
         Raises:
             UpdateRefused: always.
@@ -150,10 +150,10 @@ class UpdateAdmission:
 
 
 def staleness(head: int, version: int, lost: Sequence[int]) -> int:
-    """Return how many rounds a version is behind the head. The numbers of lost versions are not counted.
+    """Return how many versions were committed after a version. The numbers of lost versions are not counted.
 
     Args:
-        head: number of the head.
+        head: number of the newest version.
         version: number of the version.
         lost: numbers of lost versions.
     """

@@ -1,4 +1,4 @@
-"""Aggregates a closed (frozen) round on the server: reduces its updates from the store's files, commits the version."""
+"""Aggregates a closed (frozen) round on the server: combines the updates in the store's files into the next version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def frozen_round(
         store: store of the run.
         fragment: the fragment.
         base_version: the version that the round starts from.
-        tickets: tickets of the updates that count, in the order in which they are reduced.
+        tickets: tickets of the updates to aggregate, in this order.
         number: number of the round.
     """
     frozen, lost = store.run_log.round(fragment, base_version), store.run_log.lost_versions(fragment)
@@ -98,28 +98,28 @@ class LocalRounds:
             )
 
     def offer(self, ticket: TicketRow, number: int) -> None:
-        """Pass an accepted update to the user's aggregator, if there is one that wants updates as they arrive."""
+        """Pass an accepted update of round `number` to the user's aggregator, if it wants updates as they arrive."""
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
     async def aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
-        """Reduce the updates of a closed round, take the outer step, and commit the next version as the head.
+        """Aggregate the updates of a closed round, step the outer optimizer, and commit the next version.
 
         The work runs in a pool thread. If a restart has lost filtered updates, they are first filtered again.
 
         Args:
             fragment: the fragment.
             base_version: the version that the round starts from.
-            tickets: tickets of the updates that count, in the order in which they are reduced.
+            tickets: tickets of the updates to aggregate, in this order.
             number: number of the round.
 
         Returns:
             The journal's row of the new version, and the summary of the round.
 
         Raises:
-            RunFailed: the user's aggregator failed, or the result is not finite; the round stays frozen.
+            RunFailed: the user's aggregator failed, or the result is not finite; the round stays closed.
             DiskFull: nothing is lost; the same call can be repeated.
-            StateCorrupt: the base's file is damaged. The server ends; its next start uses the newest intact version.
+            StateCorrupt: the file of `base_version` is damaged. The next start uses the newest intact version.
             StoreError: the disk failed.
             SyncFailed: fsync failed; the server must end.
         """
@@ -182,8 +182,8 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
 
     Args:
         frozen: record of the closed round.
-        seconds: time that making the version took.
-        grad_norm: norm of the reduced pseudo-gradient.
+        seconds: how long it took to make the version.
+        grad_norm: L2 norm of the pseudo-gradient, the aggregate of the updates.
     """
     updates = frozen.updates
     means: dict[str, float] = {}

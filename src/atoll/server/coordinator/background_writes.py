@@ -1,6 +1,6 @@
-"""Files that the server writes in the background after a commit: metrics, exported models, best version, result.
+"""Writes files in the background after a version was committed: metrics, exported models, best version, result.
 
-After these, the newest version is made durable: it is fsynced, so that it survives a power loss.
+After these, the newest version is fsynced, so that it survives a power loss.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Exports:
         their names, so that `load_state_dict(strict=True)` accepts the file.
 
         Args:
-            heads: number of the version to export, for each fragment; by default the newest. The exported model gets
-                the smallest of these numbers.
+            heads: number of the version to export, for each fragment; by default the newest. The smallest of these
+                numbers is `<version>` in the file's name.
         """
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class Exports:
                 file.write(_line(summary.model_dump_json(), at))
 
     def rewrite_metrics(self) -> None:
-        """Write the metrics file again from the journal. After a crash, lines may be missing or be of lost versions.
+        """Write the metrics file again from the journal. After a crash, lines may be missing or of lost versions.
 
         Raises:
             StoreError: the export folder cannot be made or written.
@@ -93,23 +93,23 @@ def export_model(
     store: Store,
     target: Path,
     heads: Sequence[int] | None = None,
-    told: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write a model as a safetensors file, which replaces an existing file atomically.
+    """Write a model of the run as a safetensors file, which replaces an existing file atomically.
 
     Args:
         plan: plan of the run.
         store: store of the run.
         target: path of the file.
         heads: number of the version to export, for each fragment; by default the newest.
-        told: further metadata for the file's header.
+        metadata: further metadata for the file's header.
 
     Raises:
         Gone: a version, or a file that its export needs, is no longer kept.
         DiskFull: there is no space; no partial file is left.
         SyncFailed: fsync failed; the server must end.
     """
-    header, owners = model_header(plan.schema, told)
+    header, owners = model_header(plan.schema, metadata)
     heads = store.versions.heads() if heads is None else heads
 
     def contents(files: Sequence[tuple[int, int | None]]) -> Iterator[memoryview]:
@@ -153,10 +153,10 @@ class BestVersion:
         return self._folder / BEST_MODEL
 
     def save(self, measured: Measured) -> None:
-        """Write the files for a version. Does nothing if they are of this version already.
+        """Write both files for the best version `measured`, unless they have it already.
 
         Raises:
-            Gone: the version is no longer kept.
+            Gone: the server no longer has the version.
             DiskFull: there is no space; the previous files are still there.
             SyncFailed: fsync failed; the server must end.
             StoreError: a folder has the name of one of the files.
@@ -171,7 +171,7 @@ class BestVersion:
         self.saved = measured
 
     def handed(self, measured: Measured) -> Best:
-        """Return the version that `save` wrote last, as a persistor needs it: with an open descriptor of the file."""
+        """Return the version that `save` has just written, for `Persistor.save_best`: with an open file descriptor."""
         rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -197,7 +197,7 @@ class BestVersion:
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """Return the version in `best.safetensors`; None if there is none, or it is the best by another metric.
+        """Return the version in `best.safetensors`. None if there is no such file, or it is the best by another metric.
 
         If `best.json` names another version or is damaged, write it again: the server may have been killed between
         the two files.
@@ -241,10 +241,10 @@ def require_files(folder: Path) -> None:
 
 
 def require_no_results(folder: Path) -> None:
-    """Check that a folder has no exports. A new run would replace them, and they are of another run.
+    """Check, before a new run begins, that its export folder has no files of another run, which it would replace.
 
     Raises:
-        ConfigError: there are such files. An empty file is none.
+        ConfigError: there are such files. Empty files do not count.
     """
     paths = [folder / name for name in (METRICS, MODEL, BEST_MODEL, BEST_NOTE)]
     if found := [path.name for path in paths if path.is_file() and path.stat().st_size]:
@@ -255,9 +255,9 @@ def require_no_results(folder: Path) -> None:
 
 
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
-    """Return the metric's value in each round, together with the version that the workers measured.
+    """Return the metric's value in each round, together with the version that the value belongs to.
 
-    Workers measure the version that a round starts from.
+    It belongs to the version that the round starts from, because workers measure the model that they download.
 
     Args:
         history: every version of one fragment, oldest first.
@@ -280,7 +280,7 @@ def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None
 
 
 def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
-    """Return the warning that a round has no value of the metric in the setting `rounds.best_metric`."""
+    """Return a warning that no site reported the metric of the setting `rounds.best_metric` in a round."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
         f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so it is "
@@ -323,7 +323,7 @@ class Behind:
             summary: summary of its round.
             heads: number of the newest version of each fragment.
             last: whether all fragments have now finished this round.
-            finished: whether the run is finished. Then `save_result` passes the version to the persistor.
+            finished: whether the run is finished. Then `save_result` passes the version to the persistor instead.
         """
         loop = asyncio.get_running_loop()
         every = self._settings.disk.export_every
@@ -348,7 +348,7 @@ class Behind:
             LOG.error("version %d could not be saved: %s", row.version, reason)
 
     async def save_best(self, measured: Measured) -> None:
-        """Write the best version, and pass it to the user's persistor. Warn if the version is no longer kept."""
+        """Write the best version, and pass it to the user's persistor. Warn if the server no longer has the version."""
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
             if self.persistor.takes_best:
@@ -375,7 +375,7 @@ class Behind:
         return path
 
     async def _saved(self, what: str, save: Callable[[], T]) -> T:
-        """Run `save` in a thread; retry while disk space or file descriptors are lacking."""
+        """Run `save` in a thread, and repeat it while disk space or file descriptors are lacking."""
         loop = asyncio.get_running_loop()
         return await until_passed(lambda: loop.run_in_executor(self._io, save), f"{what} could not be saved")
 
@@ -387,8 +387,8 @@ async def until_passed(
 
     Args:
         attempt: function to call.
-        problem: the start of the log line.
-        note: called with the reason before each retry.
+        problem: the start of the log line, such as "the result could not be saved".
+        note: callback with the reason, before each retry.
     """
     while True:
         try:
@@ -403,6 +403,6 @@ async def until_passed(
 
 
 async def over(*tasks: asyncio.Task[None] | None) -> None:
-    """Wait until these tasks have ended, with or without an error. A None among them is ignored."""
+    """Wait until these tasks have ended, with or without an error. Ignore arguments that are None."""
     if begun := [task for task in tasks if task is not None]:
         await asyncio.wait(begun)

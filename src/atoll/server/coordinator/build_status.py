@@ -94,7 +94,7 @@ def keep_status(run: Coordinator) -> status_messages.Status:
 
 
 def write_status(run: Coordinator, status: status_messages.Status) -> None:
-    """Save a status to disk. `atoll status` shows it when the server does not run. A failed write is only logged."""
+    """Save a status to disk, for `atoll status` when the server does not run. If that fails, only log it."""
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -111,7 +111,7 @@ def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> st
 
     Args:
         algorithm: the run's algorithm.
-        lrs: pattern of tensor names → learning rate of these tensors.
+        lrs: pattern → learning rate of the tensors with a name that matches the pattern.
     """
     names, shown = {"delay": "N"}, algorithm.outer_options
     if algorithm.outer_name == "delayed_nesterov":

@@ -1,7 +1,8 @@
 """The coordinator of a run: the operations of the server's API, on one event loop and without HTTP.
 
-Only the coordinator's ledger changes the run's state. An accepted update or a new version is in the journal before the
-ledger gets the event about it. Work on tensors and files, and user code, run in threads.
+Only the `Ledger` changes the run's state, when the coordinator passes an event to it. An accepted update or a new
+version is in the journal (the server's database) before its event is passed. Work on tensors and files, and user code,
+run in threads.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ COMMIT_S = 1.0
 
 
 class Workflows(Protocol):
-    """What the coordinator needs to know about a run's workflows.
+    """What the coordinator needs to know about a run's workflows (training, evaluations, functions of the user).
 
     Attributes:
         evaluated: function that returns the results so far of the newest cross-site evaluation; None before the first.
@@ -94,7 +95,7 @@ class Workflows(Protocol):
 
 
 class Coordinator:
-    """The run of a server. Each operation of the API is a method, with the name and errors in `protocol/openapi.py`."""
+    """Runs the server's side of a run. Each operation of the HTTP API that `protocol/openapi.py` lists is a method."""
 
     def __init__(
         self,
@@ -224,15 +225,15 @@ class Coordinator:
 
     @property
     def state(self) -> State:
-        """State of the run in the ledger."""
+        """The run's state: its rounds, leases and tickets."""
         return self.ledger.state
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event to the run's state, and return the effects. See `Ledger.apply`."""
+        """Apply an event to the run's state, and return its effects, such as an issued ticket. See `Ledger.apply`."""
         return self.ledger.apply(event)
 
     def _act(self, effect: events.Effect) -> None:
-        """Carry out an effect. The ledger calls this after the journal has recorded the decisions."""
+        """Carry out an effect of an event, such as aggregating a closed round, after the journal has recorded it."""
         match effect:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self.state)
@@ -248,14 +249,14 @@ class Coordinator:
             self.wake()
 
     def wake(self) -> None:
-        """Wake every request that waits in `changed`."""
+        """Wake every request that waits in `changed`, because the run's state has changed."""
         self._changed.set()
 
     def _alive(self) -> list[str]:
         return sorted(site for site, member in self.state.members.items() if member.alive)
 
     async def changed(self, timeout_s: float) -> None:
-        """Wait for the next `wake`, for at most `timeout_s` seconds.
+        """Wait until `wake` is called, for at most `timeout_s` seconds.
 
         Raises:
             Busy: the server is stopping.
@@ -306,11 +307,13 @@ class Coordinator:
     # -- which sites take part
 
     async def join(self, message: messages.Join) -> messages.Joined:
-        """Let a site take part: grant it a new lease. An older process of the site loses its lease.
+        """Let a worker process take part: give it a new lease, the right to act for its site.
+
+        An older process of the same site loses its lease.
 
         Raises:
-            VersionSkew, ServerLost, SchemaMismatch, ConfigError: the site does not fit the run; see `require_fit`.
-            ConfigError: in a swarm also if other workers cannot reach the joining worker.
+            VersionSkew, ServerLost, SchemaMismatch, ConfigError: the worker does not fit the run, for example because
+                it has another model. In a swarm, ConfigError also if other workers cannot reach it.
         """
         require_fit(message, self.plan, self.store)
         if self.swarm is not None:
@@ -334,13 +337,13 @@ class Coordinator:
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
-        """End the lease of a site. The message contains an error if the site's training has failed."""
+        """End a site's lease, so that no round waits for it. If its training failed, the message has the error."""
         self.apply(events.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
-        """Record a worker's progress, and whether it announces that it will submit no more updates.
+        """Record the progress that a worker reports, and whether it will submit no more updates.
 
-        The time of the request is not recorded here: `require_lease` has done that.
+        `require_lease` has recorded the time of the request before.
         """
         presence = self.roster.get(lease.site)
         if presence is not None:
@@ -353,7 +356,7 @@ class Coordinator:
         )
 
     def require_lease(self, sent: Lease | str | None) -> Lease:
-        """Return the lease of a request if it is valid. Record the request as a sign of life of the site.
+        """Return the lease of a request if it is valid, and record that the site is alive.
 
         Raises:
             LeaseLost: the process has to join again.
@@ -382,7 +385,7 @@ class Coordinator:
                 "Use a different site name for each worker.",
             )
         reason = f"{effect.reason[:1].upper()}{effect.reason[1:]}."
-        raise LeaseLost(reason, "Join again; the site's open ticket is then given out again.")
+        raise LeaseLost(reason, "Join again. The site then gets its open ticket again.")
 
     # -- tickets
 
@@ -473,7 +476,7 @@ class Coordinator:
     def local_steps(self, site: str) -> int:
         """Return how many local steps a site takes between two synchronisations, from its speed (DyLU).
 
-        0 means the number in the settings, because dynamic local steps are off.
+        Return 0 if dynamic local steps are off. Then the number in the settings applies.
         """
         settings = self.settings
         if not settings.diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
@@ -482,9 +485,9 @@ class Coordinator:
         return dylu_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
 
     def _unpulled(self, fragment: int) -> Collection[int]:
-        """Return the base versions that the sites of open tickets have probably not downloaded yet.
+        """Return the versions that open tickets start from, and that the sites have probably not downloaded yet.
 
-        For a synchronous fragment, return none: its open tickets start from the head, which is kept anyway.
+        For a synchronous fragment, return none: its open tickets start from the newest version, which is kept anyway.
         """
         if not self.state.is_async(fragment):
             return ()
@@ -522,7 +525,7 @@ class Coordinator:
         )
 
     def why(self, fragment: int, now_s: float) -> str:
-        """Return as text what a fragment's round waits for, with known problems of the sites that are missing."""
+        """Return a text: what a fragment's round waits for, and known problems of the sites that are missing."""
         sites = [site for site, _ in waiting.missing(self.state, fragment)]
         place = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
@@ -587,7 +590,7 @@ class Coordinator:
         Raises:
             LeaseLost, Superseded: the lease is not valid.
             BadRequest: in a swarm, the message lacks the address from which the update can be pulled.
-            TicketClosed: the ticket is over or belongs to another site, or the update has another base.
+            TicketClosed: the ticket is over or belongs to another site, or the site trained from other values.
             Conflict: parts are missing, or do not match the digest.
             UpdateRefused: the update has an implausible value, a filter refused it, or the ticket was refused before.
         """
@@ -604,8 +607,8 @@ class Coordinator:
         if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
             raise TicketClosed(
                 f"The update for ticket {ticket} was trained from a version {row.base_version} that differs "
-                "from the run's.",
-                "The server's state was restored from a backup; ask for the next ticket.",
+                "from the run's version with this number.",
+                "The server's state was probably restored from a backup. Ask for the next ticket.",
             )
         message = self.admission.with_kept_weight(lease.site, message)
         if self.swarm is not None:
@@ -614,9 +617,9 @@ class Coordinator:
         missing_parts = [part.index for part in layout.parts if part.index not in parts]
         if missing_parts:
             raise Conflict(
-                f"Ticket {ticket} lacks {len(missing_parts)} of {len(layout.parts)} parts, the first is part "
-                f"{missing_parts[0]}.",
-                "Send these, then complete it again.",
+                f"The update for ticket {ticket} lacks {len(missing_parts)} of {len(layout.parts)} parts; the first "
+                f"missing one is part {missing_parts[0]}.",
+                "Send the missing parts, then complete the update again.",
             )
         digest = _digest(layout, parts)
         if digest != message.digest:
@@ -633,7 +636,7 @@ class Coordinator:
                 return await self.complete(lease, ticket, message)
             self.require_open(lease, ticket)
             if _digest(layout, self.store.tickets.parts(ticket)) != digest:
-                raise Conflict(f"A part of ticket {ticket} was sent again.", "Complete it again.")
+                raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Complete the update again.")
             if reason:
                 self.admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
         return _receipt(self.admission.accept(lease.site, ticket, message, norm))
@@ -641,7 +644,7 @@ class Coordinator:
     # -- swarms
 
     async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
-        """Offer an update to the workers of a swarm. Wait until one has pulled it, at most `LONG_POLL_S` seconds."""
+        """Let other workers of a swarm download an update. Wait until one has, for at most `LONG_POLL_S` seconds."""
         if message.source is None:
             raise BadRequest(
                 f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
@@ -669,7 +672,7 @@ class Coordinator:
             await swarm.news(until_s - time.monotonic())
 
     async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
-        """Return the settings that a worker needs to reduce rounds and take outer steps.
+        """Return the settings that a worker of a swarm needs to aggregate updates and step the outer optimizer.
 
         Raises:
             ConfigError: the run is not a swarm.
@@ -678,7 +681,7 @@ class Coordinator:
         return swarm_messages.SwarmPlan(settings=swarm_settings(self.plan.settings))
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
-        """Record a worker's report. Return what the worker has to do, once that changes or after `wait_s` seconds.
+        """Record a worker's report. Return what the worker has to do when that changes, or after `wait_s` seconds.
 
         Raises:
             ConfigError: the run is not a swarm.
@@ -687,7 +690,7 @@ class Coordinator:
 
     def _require_swarm(self) -> Swarm:
         if self.swarm is None:
-            raise ConfigError("The run is no swarm: the server aggregates.", "Set swarm.enabled = true at the server.")
+            raise ConfigError("The run is no swarm: its server aggregates.", "Set swarm.enabled = true at the server.")
         return self.swarm
 
     # -- rounds
@@ -709,7 +712,7 @@ class Coordinator:
             self._follow_commit(*committed)
 
     def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
-        """After a commit, update counters, pass the event to the ledger, and start the background writes."""
+        """After a version was committed, update counters and the run's state, and start the background writes."""
         fragment, tracking = row.fragment, self.ledger.rules.tracking
         self.trouble.pop(fragment, None)
         self.filtering.sweep()
@@ -747,7 +750,7 @@ class Coordinator:
         self.wake()
 
     async def _tick(self) -> None:
-        """Apply the event `TimePassed` every second, and at the next deadline of a round."""
+        """Remove expired objects and end what has timed out: every second, and at the next deadline of a round."""
         while True:
             deadline_s = waiting.next_deadline_s(self.state)
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
@@ -772,7 +775,7 @@ class Coordinator:
             self._fail_by(error, "The server")
 
     def _fail_by(self, error: BaseException, what: str, remedy: str = "") -> None:
-        """End the server because of an error. Replace an error that is not an `AtollError` by `RunFailed`."""
+        """End the server because of an error. If the error is not an `AtollError`, replace it by `RunFailed`."""
         error = directory_gone(self.settings.disk.state_dir) or error
         if not isinstance(error, AtollError):
             LOG.error("%s failed", what, exc_info=error)

@@ -101,7 +101,7 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
 
 
 def _require_state(message: messages.Join, store: Store) -> None:
-    """Raise an error if a site has lost its local state. Only warn if the site says that it starts from zero again."""
+    """Raise an error if a site has lost its algorithm's local state. Only warn if the user chose to start from zero."""
     site, last = message.site, store.tickets.last_of(message.site)
     counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
     count = counted + (last is not None and last.state == "accepted")  # an accepted update is going to count
@@ -132,7 +132,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return base version and digest of the site's last counted update, which the site's local state must include."""
+    """Return base version and digest of the site's last aggregated update, which its local state must include."""
     row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 
@@ -142,7 +142,7 @@ def _named(row: TicketRow) -> messages.Counted:
 
 
 def _stands(message: messages.Join, store: Store) -> bool:
-    """Return whether the site's local state includes its last counted and, if there is one, its accepted update."""
+    """Return whether the site's local state includes its last aggregated update and, if any, its accepted update."""
     if not message.local_state_of:
         return True  # workers of an earlier Atoll do not report it
     last = store.tickets.last_of(message.site)

@@ -28,11 +28,11 @@ FACTS = (events.UpdateAccepted, events.UpdateRefused, events.VersionCommitted)
 
 
 class Ledger:
-    """The state of one run. Events change it, through `apply`.
+    """The state of one run. Events change it, through `apply`. An event has effects, some of which are decisions.
 
     Args:
         rules: rules of the run's rounds.
-        record: function that writes decisions into the journal, all of them or none.
+        record: function that writes decisions into the journal (the server's database), all of them or none.
         act: function that carries out one effect. It is called after the decisions are in the journal.
         clock: function that returns the time in seconds, as `time.monotonic` does.
         on_failure: called with an error of the store after which the run cannot go on.
@@ -57,16 +57,16 @@ class Ledger:
         self._untold: list[events.Event] = []
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Set the state from the journal's content, and carry out effects that a crash has interrupted."""
+        """Set the state from the journal's content, and finish what a crash has interrupted."""
         self.state, effects = machine.restore(self.rules, snapshot, self._clock())
         self._carry_out(effects)
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
         """Apply an event: decide, write the decisions to the journal, then carry out the effects.
 
-        If the disk is full, an event in `FACTS` is kept and applied later: its row is in the journal already.
-        Until then all other events fail, except `WorkerSeen`: with the old state, the round machine would, for
-        example, issue an accepted ticket again.
+        If the disk is full, an event in `FACTS` is applied later: what it reports is in the journal already. Until
+        then, all other events except `WorkerSeen` fail, because decisions from the old state would be wrong. For
+        example, a ticket with an accepted update would be issued again.
 
         Returns:
             The effects of the event; empty if the event is kept for later.
@@ -121,7 +121,7 @@ def record_in(
         store: store of the run.
         roster: site → presence, with the process and host to record for a lease.
         decided: the decisions.
-        keep_weights: whether to record the weight of each site's first update (`RunLog.freeze`).
+        keep_weights: whether to record the weight of each site's first update when a round closes.
     """
     run_log, tickets = store.run_log, store.tickets
     with store.journal.transaction():

@@ -120,7 +120,7 @@ class Persistor:
         Args:
             plan: plan of the run.
             store: store of the run.
-            heads: number of the version to save, for each fragment. The saved model gets the smallest of them.
+            heads: number of the version to save, for each fragment. The persistor gets the smallest as the version.
             final: whether the version is the run's result.
 
         Returns:
@@ -135,7 +135,7 @@ class Persistor:
         return hasattr(self._user, "save_best")
 
     def save_best(self, plan: Plan, best: Best) -> None:
-        """Queue a call of the persistor's `save_best`. It replaces a queued call for an older version."""
+        """Queue a call of the persistor's `save_best`, in place of a queued call for an older version."""
         with self._lock:
             before, self._best = self._best, best
         if before is not None:

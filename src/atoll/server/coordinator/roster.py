@@ -48,8 +48,8 @@ class Presence:
         heard: whether the worker has sent a request since this server started.
         heard_s: time of the last request.
         beat: the last heartbeat.
-        gradient_bytes: fragment's size in bytes × local steps, summed over the updates accepted since the server
-            started. Data-parallel training would have sent this much.
+        gradient_bytes: bytes that data-parallel training would have sent: fragment's size × local steps, summed over
+            the updates accepted since the server started.
         bases: fragment → base version of the worker's newest ticket, also from before a restart of the server.
         moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
         longest_s: longest time between two such heartbeats during training, in seconds.
@@ -81,13 +81,13 @@ class Presence:
 
     @classmethod
     def joining(cls, message: messages.Join, before: Presence | None) -> tuple[Presence, str]:
-        """Return the presence of a process that joins, and the secret of its new lease.
+        """Return the record of a worker process that joins, and the secret of its new lease.
 
         The site's counters are copied from `before`. If a live process on another host has this name, log a warning.
 
         Args:
             message: the message of the process.
-            before: the site's presence so far; None for a new site.
+            before: the record of the site so far; None for a new site.
         """
         secret = new_id()
         kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
@@ -113,7 +113,7 @@ class Presence:
         return joined, secret
 
     def meets(self, process: str) -> None:
-        """Note a request of `process`. If it is a replaced process of this site, warn once that it still runs."""
+        """Handle a request of `process`. If this process was replaced, warn the first time that it still runs."""
         if process not in self.displaced:
             return
         there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
@@ -134,9 +134,9 @@ class Presence:
         self.beat = beat
 
     def hangs_s(self, patience_s: float) -> float:
-        """Return for how many seconds training has made no progress; 0 if that is not unusual.
+        """Return for how many seconds training has made no progress; 0 if the pause is not unusually long.
 
-        It is unusual from `patience_s` seconds on, and only after `STILL` times the longest earlier pause.
+        It is, if it is longer than `patience_s` seconds and longer than `STILL` times the longest earlier pause.
         """
         # a script may report no steps, and its first round may be long
         known = self.beat.step > 0 or self.longest_s > 0
@@ -146,7 +146,7 @@ class Presence:
 
     @property
     def holder(self) -> str:
-        """The process and the hash of the lease's secret, as one text for the journal."""
+        """The process id and the hash of the lease's secret, as one text for the journal."""
         return f"{self.process}:{self.sealed}"
 
     @property
@@ -159,11 +159,11 @@ class Presence:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease, as a request states it in its header.
+    """A lease (the right of one worker process to act for a site), as a request states it in its header.
 
     Attributes:
         site: name of the site.
-        number: number of the lease. A process with a lower number than the site's newest one was replaced.
+        number: number of the lease. If the site has a lease with a higher number, this one is no longer valid.
         process: id of the process.
         secret: 128 random bits in hex that prove the sender. Only the process knows them; the server stores a hash.
     """
@@ -198,7 +198,7 @@ class Lease:
 
 
 def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]]) -> dict[str, Presence]:
-    """Return site → presence for every site in the journal. Called when a server starts.
+    """Return site → what the server knows about its worker, for every site in the journal, at a server's start.
 
     Args:
         members: the journal's rows of the sites.
@@ -223,11 +223,11 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
 
 
 def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
-    """Return the worker that sent a request; None if the request has no lease, or a lease with a wrong secret.
+    """Return the record of the worker that sent a request; None if the request has no lease, or a wrong secret.
 
     Args:
         text: lease header of the request; None if the request has none.
-        roster: site → presence.
+        roster: site → record of its worker.
     """
     if text is None or not re.match(messages.LEASE_PATTERN, text):
         return None
@@ -260,7 +260,7 @@ class Attendance:
         self._partial: dict[int, str] = {}
 
     def asks(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
-        """Record the sites that a round waits for. A site stays recorded even if the round stops waiting for it."""
+        """Record the sites that a round waits for. Keep a site, even if the round no longer waits for it."""
         fragment, sites = effect.fragment, effect.expected
         if isinstance(effect, events.RoundOpened):
             LOG.debug(
@@ -280,7 +280,7 @@ class Attendance:
             log("%s", told)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
-        """Warn if a round closed without a site of the run. While the same sites are missing, warn only once."""
+        """Warn if a round closed without a site of the run. If the same sites are missing again, do not repeat it."""
         here, fragment = set(summary.workers), summary.fragment
         asked = self._asked.get(fragment, set())
         complete = len(here) >= summary.expected
@@ -320,7 +320,7 @@ class Attendance:
         )
 
     def warnings(self, state: State) -> list[str]:
-        """Return the warnings for the status, one for all fragments that miss the same sites."""
+        """Return the warnings for the status. Fragments that miss the same sites share one warning."""
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
         return [text for text in (short_of(state, self._roster), *partial.values()) if text]
 
@@ -359,7 +359,7 @@ FAR_BEHIND = 5
 
 
 class Stale:
-    """Counts the staleness of updates since the server started, and warns about high values.
+    """Counts how stale updates were (how many versions behind the newest), and warns about high values.
 
     Attributes:
         counts: staleness in versions → number of updates; only in an asynchronous run.
@@ -373,7 +373,7 @@ class Stale:
         self.counts: Counter[int] = Counter()
 
     def look_at(self, summary: status_messages.RoundSummary) -> None:
-        """Count the staleness of a round's updates. Warn if one is above `FAR_BEHIND` and above all earlier values."""
+        """Count the staleness of a round's updates. Warn of a value above `FAR_BEHIND` and above all earlier values."""
         if self._is_async:
             self.counts.update(summary.staleness)
         worst = max(summary.staleness, default=0)
@@ -438,8 +438,8 @@ ROUNDS = 20
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
     """Return the estimated seconds until `commits_left` more versions are committed; None before the first commit.
 
-    The estimate is `commits_left` × the mean time between commits, minus the time since the last commit. At most one
-    mean is subtracted: a round that takes longer than the others does not make later rounds shorter.
+    The estimate is `commits_left` × the mean time between commits, minus the time since the last commit, but at most
+    minus one mean: if a round takes longer than the others, later rounds are not shorter.
 
     Args:
         commits_s: times in order: the opening of the first round, then each commit.

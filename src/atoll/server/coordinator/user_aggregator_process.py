@@ -36,7 +36,7 @@ LOOK_S = 0.2
 
 @dataclass
 class _Pin:
-    """The file of an update that the process may still read.
+    """The file of an update that the process of the user's aggregator may still read.
 
     Attributes:
         pool: pool that the file's slot belongs to.
@@ -55,7 +55,7 @@ class Aggregator:
     Args:
         plan: plan of the run.
         on_failed: called, from any thread, if the aggregator fails while the server does not wait for a result.
-        filtering: filters of updates. Its `source` returns the file to aggregate for each update.
+        filtering: the server's filters of updates. Its `source` returns the filtered file of an update.
 
     Raises:
         ConfigError: the aggregator cannot be loaded; the message says why.
@@ -124,7 +124,7 @@ class Aggregator:
     # -- updates
 
     def offer(self, store: Store, row: TicketRow, number: int) -> None:
-        """Queue an accepted update for the process. Does nothing unless the aggregator wants updates as they arrive.
+        """Queue an accepted update for the aggregator, if the aggregator wants updates as they arrive.
 
         Args:
             store: store of the run.
@@ -143,12 +143,12 @@ class Aggregator:
     def aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
         """Let the aggregator combine the updates of a closed round into one.
 
-        Updates that the process got on arrival are not sent again. But if one of these does not count, the process is
-        reset first, and gets all updates that count.
+        Updates that the aggregator's process got on arrival are not sent again. But if one of them is not in `rows`,
+        the process is reset first, and gets all updates of `rows`.
 
         Args:
             store: store of the run.
-            rows: tickets of the updates that count, in order.
+            rows: tickets of the updates to aggregate, in this order.
             number: number of the round.
             cancelled: event that ends the call early.
 

@@ -140,7 +140,7 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
 
 async def _read(request: web.Request, kind: type[Message], most_bytes: int) -> Message:
     if request.content_type != "application/json":
-        raise BadRequest(f"The body is {request.content_type}.", "Send application/json.")
+        raise BadRequest(f"The body has the type {request.content_type}.", "Send application/json.")
     if (request.content_length or 0) > most_bytes:
         raise web.HTTPRequestEntityTooLarge(most_bytes, request.content_length or 0)
     async with asyncio.timeout(10.0):

@@ -30,9 +30,10 @@ class ByteRoutes:
         self.run, self.store, self.plan = run, run.store, run.plan
 
     async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
-        """Return the manifest of a version.
+        """Return the manifest of a version (sizes and digests of its parts).
 
-        It also describes the delta to this version, if there is one, and in a swarm the workers that have the version.
+        It also describes the encoded difference from the version before, if there is one. In a swarm, it lists the
+        workers that have the version.
 
         Raises:
             Gone: the server no longer has the version.
@@ -79,10 +80,10 @@ class ByteRoutes:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        """Send the delta to a version (its difference from the version before), or a byte range of it.
+        """Send a version's delta (the encoded difference from the version before), or a byte range of it.
 
         Raises:
-            Gone: there is no delta, or the delta has another digest.
+            Gone: the version or its delta no longer exists, or the delta has another digest.
         """
         pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
@@ -124,7 +125,7 @@ class ByteRoutes:
             if pinned.row.digest != digest:
                 raise Gone(
                     f"Version {pinned.row.version} or its delta no longer has the digest {digest[:12]}.",
-                    "Ask for the head again.",
+                    "Ask which version is the newest.",
                 )
             return await self._send(request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
         finally:

@@ -1,7 +1,7 @@
 """Receives the parts of updates and objects. Each part is checked and written to disk while its bytes arrive.
 
-Only one request at a time can send a part. After an interrupted upload, a worker asks which parts the server has
-(`Coordinator.get_ticket`), and sends the others. An incomplete part is sent again from its first byte.
+Only one request at a time can upload the same part. After an interrupted upload, a worker asks which parts the server
+has (`Coordinator.get_ticket`), and sends the rest. An incomplete part is sent again from its first byte.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PartReceiver:
         if part >= len(layout.parts):
             raise BadRequest(
                 f"Part {part} does not exist; the update has {len(layout.parts)} parts.",
-                "Cut the update as the ticket's layout says.",
+                "Divide the update into parts as the ticket's layout says.",
             )
         coordinator.require_open(lease, ticket)
         planned = layout.parts[part]
@@ -102,7 +102,7 @@ class PartReceiver:
             )
         kept = coordinator.objects.find(object, secret)
         if kept.fd < 0:
-            raise Conflict(f"Object {object[:8]} is already complete.", "It never changes: publish another.")
+            raise Conflict(f"Object {object[:8]} is already complete.", "It cannot change: publish a new object.")
         if part >= kept.cuts.count:
             raise BadRequest(f"Object {object[:8]} has no part {part}, only {kept.cuts.count} parts.")
         wanted, key = kept.cuts.part(part), (object, part)
@@ -130,8 +130,8 @@ class PartReceiver:
     def _under_way_alone(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
         """Let only this request upload a part while the `with` block runs.
 
-        If another request is still uploading the same part, abort its connection: the worker no longer waits for it,
-        and it would stay open until the idle timeout.
+        If an earlier request is still uploading the same part, abort its connection: the worker no longer waits for
+        that request, and its connection would stay open until the idle timeout.
 
         Args:
             key: identifies the part.
@@ -208,7 +208,7 @@ class _ObjectPart:
                 if not count:
                     return
                 if self.ended or self.kept.gone.is_set():
-                    raise ConnectionAbortedError("the part was no longer wanted")
+                    raise ConnectionAbortedError("the part was sent again, or its object was removed")
                 self.kept.touched_s = time.monotonic()
                 run = self.scratch[:count]
                 self.objects.write(self.kept, run, self.part.start + self.written)

@@ -57,8 +57,8 @@ class Assignment:
         before: aggregator of the previous round.
         excluded: sites that failed to aggregate this round, oldest failure first.
         losses: number of aggregators lost in this round.
-        lost_s: time of the last loss.
-        lost: site of the last lost aggregator, and the reason.
+        lost_s: time at which an aggregator was last lost.
+        lost: text with the site of this aggregator, and why it was lost.
         failures: (ticket, site) → number of times that the site's worker could not pull the update.
         since_s: time since which the aggregator has had work; None if it has none.
         busy_s: longest uninterrupted time for which the aggregator has had work, in seconds.
@@ -108,12 +108,12 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Offer:
-    """An update that other workers can pull from the worker that made it.
+    """An update that other workers of a swarm can download from the worker that made it.
 
     Attributes:
         site: site of the worker.
         fragment: index of the fragment.
-        said: the request that submits the update. Its `source` is the reference from which the update can be pulled.
+        said: the request that submits the update. Its `source` is the reference to the update.
     """
 
     site: str
@@ -122,7 +122,7 @@ class Offer:
 
 
 class SwarmView:
-    """What the server knows about a swarm. From this, `work` computes what a worker has to do.
+    """What the server knows about a swarm. `work` computes from it what a worker has to do.
 
     Attributes:
         peers: site → record of its worker.
@@ -137,13 +137,14 @@ class SwarmView:
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """Return one reference for each worker from which a version can be pulled."""
+        """Return references from which a version can be downloaded, one for each worker that has it."""
         return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
 
     def work(self, site: str) -> PeerWork:
-        """Return everything that a site's worker has to do now: probes, versions to keep, updates to collect, rounds.
+        """Return everything that a site's worker has to do now.
 
-        The `stamp` of the result is a checksum of its content.
+        That is: workers to try to connect to, versions to keep, updates to download, rounds to aggregate, and whether
+        to stay. The `stamp` of the result is a checksum of its content.
         """
         work = PeerWork(
             stamp=0,
@@ -163,10 +164,10 @@ class SwarmView:
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
     def _holds(self, site: str, fragment: int) -> list[Hold]:
-        """Return the versions of a fragment that a site has to keep, or pull if it lacks them.
+        """Return the versions of a fragment that a site has to keep, or to download if it lacks them.
 
-        These are: kept versions that the site has; the head, if the site is chosen to have it; and the new version of a
-        closed round, if the site aggregates or checks that round.
+        These are: versions that the site has and the run still needs; the newest version, if the site is chosen to have
+        it; and the new version of a closed round, if the site aggregates or checks that round.
         """
         at, peer = self.assignments[fragment], self.peers[site]
         wanted = [
@@ -197,8 +198,8 @@ class SwarmView:
     def _is_needed(self, site: str) -> bool:
         """Return whether a site must stay because of the versions that it has.
 
-        During the run, it must stay if it has a head that no other live worker has. After the end of the run, it must
-        stay until it and all other live workers have the result.
+        During the run, it must stay if it has a newest version that no other live worker has. After the end of the run,
+        it must stay until it and all other live workers have the result.
         """
         members = self._ledger.state.members  # includes members that have not reported since a restart of the server
         others = [other for other, member in members.items() if member.alive and other != site]
@@ -214,7 +215,7 @@ class SwarmView:
         return False
 
     def _is_awaited(self, site: str) -> bool:
-        """Return whether a site must stay because an aggregator has not yet pulled its update."""
+        """Return whether a site must stay because an aggregator has not yet downloaded its update."""
         for fragment, at in enumerate(self.assignments):
             over = self._ledger.state.rounds[fragment].phase == "finished"  # an asynchronous run may leave offers
             mine = [ticket for ticket in self.wanted(fragment) if self.offers[ticket].site == site]
@@ -255,9 +256,9 @@ class SwarmView:
         return {*holders, *choose_holders(order, holders.keys() & set(order))}
 
     def wanted(self, fragment: int) -> list[int]:
-        """Return the open and accepted tickets with an update that can be pulled, sorted.
+        """Return the open and accepted tickets with an update that the aggregator can download, sorted.
 
-        Updates that the aggregator has pulled already are included.
+        Updates that the aggregator has already are included.
         """
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)
@@ -274,11 +275,11 @@ class SwarmView:
     # -- the aggregating worker's results
 
     def closed(self, at: Assignment) -> ReducedRound | None:
-        """Return the aggregator's report about the new version; None if there is no valid report yet."""
+        """Return the aggregator's report about the new version that it made; None if there is no valid report yet."""
         return next((each for each in self._reported(at) if self._is_sound(each)), None)
 
     def why_not_closed(self, at: Assignment) -> str:
-        """Return why the aggregator could not reduce the round, or why its report is invalid.
+        """Return why the aggregator could not make the new version, or why its report is invalid.
 
         Return an empty text if it has not reported, or if its report is valid.
         """
@@ -290,7 +291,7 @@ class SwarmView:
         return ""
 
     def _reported(self, at: Assignment) -> list[ReducedRound]:
-        """Return those reports of the aggregator that name the version and the tickets that it has to reduce."""
+        """Return the aggregator's reports about the version and the tickets that it has to aggregate now."""
         closing = at.closing
         if closing is None or not self.peers.is_alive(at.aggregator):
             return []
@@ -298,7 +299,7 @@ class SwarmView:
         return [each for each in self.peers[at.aggregator].closed if (each.fragment, each.version, each.tickets) == key]
 
     def _is_sound(self, closed: ReducedRound) -> bool:
-        """Return whether a report has one digest for each part, and these digests give the version's digest."""
+        """Return whether a report has one digest for each part, and its digest of the version follows from these."""
         layout = self._plan.fragments[closed.fragment].version
         try:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)
@@ -315,7 +316,7 @@ class Swarm:
     Args:
         plan: plan of the run.
         store: store of the run.
-        ledger: state of the rounds.
+        ledger: state of the run.
         admission: object that accepts and refuses updates.
         wake: callback that wakes the requests of workers that wait for a ticket.
 
@@ -360,7 +361,7 @@ class Swarm:
             await self.news(left_s)
 
     def offer(self, site: str, ticket: int, fragment: int, said: messages.Complete) -> None:
-        """Record that other workers can pull an update.
+        """Record that other workers can download an update.
 
         Args:
             site: site that offers the update.
@@ -413,7 +414,7 @@ class Swarm:
         return ""
 
     def status(self, fragment: int) -> status_messages.PlaceStatus:
-        """Return the status of a fragment: aggregator, checker, sites that have the head, and collected updates."""
+        """Return a fragment's status: aggregator, checker, sites with the newest version, collected updates."""
         view = self.view
         at = view.assignments[fragment]
         there = view.peers[at.aggregator].collected if at.aggregator else {}
@@ -445,7 +446,7 @@ class Swarm:
     # -- decisions
 
     def look(self) -> None:
-        """Choose aggregators and checkers anew from the reports, and evict a worker that its peers cannot reach."""
+        """Replace aggregators and checkers if new reports require it. Evict a worker that others cannot reach."""
         view, rounds = self.view, self._ledger.state.rounds
         for fragment, round_ in enumerate(rounds):
             at = view.assignments[fragment]
@@ -501,10 +502,10 @@ class Swarm:
                 return
 
     def _could_not_pull(self, fragment: int, at: Assignment, ticket: int, offer: Offer, why: str) -> None:
-        """Handle the failure of the aggregator to pull an update.
+        """Handle the failure of the aggregator to download an update.
 
-        The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker with
-        the base has failed to pull the update, it is refused.
+        The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker that
+        has the round's base version has failed to download the update, the update is refused.
         """
         site = at.aggregator
         at.failures[ticket, site] += 1
@@ -586,19 +587,19 @@ class Swarm:
     async def aggregate(
         self, fragment: int, base_version: int, tickets: Sequence[int], number: int
     ) -> Committed | None:
-        """Let one worker reduce a closed round and another one check the result, then commit the new version.
+        """Let one worker aggregate a closed round and another one check the result, then commit the new version.
 
         Args:
             fragment: index of the fragment.
             base_version: version that the round starts from.
-            tickets: numbers of the tickets to reduce, in order.
+            tickets: numbers of the tickets with the updates to aggregate, in this order.
             number: number of the round.
 
         Returns:
             The new version; None if the aggregator was lost and the round is open again.
 
         Raises:
-            Overflow: the result overflows at every worker that could reduce the round.
+            Overflow: the result overflows at every worker that could aggregate the round.
             DiskFull: the journal could not be written. Call this method again.
         """
         view, losses = self.view, self._reopened[fragment]  # not `losses` of the assignment, which may be an old one
@@ -631,14 +632,14 @@ class Swarm:
     def _choose_checker(self, fragment: int, at: Assignment) -> None:
         """Choose the worker that checks the new version.
 
-        Replace a checker that has moved no byte for `network.idle_timeout_s`. If every possible checker has failed,
-        replace the aggregator.
+        Replace a checker that has sent or received no byte for `network.idle_timeout_s`. If every possible checker has
+        failed, replace the aggregator.
         """
         order = [site for site in self.view.order(fragment, at.version + 1) if site != at.aggregator]
         if at.checker in order and len(order) > 1:
             still_s = time.monotonic() - max(at.checks_s, self.view.peers[at.checker].bytes_s)
             if still_s > self._settings.network.idle_timeout_s:
-                LOG.warning("%s does not get version %d in time; another worker checks it", at.checker, at.version + 1)
+                LOG.warning("%s did not get version %d in time; another worker checks it", at.checker, at.version + 1)
                 at.unable.add(at.checker)
         able = [site for site in order if site not in at.unable]
         if order and not able:

@@ -28,7 +28,7 @@ class Peer:
         address: address for other workers.
         process: id of the worker's process.
         number: number of the newest report; -1 before the first.
-        told: stamp (checksum) of the last work that the server has sent to the worker; None before the first.
+        told: checksum of the work that the server has last given to the worker; None before the first.
         moved: number of bytes that the worker has sent and received for the swarm.
         bytes_s: time when `moved` last changed.
         heard_s: time of the newest report.
@@ -121,7 +121,7 @@ class Peer:
 
 
 class Peers(dict[str, Peer]):
-    """A mapping site → record of its worker, with questions about all workers of a swarm.
+    """A mapping site → record of its worker, with methods about all workers of a swarm.
 
     Args:
         members: function that returns the members of the run.
@@ -150,7 +150,7 @@ class Peers(dict[str, Peer]):
         self.known(message.site, message.peer, message.process)
 
     def known(self, site: str, address: str, process: str) -> Peer:
-        """Return the record of a site's worker. If the site has a new process, first replace the record."""
+        """Return the record of a site's worker. If the site has a new process, begin a new record first."""
         peer = self.get(site)
         if peer is None or peer.process != process:
             peer = self[site] = Peer(address, process)

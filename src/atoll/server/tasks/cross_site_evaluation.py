@@ -128,8 +128,8 @@ class ModelSource:
     Attributes:
         row: description of the model.
         owner: the site that trained the model; empty for a model of the run.
-        place: where to download the model. While `settled` is False, None means: not known yet. Later it means: there
-            is no model.
+        place: where to download the model. None means "not known yet" while `settled` is False, and "there is no
+            model" when it is True.
         settled: whether `place` is final.
     """
 
@@ -227,7 +227,7 @@ class EvaluationMatrix:
         self._waiting.discard(site)
 
     async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait until `until()` is true, because a site has left or hangs.
+        """Wait for a site that has left or hangs, until `until()` is true.
 
         Returns:
             True if `until()` is true. False if `RETURN_S` seconds have passed and no other site is working.
@@ -324,7 +324,7 @@ def _export(found: Evaluation, folder: Path, workflow: str) -> None:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, folder / f"{name}{suffix}")
     values = sum(bool(cell.metrics or cell.not_finite) for cell in found.cells)
-    LOG.info("%d of %d evaluations have a result: %s", values, len(found.cells), folder / f"{name}.md")
+    LOG.info("%d of %d evaluations have a result, see %s", values, len(found.cells), folder / f"{name}.md")
     if not values:
         reasons = "; ".join(found.empty()[:3]) or "there is no site, or no model"
         raise RunFailed(f"The workflow {workflow} evaluated nothing: {reasons}.", "See the logs of the sites.")

@@ -60,13 +60,14 @@ class ModelsToEvaluate:
             self._controller.ask(remove())  # a server that is stopping removes its objects itself
 
     def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, Place | None]]:
-        """Return for each of the run's models the row of the matrix and the place from which sites download it.
+        """Return the matrix row of each model of the run, and the place from which sites download the model.
 
-        If a model is missing, its row has an `error`, and the place is None. A model that is named twice is returned
-        once.
+        If a model is missing, its row has an `error`, and the place is None. A model that `versions` names twice has
+        only one row.
 
         Args:
-            versions: as in `cross_site_evaluation`.
+            versions: "latest", "best", version numbers or safetensors files; None means the latest version, if the run
+                has a model.
         """
         if versions is None:
             versions = () if self._run.plan.schema.is_nothing else ("latest",)

@@ -106,7 +106,7 @@ class TaskFilters:
             yield filtered(packed, filters, About(site, task=task), what)
 
     async def received_beside(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
-        """Return a filtered answer, as `received` does, but run the filters in a thread for user code."""
+        """Apply the filters to a site's answer, as `received` does, but in a thread for user code."""
         what = f"The server's filters for the answer of {answer.site} to task {task!r}"
         return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
 
@@ -238,7 +238,7 @@ class PayloadWriter:
         contains a user's own tensor type, filters run one after another: that type's code may not be thread-safe.
 
         Returns:
-            The payload or the filters' error of each of these sites. `shared` is None.
+            For each of these sites, its payload in `own`, or the error of its filters in `failed`. `shared` is None.
         """
         payloads = TaskPayloads()
         sites = [site for site in sites if self._filters.data.of(site, task)]

@@ -51,7 +51,7 @@ class Answer(OwnedFile):
         text: the payload, if it was in the message.
         contents: head of the payload, if it was an object. Its tensors are in the file `fd`.
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
-        lost: if the server stopped waiting for the site, `gone` or `stuck`; else empty.
+        lost: if the server stopped waiting for the site, `gone` (it left or died) or `stuck` (no progress); else empty.
     """
 
     site: str
@@ -103,7 +103,12 @@ class TaskPayload:
 
     @classmethod
     def taken_over(cls, objects: ObjectStore, key: tm.ObjectKey) -> TaskPayload:
-        """Return a payload for other sites that is an object from a site. Errors: as for `ObjectStore.make_own`."""
+        """Use an object that a site has uploaded as a payload for other sites.
+
+        Raises:
+            Gone, AuthError: the object does not exist or has expired, or its secret is wrong.
+            Conflict: parts of the object are missing, or it belongs to the server already.
+        """
         kept = objects.make_own(key.object, key.secret)
         return cls(objects, "streamed", tm.Body(object=key_to(kept, key.secret)), _kept=kept)
 
@@ -114,7 +119,12 @@ class TaskPayload:
         return self.body.object
 
     def hold(self) -> None:
-        """Let sites download the payload. Errors are those of `ObjectStore.hold`."""
+        """Let sites download the payload.
+
+        Raises:
+            Busy: the store of objects is full.
+            DiskFull, StoreError: the payload's file cannot be renamed.
+        """
         if self._draft is not None:
             self._kept, secret = self.objects.hold(*self._draft, inline=self.way == "inline")
             self._draft, self.body = None, tm.Body(object=key_to(self._kept, secret))
@@ -179,7 +189,7 @@ class OpenTask:
 
     @property
     def way(self) -> str:
-        """How the payload is sent: `streamed`, `inline` or `skipped`. If payloads differ, that of the first one."""
+        """How the first payload is sent: `streamed`, `inline` or `skipped`. Filtered payloads may be sent otherwise."""
         return next((payload.way for payload in self.payloads), "skipped")
 
     @property
@@ -287,7 +297,8 @@ class TaskQueue:
             sizes: sizes of the parts of answers, in bytes.
 
         Raises:
-            Busy, DiskFull, StoreError: as `ObjectStore.hold`. The task is not sent, and the payloads are removed.
+            Busy: the store of objects is full. The task is not sent, and the payloads are removed.
+            DiskFull, StoreError: a file cannot be renamed. The task is not sent, and the payloads are removed.
         """
         try:
             for payload in payloads:
@@ -320,7 +331,7 @@ class TaskQueue:
         Args:
             task: the task.
             site: name of the site.
-            lost: `gone` or `stuck`.
+            lost: `gone` (the site left or died) or `stuck` (it makes no progress).
             why: text of the error.
         """
         self._set_answer(task, Answer(site, "", error=why, lost=lost))
@@ -334,7 +345,7 @@ class TaskQueue:
         task.payloads.discard()
 
     def finish(self) -> None:
-        """Record that the last workflow has ended. Sites that ask for a task are told so."""
+        """Record that the last workflow has ended, and answer so to sites that ask for a task."""
         self.finished = True
         self.wake()
 
@@ -369,7 +380,7 @@ class TaskQueue:
 
         Raises:
             Conflict: the site has given another answer.
-            TicketClosed: as `open_for`.
+            TicketClosed: the task is over, or was not sent to this site.
         """
         before = self._taken.get((task_id, site))
         if before is None:
@@ -394,10 +405,11 @@ class TaskQueue:
         return task
 
     def answer(self, task_id: str, answer: Answer) -> None:
-        """Record an answer. If the server has it already, ignore it and close its file.
+        """Record an answer. If the server has it already, only close the answer's file.
 
         Raises:
-            Conflict, TicketClosed: as `is_taken`.
+            Conflict: the site has given another answer.
+            TicketClosed: the task is over, or was not sent to this site.
         """
         if self.is_taken(task_id, answer.site, answer.key):
             answer.close()
@@ -450,7 +462,8 @@ class TaskQueue:
         Raises:
             ConfigError: the run sends no tasks.
             BadRequest: the answer is malformed.
-            Conflict, TicketClosed: as `is_taken`.
+            Conflict: the site has given another answer.
+            TicketClosed: the task is over, or was not sent to this site.
             Gone, AuthError, PartCorrupt: the object is not on this server, its secret is wrong, or its file is cut off.
         """
         site, body = lease.site, message.body

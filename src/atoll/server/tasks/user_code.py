@@ -1,8 +1,8 @@
 """The user's code at the server: functions and `@id` components of the run file, and threads that run user code.
 
 At its exit, Python waits for the threads of a pool, so a filter that hangs would block the end of the server. Therefore
-user code runs in daemon threads, a few at a time. The log names a call that takes long. This call then no longer counts
-as one of these few, so that filters that hang do not block the filters of other sites.
+user code runs in daemon threads, a few at a time. A call that takes long is logged, and no longer counts as one of
+these few, so that filters that hang do not block the filters of other sites.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyn
 async def shared(
     under_way: dict[K, asyncio.Future[None]], key: K, begin: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Do some work only once: the first caller with a key begins it, and later callers wait for the same work.
+    """Run the work with a key only once: the first caller begins it, and later callers wait for its end.
 
-    An error of the work is raised to all callers. If a caller is cancelled, the work goes on.
+    If the work raises an error, all callers get it. If a caller is cancelled, the work goes on.
 
     Args:
         under_way: key → running work. To cancel work, cancel its future.
@@ -91,7 +91,7 @@ class UserThreads:
 
         Raises:
             TimeoutError: a wait took longer than `timeout_s`.
-            UsageError: the call raised SystemExit or another exception that is not an `Exception`.
+            UsageError: the call raised an exception that is not a subclass of `Exception`, such as SystemExit.
         """
         lock = self._locks.setdefault(key, asyncio.Lock())
         async with asyncio.timeout(timeout_s):
@@ -143,7 +143,7 @@ class UserThreads:
 
 
 class Components:
-    """The components of a run, which arguments in the run file refer to as `@id`. Each is created when it is needed.
+    """The components of a run: objects that arguments in the run file name as `@id`, created when they are needed.
 
     Raises:
         ConfigError: the tables of the run file are wrong.

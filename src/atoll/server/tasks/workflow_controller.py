@@ -88,8 +88,8 @@ class AnswerLimits:
     """How many answers a workflow needs, and how long it waits for them.
 
     Attributes:
-        min_responses, timeout_s, progress_timeout_s: as in `Controller.broadcast`.
-        gone_too: whether not to wait for a site that has left, failed or died.
+        min_responses, timeout_s, progress_timeout_s: the arguments of `Controller.broadcast`.
+        gone_too: whether to stop waiting for a site that has left, failed or died.
 
     Raises:
         UsageError: a value is not a number, or is negative.
@@ -112,7 +112,7 @@ class AnswerLimits:
                 raise UsageError(f"{name} is {value!r}.", remedy)
 
     def over(self, run: Coordinator, site: str) -> tuple[str, str]:
-        """If it is time to stop waiting for a site, return (`gone` or `stuck`, the reason); else two empty texts."""
+        """Return (`gone` or `stuck`, reason) if the workflow should stop waiting for a site; else two empty texts."""
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
         now_s, progress = time.monotonic(), progress_of(run, site)
@@ -136,7 +136,7 @@ class Result:
         site: name of the site.
         task: name of the task.
         error: why the site failed; empty if it did not.
-        lost: `gone` or `stuck` if the server stopped waiting for the site (`error` says why); else empty.
+        lost: if the server stopped waiting for the site, `gone` (it left or died) or `stuck` (no progress); else empty.
     """
 
     def __init__(self, task: str, answer: Answer) -> None:
@@ -176,7 +176,7 @@ class Result:
         if self.error:
             raise RunFailed(
                 f"Site {self.site} failed at task {self.task!r}: {self.error}",
-                "See its log; skip results with ok = False.",
+                "See the site's log. To go on without it, skip results with ok = False.",
             )
         return read_plain(self._text or "") if self._stored is None else self._stored.tree()
 
@@ -269,8 +269,8 @@ class Controller:
                 once for all sites, and again for each site with filters.
             sites: names of sites. By default all sites that take part now; if these are fewer than `min_responses`, the
                 call waits for more.
-            min_responses: number of answers with a payload that are needed; fewer are an error. Once they have come,
-                the call does not wait for sites that are dead or have left. None: it waits for every site.
+            min_responses: number of answers with a payload that are needed; fewer are an error. After so many answers,
+                the call no longer waits for sites that are dead or have left. None: it waits for every site.
             timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops
@@ -305,7 +305,7 @@ class Controller:
             task, payload, sites=[site], timeout_s=timeout_s, progress_timeout_s=progress_timeout_s
         )
         if not results:
-            raise RunFailed(f"Site {site} did not answer task {task!r} within {timeout_s:g} s.", "See its log.")
+            raise RunFailed(f"Site {site} did not answer task {task!r} in {timeout_s:g} s.", "See the site's log.")
         return results[0]
 
     async def attempt(self, site: str, task: str, payload: Any, progress_timeout_s: float) -> Result:

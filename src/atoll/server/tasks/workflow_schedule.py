@@ -138,10 +138,10 @@ class WorkflowSchedule:
         filters: TaskFilters,
         evaluation: Mapping[str, Any] | None = None,
     ) -> WorkflowSchedule | None:
-        """Return the schedule of a server; None if the run has no workflows, only rounds. Arguments as for the class.
+        """Return the schedule of a server; None if the run has only rounds. The arguments are those of the class.
 
         Raises:
-            UsageError: both `given` and the settings have a workflow, or an evaluation is wanted of a swarm.
+            UsageError: both `given` and the settings have a workflow, or `evaluation` is set for a swarm.
             ConfigError: `given` is a function, but the run has rounds.
         """
         if evaluation is not None:
@@ -217,7 +217,7 @@ class WorkflowSchedule:
         self._task = asyncio.get_running_loop().create_task(self._main())
 
     def stop(self) -> None:
-        """Stop the running workflow. Its function ends with its next call of the controller, which raises an error."""
+        """Stop the running workflow: the next call that its function makes to the controller raises an error."""
         if self._task is not None:
             self._task.cancel()
         if self._controller is not None:
