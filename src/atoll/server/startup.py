@@ -158,7 +158,7 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
 
 
 def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
-    """Return the plan of the run in the state directory. Refuse a model or fixed setting other than at its beginning.
+    """Return the plan of the run in the state directory. Refuse a model or fixed setting that differs from the run's.
 
     Args:
         settings: the settings of this start.

@@ -46,7 +46,7 @@ class LoopThread:
         self.error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread, and wait until the coroutine calls `ready`. If it ends with an exception, raise this."""
+        """Start the thread, and wait until the coroutine calls `ready`. Re-raise an exception of the coroutine."""
         self._loop = asyncio.new_event_loop()
         self._thread.start()
         self._ready.wait()
@@ -99,7 +99,7 @@ class LoopThread:
             self._over.wait()
 
     def _soon(self, work: Callable[[], None]) -> None:
-        """Schedule a call in the event loop. Use no lock, because Ctrl-C could interrupt its holder.
+        """Schedule a call in the event loop, without a lock: Ctrl-C could leave a lock locked.
 
         Raises:
             RuntimeError: the loop is closed, or was never started.

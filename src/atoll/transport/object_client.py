@@ -298,7 +298,10 @@ def publish(
 def send(
     draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
 ) -> TensorRef:
-    """Upload a draft (an object that is written to disk) to a server, and return its reference. Errors as `publish`."""
+    """Upload a draft (an object that is written to disk) to a server, and return its reference.
+
+    The errors are those of `publish`.
+    """
     http = http_to(server)
     parts, manifest = HttpTransfer(http, CONNECTIONS, idle_timeout_s), draft.manifest
     try:
@@ -563,7 +566,10 @@ class _Fetching:
         self._contents = Contents.read(head.data, cuts, self._what)
 
     def to_memory(self) -> Any:
-        """Download the object into new memory, and return it. If it has values of a user's own types, use a file."""
+        """Download the object into new memory, and return it.
+
+        If it has values of a user's own types, download it to an unnamed file first.
+        """
         if self._contents.streams:
             return self.stored(None).tree()
         specs = (segment.spec for segment in self._contents.layout.segments)

@@ -351,7 +351,7 @@ class HttpTransfer:
         Raises:
             Gone: the server no longer has the file. If it was a version, ask the server which version is the newest.
             PartCorrupt: a part arrived damaged `PART_ATTEMPTS` times in a row.
-            TransferStalled, ServerUnreachable: the network failed. `on_part` has named the parts that are complete.
+            TransferStalled, ServerUnreachable: the network failed. `on_part` was called for all complete parts.
         """
 
         def count(nbytes: int) -> None:
@@ -499,7 +499,7 @@ class HttpTransfer:
             raise unanswered(self._http.server)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
-        """Transfer one part in at most `PART_ATTEMPTS` attempts. Return False if another part's failure ended them all.
+        """Transfer one part in at most `PART_ATTEMPTS` attempts. Return False if a failure of another part ends it.
 
         If this connection stalls, try again as long as other connections send or receive bytes. After a stall, bytes of
         this part no longer count as progress until the part is complete: the system accepts bytes to send even if the

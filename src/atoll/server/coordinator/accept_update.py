@@ -127,7 +127,7 @@ class UpdateAdmission:
             )
 
     def refuse(self, site: str, ticket: int, reason: str, remedy: str = LOOK) -> None:
-        """Refuse an update and record why. After `REFUSALS` refusals in a row, end the site's lease, so that it stops.
+        """Refuse an update and record why. After `REFUSALS` refusals in a row, end the site's lease: it must stop.
 
         Raises:
             UpdateRefused: always.

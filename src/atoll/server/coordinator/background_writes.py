@@ -280,7 +280,7 @@ def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None
 
 
 def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
-    """Return a warning that no site reported the metric of the setting `rounds.best_metric` in a round."""
+    """Return a warning that a round has no finite value of the metric in the setting `rounds.best_metric`."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
         f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so it is "

@@ -233,7 +233,7 @@ class Coordinator:
         return self.ledger.apply(event)
 
     def _act(self, effect: events.Effect) -> None:
-        """Carry out an effect of an event, such as aggregating a closed round, after the journal has recorded it."""
+        """Carry out an effect of an event, such as aggregating a closed round. The journal has recorded it already."""
         match effect:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self.state)
@@ -590,7 +590,7 @@ class Coordinator:
         Raises:
             LeaseLost, Superseded: the lease is not valid.
             BadRequest: in a swarm, the message lacks the address from which the update can be pulled.
-            TicketClosed: the ticket is over or belongs to another site, or the site trained from other values.
+            TicketClosed: the ticket is over or belongs to another site, or its base version is not the run's.
             Conflict: parts are missing, or do not match the digest.
             UpdateRefused: the update has an implausible value, a filter refused it, or the ticket was refused before.
         """

@@ -136,7 +136,7 @@ class Presence:
     def hangs_s(self, patience_s: float) -> float:
         """Return for how many seconds training has made no progress; 0 if the pause is not unusually long.
 
-        It is, if it is longer than `patience_s` seconds and longer than `STILL` times the longest earlier pause.
+        A pause is unusually long if it exceeds `patience_s` seconds and `STILL` times the longest earlier pause.
         """
         # a script may report no steps, and its first round may be long
         known = self.beat.step > 0 or self.longest_s > 0
@@ -280,7 +280,7 @@ class Attendance:
             log("%s", told)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
-        """Warn if a round closed without a site of the run. If the same sites are missing again, do not repeat it."""
+        """Warn if a round closed without a site of the run. If the same sites are missing again, do not warn again."""
         here, fragment = set(summary.workers), summary.fragment
         asked = self._asked.get(fragment, set())
         complete = len(here) >= summary.expected
@@ -438,8 +438,8 @@ ROUNDS = 20
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
     """Return the estimated seconds until `commits_left` more versions are committed; None before the first commit.
 
-    The estimate is `commits_left` × the mean time between commits, minus the time since the last commit, but at most
-    minus one mean: if a round takes longer than the others, later rounds are not shorter.
+    The estimate is `commits_left` × the mean time between commits, minus the time since the last commit (at
+    most one mean): if a round takes longer than the others, later rounds do not become shorter.
 
     Args:
         commits_s: times in order: the opening of the first round, then each commit.
