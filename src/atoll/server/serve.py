@@ -139,7 +139,7 @@ class Server:
         return self
 
     def run(self) -> None:
-        """Serve until the run is finished and its workers have pulled the result, or until `stop` is called.
+        """Serve until the run is finished and its workers have downloaded the result, or until `stop` is called.
 
         Raises:
             AtollError: the run failed; the message says how to continue.
@@ -311,7 +311,7 @@ class Server:
             wait.cancel()
 
     async def _until_left(self, run: Coordinator) -> None:
-        """Wait until every worker has pulled the result and left, for at most `GRACE_S` seconds.
+        """Wait until every worker has downloaded the result and left, for at most `GRACE_S` seconds.
 
         Then, if a client polls the status, wait at most `WATCHED_S` seconds until the client has polled once more.
         """

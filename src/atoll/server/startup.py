@@ -192,7 +192,7 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
 
 
 def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a changed value of a setting that is fixed once a run has begun.
+    """Refuse a changed value of a setting that must stay the same during a run.
 
     Raises:
         ConfigError: a value differs; the message names the first setting, both values and the remedy.

@@ -74,7 +74,7 @@ class Store:
             directory: path of the state directory.
             durability: what an acknowledged update survives. `process`: a kill of the server at any instruction.
                 `power`: also a power loss.
-            keep_versions: number of newest versions that can always be pulled.
+            keep_versions: number of newest versions that workers can always download.
             max_pins: number of older versions that are kept in addition while workers still download them.
             in_memory: keep the tensor files in memory. Then only the journal outlives the process.
 

@@ -1,14 +1,14 @@
 """Versions at the server: how each is written, committed, kept while workers download it, and dropped.
 
-A version is written into a free slot (a preallocated file), and committed by one SQL UPDATE of the head. A download
-pins the version, so that its slot is not reused. After a commit the store keeps the newest `keep_versions` versions,
-the durable version (the newest one that survives a power loss), and the pinned versions, at most `max_pins` of them.
+A version is written into a free slot (a preallocated file), and committed by one SQL UPDATE of the table `heads`. A
+download pins the version, so that its slot is not reused. After a commit, the store keeps the newest `keep_versions`
+versions, the newest version that survives a power loss (the durable version), and at most `max_pins` pinned versions.
 If more are pinned, the oldest is dropped: the event `revoked` of its pins is set, and its slot becomes free when they
 are released.
 
 A delta is the difference of a version from the previous version. A worker that has the previous version downloads only
-the delta. A delta is committed, kept and dropped together with its version. If a delta is damaged, workers pull the
-whole version.
+the delta. A delta is committed, kept and dropped together with its version. If a delta is damaged, workers download
+the whole version.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Versions:
     """The versions of a run that the server keeps as files.
 
     Args:
-        keep_versions: number of newest versions that can always be pulled.
+        keep_versions: number of newest versions that workers can always download.
         max_pins: number of older versions that are kept in addition while workers still download them.
 
     Attributes:
@@ -320,7 +320,7 @@ class Versions:
         """
         version = self._head_number(fragment)
         if version is None:
-            raise Gone(f"Fragment {fragment} has no version yet.", "Ask again once the run has started.")
+            raise Gone(f"Fragment {fragment} has no version yet.", "Ask again after the run has started.")
         return self.get(fragment, version)
 
     def heads(self) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ class Coordinator:
             if self.swarm is not None:  # the aggregating worker reports again what it has collected
                 self.apply(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
-                LOG.info("the round from version %d was closed before the restart: reducing it again", round_.head)
+                LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
                 self._spawn(self._next_version(fragment, round_.head, round_.frozen))
         self._spawn(self._tick())
         self.behind.exports.rewrite_metrics()
@@ -459,7 +459,7 @@ class Coordinator:
         )
 
     def given(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
-        """Return an issued ticket as a message for its site. Record the base version for the status."""
+        """Return an issued ticket as a message for its site. Record the version that it starts from, for the status."""
         presence = self.roster.get(site)
         if presence is not None:
             presence.bases[fragment] = base_version
@@ -585,11 +585,11 @@ class Coordinator:
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
         """Accept an update after all its parts arrived. A repeated request with the same digest gets the same receipt.
 
-        In a swarm, wait until another worker has pulled the update, for at most `routes.LONG_POLL_S` seconds.
+        In a swarm, wait until another worker has downloaded the update, for at most `routes.LONG_POLL_S` seconds.
 
         Raises:
             LeaseLost, Superseded: the lease is not valid.
-            BadRequest: in a swarm, the message lacks the address from which the update can be pulled.
+            BadRequest: in a swarm, the message lacks the address from which other workers can download the update.
             TicketClosed: the ticket is over or belongs to another site, or its base version is not the run's.
             Conflict: parts are missing, or do not match the digest.
             UpdateRefused: the update has an implausible value, a filter refused it, or the ticket was refused before.

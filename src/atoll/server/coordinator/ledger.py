@@ -119,7 +119,7 @@ def record_in(
 
     Args:
         store: store of the run.
-        roster: site → presence, with the process and host to record for a lease.
+        roster: site → what the server knows about its worker, such as the process and host to record for a lease.
         decided: the decisions.
         keep_weights: whether to record the weight of each site's first update when a round closes.
     """

@@ -243,7 +243,7 @@ class Attendance:
     """Finds the sites that are missing in a run, and warns about them.
 
     Args:
-        roster: site → presence.
+        roster: site → what the server knows about its worker.
         deaths: number of workers that were declared dead before the server started.
         asked: fragment → sites that its open round waited for before the server started.
 
@@ -407,7 +407,7 @@ def why_silent(
 
     Args:
         sites: names of the sites that a round waits for.
-        roster: site → presence.
+        roster: site → what the server knows about its worker.
         state: state of the run.
         network: settings with the heartbeats' times.
         now_s: current time of `time.monotonic`.

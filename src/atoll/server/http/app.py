@@ -248,7 +248,7 @@ class RunMetrics(Collector):
         self._run = run
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the head's version, and numbers of workers, bytes, deaths, refused updates and local steps."""
+        """Yield the newest version's number, and counts of workers, bytes, deaths, refused updates and local steps."""
         status = status_of(self._run)
         yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.version)
         yield GaugeMetricFamily(

@@ -59,15 +59,15 @@ class Assignment:
         losses: number of aggregators lost in this round.
         lost_s: time at which an aggregator was last lost.
         lost: text with the site of this aggregator, and why it was lost.
-        failures: (ticket, site) → number of times that the site's worker could not pull the update.
+        failures: (ticket, site) → number of times that the site's worker could not download the update.
         since_s: time since which the aggregator has had work; None if it has none.
         busy_s: longest uninterrupted time for which the aggregator has had work, in seconds.
-        closing: closed round that the aggregator has to reduce; None before the round closes.
+        closing: closed round that the aggregator has to aggregate; None before the round closes.
         checker: site that checks the new version. It aggregates the next round, unless the user named others.
         checks_s: time at which `checker` was chosen.
         unable: sites that could not check the new version.
         overflowed: sites that computed a result with values that are not finite.
-        first: site that pulls the initial model from the server.
+        first: site that downloads the initial model from the server.
     """
 
     version: int = -1

@@ -35,10 +35,10 @@ class Peer:
         until_s: time from which the next report is overdue.
         leaving: whether the worker wants to leave the run.
         held: (fragment, version) → report about this version, which the worker has.
-        collected: ticket → result of pulling its update.
-        closed: results of rounds that the worker has reduced.
-        reached: addresses of the workers that this worker has reached.
-        unreached: address → reason why the worker could not reach it.
+        collected: ticket → result of the attempt to download its update.
+        closed: results of rounds that the worker has aggregated.
+        reached: addresses of other workers to which this worker has connected.
+        unreached: address of another worker → reason why this worker could not connect to it.
         tried_s: unreached address → time when the failure was first reported.
     """
 
@@ -59,7 +59,7 @@ class Peer:
     tried_s: dict[str, float] = field(default_factory=dict)
 
     def require_own(self, site: str, *sources: str | None) -> None:
-        """Raise an error unless all references have this worker's own address, because other workers will pull there.
+        """Raise an error unless all references have this worker's own address, from which other workers download.
 
         Args:
             site: site of this worker, for the message.

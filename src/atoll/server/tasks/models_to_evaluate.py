@@ -135,7 +135,7 @@ class ModelsToEvaluate:
                 return path, row.model_copy(update={"name": name, "version": number}), False
             raise Gone(
                 "There is no best version.",
-                "Set rounds.best_metric: the best version is kept once its metric was reported.",
+                "Set rounds.best_metric. A best version exists after a round with this metric.",
             )
         newest = run.store.versions.heads()
         heads = newest if version == "latest" else (int(version),) * len(newest)

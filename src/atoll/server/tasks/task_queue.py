@@ -49,7 +49,7 @@ class Answer(OwnedFile):
         way: how the payload was sent: `streamed` (an object in parts), `inline` (an object within its manifest) or
             `skipped` (no object; the text is in the message).
         text: the payload, if it was in the message.
-        contents: head of the payload, if it was an object. Its tensors are in the file `fd`.
+        contents: structure of the payload and descriptions of its tensors, if it was an object; values are in `fd`.
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
         lost: if the server stopped waiting for the site, `gone` (it left or died) or `stuck` (no progress); else empty.
     """
@@ -534,7 +534,7 @@ def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
     """
     head = os.pread(file.fd, cuts.head_bytes, 0)
     if len(head) != cuts.head_bytes:
-        raise PartCorrupt(f"The head of {what} is incomplete.", "Send the answer again.")
+        raise PartCorrupt(f"{what} is incomplete: its file ends too early.", "Send the answer again.")
     return Contents.read(head, cuts, what)
 
 
