@@ -106,7 +106,7 @@ class SchemaMismatch(AtollError):
 
 
 class UpdateRefused(AtollError):
-    """The server has refused an update. The round continues with the other updates, or waits for a new one."""
+    """The server has refused an update. The round continues with the other updates, or waits for a new update."""
 
     code, exit_code = "update_refused", 6
 
@@ -221,7 +221,7 @@ class StoreError(AtollError):
 
 
 class DiskFull(StoreError):
-    """The disk or quota is full, or has less than `disk.min_free_bytes` left. No acknowledged data is lost."""
+    """The disk or quota is full, or has less than `disk.min_free_bytes` left. Acknowledged data is not lost."""
 
     code = "disk_full"
 
@@ -383,7 +383,7 @@ def _public_function(function: Any) -> Any:
 
 
 def print_error(error: AtollError, where: str = "") -> None:
-    """Print an error as one line on standard error. If it has a traceback of user code, print that first.
+    """Print an error as one line on standard error, after its traceback of user code, if it has one.
 
     Args:
         error: the error.

@@ -51,7 +51,7 @@ def visible(text: str, most: int | None = None) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """Return `visible` of each line, joined by line feeds. For text of several lines, such as tracebacks."""
+    """Return the text with unprintable characters escaped (`visible`), but keep its line feeds."""
     return "\n".join(map(visible, text.expandtabs(4).split("\n")))
 
 

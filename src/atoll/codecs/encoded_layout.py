@@ -1,4 +1,4 @@
-"""Choose a codec for each tensor of an update. Server and worker both use this code, so they compute equal offsets."""
+"""Choose a codec for each tensor of an update. Server and worker both use this code, so both get the same offsets."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Narrowing(ABC):
     feedback: ClassVar[bool] = True
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:
-        """Return the encoded size of floats, or the raw size of any other dtype, in bytes."""
+        """Return the size of `numel` encoded elements, in bytes. Only floats are encoded; other dtypes stay raw."""
         return self._nbytes(numel) if narrows(dtype) else _RAW.encoded_bytes(numel, dtype)
 
     def encode_(self, source: Tensor, target: Tensor, dtype: str) -> None:

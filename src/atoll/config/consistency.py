@@ -243,7 +243,7 @@ _MADE_BY_WORKERS = ("algorithm.path", "algorithm.outer_optimizer", "aggregation.
 
 
 def _require_swarm(at: At, is_default: IsDefault) -> None:
-    """Check the settings of a swarm: a run that its workers aggregate.
+    """Check the settings of a swarm: a run in which workers, not the server, aggregate the updates.
 
     Raises:
         ConfigError: a setting is not supported in a swarm, or a swarm setting is set although `swarm.enabled` is false.

@@ -211,7 +211,7 @@ def set_values(texts: Iterable[str], fields: Fields) -> dict[str, Any]:
 
 
 def require_known_variables(environ: Mapping[str, str], fields: Fields) -> None:
-    """Refuse unknown ATOLL_* variables, because a misspelt ATOLL_SERVER would make a script train alone.
+    """Refuse unknown ATOLL_* variables, because with a misspelt ATOLL_SERVER a script would train without the server.
 
     Raises:
         ConfigError: a variable is unknown. The message suggests the nearest name.

@@ -555,7 +555,7 @@ def default_of(key: str) -> Any:
 def collected(
     path: Path | None, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge the settings of all sources, and return them with their sources.
+    """Merge the settings of the run file, the environment and the command line. Return where each was set, too.
 
     Returns:
         The values as nested tables, not validated yet; and `group.key` → the source of its value.

@@ -98,7 +98,7 @@ class Filter:
         return f"{type(self).__name__}()"
 
     def begin(self, update: Outgoing) -> None:
-        """Prepare for an update or a payload. Atoll calls this once for each, before `keeps` and `apply`.
+        """Prepare for one update or payload. Atoll calls this before it calls `keeps` and `apply` for that update.
 
         If your filter depends on all values, read `update.runs()`: one more pass over the data. Store your results, but
         not `update` itself: it would keep the round's model in memory.
@@ -225,9 +225,9 @@ class Chain:
         for filter_ in self._filters[:count]:
             found = _call(filter_, f"{name!r}", partial(filter_.apply, name, start, values))
             if not isinstance(found, Tensor) or found.shape != values.shape or found.dtype != wide:
-                told = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-                given = f"{wide} {list(values.shape)}"
-                raise BadFilter(filter_, f"changed {name!r} from {given} to {told}", raised=False)
+                after = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                before = f"{wide} {list(values.shape)}"
+                raise BadFilter(filter_, f"changed {name!r} from {before} to {after}", raised=False)
             values = found.to("cpu")
             if self._finite and not bool(torch.isfinite(values).all()):
                 raise BadFilter(filter_, f"returned NaN or Inf in {name!r}", raised=False)
@@ -349,7 +349,7 @@ class _Cursor:
     chunks: Iterator[memoryview] | None = None
 
     def run(self, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop), in new memory."""
+        """Return elements [start, stop) of the stream, in new memory."""
         size = self.stream.itemsize
         if self.chunks is None or start * size < self.at:
             self.chunks, self.at, self.rest = self.stream.runs(), 0, memoryview(b"")

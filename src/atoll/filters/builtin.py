@@ -96,7 +96,7 @@ class NormClip(Filter):
         self._site, self._round = update.about.site, update.about.round
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        """Scale the elements in place by the factor from `begin`, then add noise from this update's key."""
+        """Scale the elements in place by the factor from `begin`. Add noise, which is drawn with this update's key."""
         values = values.mul_(self._scale)
         if self.noise:
             values += torch.randn(len(values), generator=self._generator(name, start), dtype=values.dtype).mul_(

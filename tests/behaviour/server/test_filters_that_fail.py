@@ -62,7 +62,7 @@ class Leaving(Filter):
         (Leaving, r"a filter of the server called sys.exit\(2\)"),
         (Broken, r"the server's filter Broken\(\) failed at 'head': KeyError: 'salt'"),
         (Undecided, r"the server's filter Undecided\(\) failed at '\w+': KeyError: '\w+'"),
-        (Shorter, r"the server's filter Shorter\(\) made torch.float32 \[\d\] of '\w+', which was"),
+        (Shorter, r"the server's filter Shorter\(\) changed '\w+' from torch.float32 \[\d\] to torch"),
         (Infinite, r"the values of '\w+' after the server's filter Infinite\(\) are not finite"),
         (lambda: Drop("haed"), r".*no tensor of the model has the name 'haed'"),
     ],

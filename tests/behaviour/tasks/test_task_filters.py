@@ -304,7 +304,7 @@ def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
 FAILURES = {
     Broken: r"the filter Broken\(\) failed at 'model\.w': KeyError: 'salt'",
     Undecided: r"the filter Undecided\(\) failed at 'model\.\w+': KeyError: 'model\.\w+'",
-    Shorter: r"the filter Shorter\(\) made torch\.float\d\d \[1\] of 'model\.\w+', which was torch\.float\d\d \[2\]",
+    Shorter: r"the filter Shorter\(\) changed 'model\.\w+' from torch\.float\d\d \[2\] to torch\.float\d\d \[1\]",
     Infinite: r"the filter Infinite\(\) returned NaN or Inf in 'model\.\w+'",
 }
 PLACES = {

@@ -194,10 +194,10 @@ class Undecided(Filter):
         ([Undecided()], r"Undecided\(\) failed at '[\w.]+': KeyError: 'salt'"),
         (
             [Applies(lambda values: values[1:])],
-            r"Applies.* made torch.float32 \[1\] of 'w', which was torch.float32 \[2\]",
+            r"Applies.* changed 'w' from torch.float32 \[2\] to torch.float32 \[1\]",
         ),
-        ([Applies(Tensor.double)], r"Applies.* made torch.float64"),
-        ([Applies(lambda values: None)], r"Applies.* made NoneType"),
+        ([Applies(Tensor.double)], r"Applies.* changed 'w' from torch.float32 \[2\] to torch.float64"),
+        ([Applies(lambda values: None)], r"Applies.* changed 'w' from torch.float32 \[2\] to NoneType"),
         ([Applies(lambda values: 1 / 0)], r"Applies.* failed at 'w': ZeroDivisionError: division by zero"),
         ([Drop("haed")], r"no tensor of the model has the name 'haed'.*nothing was sent.*Did you mean 'head'"),
         ([lambda values: values], "is not a filter"),
