@@ -82,8 +82,8 @@ class Inspection:
         """Check a part after all its bytes were written to a file.
 
         Args:
-            part: the part.
-            fd: the update's file.
+            part: the part, a range of the update's file.
+            fd: descriptor of the update's file.
             digest: BLAKE3 of the part's bytes; copied into the result.
 
         Raises:
@@ -104,7 +104,7 @@ class Inspection:
         norm of its own update.
 
         Args:
-            run: the byte run.
+            run: the byte run, a range of elements that is processed at once.
             encoded: the bytes of the run, uint8 [stop - start]. Their address is a multiple of `ALIGN_BYTES`.
             bad: list of messages.
         """
@@ -219,9 +219,9 @@ class PartChecker:
 
     Args:
         inspection: the checks.
-        part: the part.
+        part: the part, a range of the update's file.
         write: function that appends bytes to the part in the update's file.
-        fd: the update's file, to read written bytes back.
+        fd: descriptor of the update's file, to read written bytes back.
 
     Attributes:
         stats: result of the checks; None until the part is complete.
@@ -280,7 +280,7 @@ def require_finite(run: ByteRun, values: torch.Tensor, base_fd: int) -> None:
     The base version and the updates were checked before, so NaN or Inf comes from this round's computation.
 
     Args:
-        run: the byte run.
+        run: the byte run, a range of elements that is processed at once.
         values: values of the next version, [n], in the version's dtype.
         base_fd: file of the previous version, for the message.
 

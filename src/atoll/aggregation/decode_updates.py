@@ -58,8 +58,8 @@ class Updates:
             scratch: memory that holds the result, until the next call with this memory overwrites it.
 
         Returns:
-            The reduced elements, [n], in the accumulation dtype; and a view of them for each piece (tensor) of the run.
-            n is larger than the run if the update's layout has padding, which is zero.
+            The reduced elements, [n], in the accumulation dtype (at least fp32); and a view of them for each piece
+            (tensor) of the run. n is larger than the run if the update's layout has padding, which is zero.
         """
         spec, there = run.spec, self._runs.counterpart(run)
         dtype, n = accumulate_dtype(spec.dtype), there.numel

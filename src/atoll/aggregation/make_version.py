@@ -367,7 +367,7 @@ class _Thread:
         g is the reduction of the updates' values.
 
         Args:
-            run: the byte run.
+            run: the byte run, a range of elements that is processed at once.
             kind: kind of its tensors.
             values: values v of the base, [n]; overwritten.
         """
@@ -389,12 +389,12 @@ class _Thread:
         """Do the outer step for a byte run of parameters, write the outer state, and return the new parameters.
 
         Args:
-            run: the byte run.
+            run: the byte run, a range of elements that is processed at once.
             values: values of the base, [n]. If the outer state has no fp32 masters of them, they are stepped in place.
             part: part of the version that the run belongs to.
 
         Returns:
-            The parameters after the step, [n], in the accumulation dtype.
+            The parameters after the step, [n], in the accumulation dtype (at least fp32).
         """
         work, state = self._work, self._work.planned.columns(run)
         g, gradients = work.params.reduce(run, self._scratch)
@@ -435,7 +435,7 @@ class _Thread:
         """Read the elements of a byte run from the files that `step_whole_tensors` has written before.
 
         Args:
-            run: the byte run.
+            run: the byte run, a range of elements that is processed at once.
             stored: bytes of the base. If the pass writes no delta, they are overwritten with the next version's bytes.
 
         Returns:

@@ -19,7 +19,7 @@ class RoundView:
     """The facts about a round from which a policy decides.
 
     Args:
-        fragment: index of the fragment.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
         head_version: version that the round starts from.
         opened_s: time when the round opened, on the clock that also gives `now_s`.
         expected: sites that take part in this round, with or without an accepted update, sorted.

@@ -80,7 +80,7 @@ class VersionCommitted:
     """A new version of `fragment` is committed. It is now the head, the newest version.
 
     Args:
-        fragment: index of the fragment.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
         version: number of the new version: the next number, or a later one if versions were lost.
         value: tracked metric, measured by the workers of the round; None if no worker reported it.
     """

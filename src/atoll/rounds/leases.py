@@ -40,7 +40,7 @@ Members = Mapping[str, Member]
 
 
 def alive(members: Members) -> list[Member]:
-    """Return the live members, oldest lease first."""
+    """Return the members that take part now, oldest lease first."""
     return sorted((member for member in members.values() if member.alive), key=lambda member: member.lease)
 
 

@@ -222,7 +222,10 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
 
 
 def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
-    """Reopen a round and its accepted tickets after the collected updates were lost. The sites submit updates again."""
+    """Reopen a swarm's round after the loss of its aggregator and the collected updates.
+
+    The tickets with accepted updates are open again, so that their sites submit the updates again.
+    """
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
         return

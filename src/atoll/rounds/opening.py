@@ -38,7 +38,7 @@ def open_next(draft: Draft, fragment: int, event: str) -> None:
 
     Args:
         draft: the new state, which this function changes.
-        fragment: index of the fragment.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
         event: the event that opens the round, from the table of transitions `ROUND`.
     """
     round_ = draft.round(fragment)
@@ -160,7 +160,7 @@ def end_open(draft: Draft, fragment: int, event: str, reason: str, *, site: str 
 
     Args:
         draft: the new state, which this function changes.
-        fragment: index of the fragment.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
         event: the event that ends the tickets, from the table of transitions `TICKET`.
         reason: the reason, which the sites get.
         site: the site; empty for all sites.

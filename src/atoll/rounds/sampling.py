@@ -45,7 +45,7 @@ class Sampling:
 
         Args:
             sites: the live sites.
-            fragment: index of the fragment.
+            fragment: index of the fragment (part of the model); 0 if the model is not divided.
             base_version: version that the round starts from.
             at_least: fewest sites to draw; if fewer are live, all are drawn.
         """
@@ -67,7 +67,7 @@ def ranking(sites: Collection[str], *, seed: int, fragment: int, version: int, n
     Args:
         sites: sites that could aggregate.
         seed: random seed.
-        fragment: index of the fragment.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
         version: version that the round starts from.
         named: sites that the user named as aggregators. They come before all others. In each round, another of them is
             first.

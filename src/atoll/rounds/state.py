@@ -112,7 +112,7 @@ class Round:
         opened_s: time when the round opened.
         expected: expected site → time since which the round waits for it. Each site is alive or has an accepted update.
         tickets: site → its ticket of this round. In asynchronous rounds, the ticket may be from an earlier round.
-        frozen: while the round is closing, the numbers of the tickets that are being reduced, in order.
+        frozen: while the round is closing, the tickets with the updates that are being reduced, in order.
         until_s: time at which the policy may close the round without an event; None if there is no such time.
         lost: number of versions up to `head` that the server has lost; a power loss may destroy the newest versions.
         first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
@@ -187,7 +187,7 @@ class FragmentSnapshot:
     Args:
         head: newest version of the fragment.
         expected: expected sites of the open round; None if no round is open.
-        frozen: numbers of the tickets that are to be reduced.
+        frozen: if the round was closed, the numbers of the tickets with the updates to reduce, in order.
         started: whether a round of the fragment was ever opened. Read only if `expected` and `frozen` are not set.
         lost: number of lost versions up to `head`.
     """

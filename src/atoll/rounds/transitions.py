@@ -62,7 +62,7 @@ class Ticket:
     Args:
         id: number of the ticket.
         site: the site.
-        fragment: index of the fragment.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
         base_version: version that the site trains from.
         state: state in the table of transitions `TICKET`: `open`, `accepted`, `counted`, `refused` or `expired`.
         reason: why the update was refused, or why the ticket has expired.

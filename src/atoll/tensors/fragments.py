@@ -79,7 +79,7 @@ def split(schema: Schema, count: int) -> Split:
 
 
 def cut(sizes: Sequence[int], count: int) -> list[int]:
-    """Cut a list of sizes into `count` consecutive, non-empty groups, and return the end index (exclusive) of each.
+    """Divide a list of sizes into `count` consecutive, non-empty groups. Return the end index (exclusive) of each.
 
     The largest group's sum is as small as possible. The other groups' sums are as near to the mean as possible.
 

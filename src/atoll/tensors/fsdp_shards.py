@@ -204,7 +204,7 @@ def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
     """Return this rank's rows of a DTensor, in the model's memory.
 
     Raises:
-        UsageError: the tensor is not sharded as `Shard(0)` over all ranks, or is no parameter.
+        UsageError: the tensor is not sharded as `Shard(0)` over all ranks, or is not a parameter.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     members = mesh.mesh.flatten().tolist()

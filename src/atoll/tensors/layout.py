@@ -59,7 +59,7 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A tensor, encoded by one codec, at [offset, offset + nbytes) of the file."""
+    """The range of a file that holds one tensor: bytes [offset, offset + nbytes), encoded by one codec."""
 
     spec: TensorSpec
     codec: str
@@ -74,7 +74,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Whole tiles of a segment: elements [start, stop) of `segment.spec`, at [offset, offset + nbytes) of the file."""
+    """A range of a tensor, in whole tiles of `TILE` elements: elements [start, stop), at [offset, offset + nbytes)."""
 
     segment: Segment
     start: int
@@ -163,7 +163,7 @@ class Layout:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Segment]:
-        """Tensor name → its segment."""
+        """Name of a tensor → its segment, the range of the file that holds it."""
         return {segment.spec.name: segment for segment in self.segments}
 
     def bytes_before(self, segment: Segment, start: int) -> int:
@@ -218,7 +218,7 @@ def rows_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def tiles_of(spec: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the elements [start, stop) that a rank sends and pulls: the tiles that begin in its rows.
+    """Return the elements [start, stop) that a rank sends and pulls: tiles (`TILE` elements) that begin in its rows.
 
     Rank 0 sends and pulls all elements of tensors outside the group `params`.
     """
@@ -297,7 +297,7 @@ def version_layout(schema: Schema, part_bytes: int = PART_BYTES, ranks: int = 1)
 
 @dataclass(frozen=True)
 class _Raw:
-    """The encoding of unencoded elements."""
+    """The encoding `none`, which stores elements unchanged."""
 
     name: str = "none"
     elementwise: bool = True

@@ -313,7 +313,7 @@ class _Unpacker:
         built: dict[Any, Any] = {}
         for pair in items:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise BadRequest(f"{path} has an entry that is not a pair.")
+                raise BadRequest(f"{path} has an entry that is not a pair of key and value.")
             key = self.node(pair[0], f"a key of {path}", depth + 1)
             if type(key) not in _KEYS or key in built:
                 raise BadRequest(f"{path} has the key {key!r}, which occurs twice or is not a valid key.")

@@ -395,7 +395,7 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with signal 9"),
         ("os._exit(3)", "its process ended with exit code 3"),
         ("import threading; threading.Event().wait()", "neither read nor returned a tensor for 1 s"),
-        ("return {'w': torch.zeros(3, 2)}", "returned 'w' with the shape [3, 2], the model has [2, 3]"),
+        ("return {'w': torch.zeros(3, 2)}", "the aggregator returned 'w' in the shape [3, 2], not [2, 3]"),
     ],
     ids=["killed", "exits", "hangs", "shape"],
 )
