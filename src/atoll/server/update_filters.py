@@ -187,7 +187,7 @@ class Filtering:
             return left
         except BadFilter as error:
             if error.raised:
-                LOG.error("the filter %r failed", error.filter, exc_info=error.__cause__)
+                LOG.error("the server's filter %r failed", error.filter, exc_info=error.__cause__)
             raise FilterRefused(f"the server's filter {error}") from error.__cause__
         except SystemExit as error:
             raise FilterRefused(f"a filter of the server called sys.exit({error.code!r})") from error

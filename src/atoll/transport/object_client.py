@@ -409,7 +409,7 @@ def chosen_cut(packed: Packed, chunk_bytes: int | None) -> Cut:
 
 def _lasting(expires_s: float) -> float:
     if not isinstance(expires_s, int | float) or not 0 < expires_s < math.inf:
-        raise UsageError(f"expires_s is {expires_s!r}.", "Give a positive number of seconds to keep the object.")
+        raise UsageError(f"expires_s is {expires_s!r}.", "Give the number of seconds to keep the object, above 0.")
     return min(float(expires_s), LONGEST_S)
 
 
@@ -683,10 +683,10 @@ class _Fetching:
         keys = self._contents.by_key()
         if keys is None:
             raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Fetch it without the argument into.")
-        for one, other, where in ((targets, keys, "the target has"), (keys, targets, "the object has")):
+        for one, other, where in ((targets, keys, "only the target has"), (keys, targets, "only the object has")):
             lacking = next((name for name in one if name not in other), None)
             if lacking is not None:
-                raise _mismatch(self._what, f"only {where} {lacking!r}")
+                raise _mismatch(self._what, f"{where} the tensor {lacking!r}")
         segments = self._contents.segments
         chosen: dict[str, Tensor] = {}
         taken: dict[int, str] = {}

@@ -162,8 +162,8 @@ TIED = torch.zeros(2)
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ({"a": torch.zeros(2)}, "only the object has 'b'"),
-        ({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}, "only the target has 'c'"),
+        ({"a": torch.zeros(2)}, "only the object has the tensor 'b'"),
+        ({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(1)}, "only the target has the tensor 'c'"),
         ({"a": torch.zeros(2), "b": torch.zeros(3)}, r"'b' is F32\[2\] in the object, F32\[3\] in the target"),
         ({"a": torch.zeros(2), "b": torch.zeros(2).double()}, r"'b' is F32\[2\] in the object, F64\[2\] in the target"),
         ({"a": TIED, "b": TIED}, "ties 'b' to another tensor"),

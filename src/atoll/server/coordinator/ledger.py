@@ -83,7 +83,7 @@ class Ledger:
         except DiskFull as error:
             if not isinstance(event, FACTS):
                 raise
-            LOG.error("%s Trying again.", error)
+            LOG.error("the run's state cannot be updated: %s Trying again.", error)
             self._untold.append(event)
             return ()
 

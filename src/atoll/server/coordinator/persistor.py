@@ -99,7 +99,7 @@ class Persistor:
         try:
             given = resolve(self._user.load())
         except (Exception, SystemExit) as error:
-            LOG.error("the persistor %r failed", self.name, exc_info=error)
+            LOG.error("load() of the persistor %r failed", self.name, exc_info=error)
             raise ConfigError(
                 f"load() of the persistor {self.name!r} failed: {type(error).__name__}: {error}.",
                 "See the traceback in the log.",
@@ -179,7 +179,7 @@ class Persistor:
             }
             call(state, {**info, **more})
         except Gone as error:
-            LOG.error("the persistor %r was too slow for version %d: %s", self.name, version, error)
+            LOG.error("the persistor %r was too slow to save version %d: %s", self.name, version, error)
         except (Exception, SystemExit) as error:
             LOG.error(
                 "%s() of the persistor %r failed at version %d: %s: %s. The run continues.",

@@ -205,7 +205,7 @@ class Aggregator:
             os.close(fd)
 
     def _limit_kept(self) -> None:
-        """Ask the process to release its oldest updates, if it keeps more than `aggregation.max_kept_updates`."""
+        """Ask the aggregator to release its oldest updates, if it keeps more than `aggregation.max_kept_updates`."""
         with self._heard:
             kept = [identity for identity, pin in self._pins.items() if not pin.asked]
             most = self._settings.aggregation.max_kept_updates

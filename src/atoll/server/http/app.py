@@ -171,7 +171,7 @@ def _number(name: str, text: str) -> int:
 def _hex(name: str, text: str, digits: int) -> str:
     if len(text) != digits or not re.fullmatch("[0-9a-f]+", text):
         shown = "" if name == "the secret" else f" {text[:80]!r},"
-        raise BadRequest(f"{name} is{shown} not issued by this server.", f"It has {digits} hexadecimal digits.")
+        raise BadRequest(f"{name} is{shown} not from this server.", f"Send the {digits} hex digits that it gave you.")
     return text
 
 
@@ -232,7 +232,7 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
     if gone is not None:
         coordinator.fail(gone)
     else:
-        LOG.error("%s %r", request.method, request.path, exc_info=error)
+        LOG.error("the request %s %r failed", request.method, request.path, exc_info=error)
     if isinstance(error, OSError):
         return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
     if (failed := out_of_memory(error)) is not None:

@@ -232,7 +232,7 @@ class SwarmView:
         return self.peers.holding(fragment, version, self._store.run_log.version_digest(fragment, version))
 
     def order(self, fragment: int, version: int) -> list[str]:
-        """Return the live sites in the order in which they are preferred as aggregator of the round from `version`."""
+        """Return the live sites, sorted by preference as aggregator of the round that starts from `version`."""
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
         staying = [site for site in heard if not self.peers[site].leaving] or heard
         return ranking(
@@ -529,7 +529,7 @@ class Swarm:
             del self.view.offers[ticket]
 
     def _watch(self, fragment: int, at: Assignment) -> None:
-        """Measure for how long the aggregator has had something to do."""
+        """Measure for how long the aggregator has been busy without a pause."""
         collected = self.view.peers[at.aggregator].collected
         todo = at.closing is not None and self.view.closed(at) is None
         todo = todo or any(ticket not in collected for ticket in self.view.wanted(fragment))

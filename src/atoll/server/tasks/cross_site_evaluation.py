@@ -63,7 +63,7 @@ def cross_site_evaluation(
 
     Raises:
         ConfigError: an argument is wrong.
-        RunFailed: no cell has a value; the message names reasons.
+        RunFailed: no evaluation gave a value; the message names reasons.
     """
     require(versions, site_models, sites, evaluation_timeout_s)
     run = controller.run
@@ -95,7 +95,7 @@ def require(
         ConfigError: an argument is wrong.
     """
     if versions is not None and (isinstance(versions, str) or not isinstance(versions, Sequence)):
-        raise ConfigError(f"versions is {versions!r}.", 'Write a list: versions = ["latest"].')
+        raise ConfigError(f"versions is {versions!r}, not a list.", 'Write a list: versions = ["latest"].')
     for each in versions or ():
         number = type(each) is int and 0 <= each < messages.NUMBER_BELOW
         if not (number or (isinstance(each, str) and (each in WORDS or is_file(each)))):
@@ -104,12 +104,12 @@ def require(
                 registry.nearest(str(each), WORDS, 'Use "latest", "best", version numbers or .safetensors files.'),
             )
     if type(site_models) is not bool:
-        raise ConfigError(f"site_models is {site_models!r}.", "Set it to true or false.")
+        raise ConfigError(f"site_models is {site_models!r}, not a boolean.", "Set it to true or false.")
     if sites is not None and (isinstance(sites, str) or not all(isinstance(site, str) for site in sites) or not sites):
         raise ConfigError(f"sites is {sites!r}.", 'Write a list of names: sites = ["clinic-a"].')
     if type(evaluation_timeout_s) not in (int, float) or not 0 <= evaluation_timeout_s < math.inf:
         raise ConfigError(
-            f"evaluation_timeout_s is {evaluation_timeout_s!r}.", "Give a number of seconds; 0: no limit."
+            f"evaluation_timeout_s is {evaluation_timeout_s!r}.", "Give a number of seconds, or 0 for no limit."
         )
     if not site_models and versions is not None and not versions:
         raise ConfigError("versions is empty and site_models is false, so no model would be evaluated.", "Set either.")
@@ -315,7 +315,7 @@ def _export(found: Evaluation, folder: Path, workflow: str) -> None:
     """Write the matrix as JSON and as Markdown, each file atomically.
 
     Raises:
-        RunFailed: no cell has a value.
+        RunFailed: no evaluation gave a value.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = file_name_of(workflow)

@@ -80,7 +80,7 @@ class UserThreads:
     async def run(self, call: Callable[[], T], what: str, key: str, timeout_s: float | None = None) -> T:
         """Run `call` in a new thread. Return its result or raise its error.
 
-        If the caller is cancelled, the thread goes on. It then delays only calls with the same `key`.
+        If the caller is cancelled, the thread goes on, and later calls with the same `key` wait for its end.
 
         Args:
             call: the function to run.

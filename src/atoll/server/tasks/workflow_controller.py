@@ -109,7 +109,7 @@ class AnswerLimits:
         ):
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not value >= 0):  # also if it is NaN
-                raise UsageError(f"{name} is {value!r}.", remedy)
+                raise UsageError(f"{name} is {value!r}, not a valid number.", remedy)
 
     def over(self, run: Coordinator, site: str) -> tuple[str, str]:
         """Return (`gone` or `stuck`, reason) if the workflow should stop waiting for a site; else two empty texts."""
@@ -188,7 +188,7 @@ def _read(fd: int, memory: memoryview, offset: int) -> None:
     try:
         read_at(fd, memory, offset)
     except EOFError as error:
-        raise StoreError(f"The file of a result is incomplete: {error}.") from None
+        raise StoreError(f"The file of a result is incomplete: {error}.", "Check the server's disk.") from None
 
 
 # -- The controller

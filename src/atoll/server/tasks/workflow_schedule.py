@@ -238,7 +238,7 @@ class WorkflowSchedule:
             train: position of training among the workflows; None if there is none.
 
         Raises:
-            ConfigError: the journal has another workflow at the position of one that has ended.
+            ConfigError: a workflow that has ended is no longer at its position in the settings.
         """
         ended = self._run.store.run_log.ended_workflows()
         for place, name in ended.items():
