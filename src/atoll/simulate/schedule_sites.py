@@ -27,7 +27,7 @@ from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin, Versions
 from atoll.worker.exchange.local_state import pending
-from atoll.worker.log_lines import told
+from atoll.worker.log_lines import error_text
 
 
 class Bases:
@@ -407,7 +407,7 @@ class Conductor:
             LOG.error("%s raised an error and no longer takes part:\n%s", site, answer.trace.rstrip())
         else:
             LOG.error("%s no longer takes part: %s", site, self.failed[site])
-        await self._run.leave(lease, messages.Leave(error=told(answer.error) if answer.error else None))
+        await self._run.leave(lease, messages.Leave(error=error_text(answer.error) if answer.error else None))
 
 
 def now(asked: Coroutine[Any, Any, T]) -> T:

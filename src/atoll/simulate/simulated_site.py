@@ -44,7 +44,7 @@ from atoll.tensors.schema import Schema
 from atoll.transport.http_client import Counters
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import TensorFile
-from atoll.worker.exchange.encode_update import Finish, Layouts, LocalFragment, Losses
+from atoll.worker.exchange.encode_update import EncodingLosses, Finish, Layouts, LocalFragment
 from atoll.worker.training.federated_loop import Worker, taken_by
 from atoll.worker.training.functional_loop import forget
 from atoll.worker.training.round_backends import matching
@@ -71,7 +71,7 @@ class Shared:
     schema: Schema
     layouts: Layouts
     inspection: Inspection
-    losses: Losses
+    losses: EncodingLosses
     rule: LocalRule | None
 
     @classmethod
@@ -79,7 +79,7 @@ class Shared:
         """Create the shared objects from the description of a run, and the schema as the server sends it."""
         schema = message.to_split().schema
         layouts = Layouts.of(info, schema)
-        inspection, losses = Inspection(layouts.update, layouts.codecs), Losses("", layouts.codec, schema)
+        inspection, losses = Inspection(layouts.update, layouts.codecs), EncodingLosses("", layouts.codec, schema)
         rule = local_rule(info.algorithm, info.local, info.local_package)
         return cls(info, schema.model, layouts, inspection, losses, rule)
 

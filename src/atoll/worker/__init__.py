@@ -1,1 +1,1 @@
-"""The worker of a site: its session with the server, model exchange, training loops of scripts, and task answers."""
+"""The worker side of a site: its session with the server, model exchange, training loops, and answers to tasks."""

@@ -1,4 +1,4 @@
-"""Checks of the values that a script passes to Atoll: the site's name, weights, metrics and numbers of steps."""
+"""Checks of the values that a training script passes to Atoll: site name, weights, metrics and numbers of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atoll.worker.log_lines import LOG
 
 
 def default_site() -> str:
-    """Return the site name in `ATOLL_SITE`; if the variable is not set, a name made of host name and process id."""
+    """Return the name in `ATOLL_SITE`; if the variable is not set, a name made of host name and process id."""
     given = os.environ.get("ATOLL_SITE")
     if given:
         return given
@@ -56,26 +56,26 @@ def positive(weight: float) -> float:
     return value
 
 
-def require_joined(has_left: bool, site: str, again: str) -> None:
+def require_joined(has_left: bool, site: str, rejoin: str) -> None:
     """Raise an error if the worker has left its run.
 
     Args:
         has_left: whether the worker has left.
         site: the worker's site name, for the message.
-        again: the call that joins the run again, for the message.
+        rejoin: the call with which a script joins the run again, such as `atoll.join`, for the message.
 
     Raises:
         UsageError: the worker has left its run.
     """
     if has_left:
-        raise UsageError(f"Site {site} has already left its run.", f"Call {again} again, and use the new worker.")
+        raise UsageError(f"Site {site} has already left its run.", f"Call {rejoin} again, and use the new worker.")
 
 
 def counted(steps: int) -> int:
-    """Return a number of local steps as an int.
+    """Return the number of local optimizer steps in a round as an int.
 
     Raises:
-        UsageError: `steps` is no integer, is negative, or is too large for a message.
+        UsageError: `steps` is no integer, is negative, or is too large to be sent to the server.
     """
     try:
         value = operator.index(steps)
@@ -87,18 +87,18 @@ def counted(steps: int) -> int:
 
 
 def number(given: Any) -> float:
-    """Return `float(given)`. A tensor is detached first: torch warns if a tensor that requires grad is converted."""
+    """Return `float(given)`. A tensor is detached first, because torch warns if one that requires grad is converted."""
     return float(given.detach() if hasattr(given, "detach") else given)
 
 
-def finite_metrics(metrics: Mapping[str, float], site: str, said: set[str] | None = None) -> dict[str, float]:
-    """Return the finite metrics as floats. Drop NaN and infinite ones with a warning.
+def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | None = None) -> dict[str, float]:
+    """Return the finite metrics as floats. Leave out NaN and infinite ones, with a warning.
 
     Args:
-        metrics: number by name.
+        metrics: metric name → number.
         site: the site's name, for warnings.
-        said: names of metrics that had no finite value last time, so that no second warning is logged; updated in
-            place.
+        warned: names of metrics for which a warning was already logged; no second one is logged until the metric is
+            finite again. Updated in place.
 
     Raises:
         UsageError: `metrics` is no mapping or has too many entries, or one entry has an invalid name or value.
@@ -127,12 +127,12 @@ def finite_metrics(metrics: Mapping[str, float], site: str, said: set[str] | Non
             raise UsageError(f"The metric {key!r} is {given!r}.", "Give a number.") from None
     for key, value in values.items():
         if abs(value) < float("inf"):
-            if said is not None:
-                said.discard(key)
-        elif said is None or key not in said:
+            if warned is not None:
+                warned.discard(key)
+        elif warned is None or key not in warned:
             LOG.warning("%s: the metric %r is %s, so it is not reported", site, key, value)
-            if said is not None:
-                said.add(key)
+            if warned is not None:
+                warned.add(key)
     return {key: value for key, value in values.items() if abs(value) < float("inf")}
 
 

@@ -1,4 +1,4 @@
-"""Log lines of a worker: one line for each event; transfers report bytes, rate and time left.
+"""Log lines of a worker: one line for each event. Long transfers report bytes, rate and remaining time.
 
 Lines go to the logger `atoll`. If the program has not set up logging, they are printed on standard error.
 """
@@ -42,17 +42,23 @@ def ensure_lines() -> None:
             LOG.setLevel(logging.INFO)
 
 
-def told(error: BaseException | str, most_chars: int = 2000) -> str:
-    """Return the text of an error, cut after `most_chars` characters. Lone surrogates, which UTF-8 lacks, are escaped.
+def error_text(error: BaseException | str, most_chars: int = 2000) -> str:
+    """Return the text of an error, shortened to `most_chars` characters and valid as UTF-8.
 
-    An exception becomes "class: message"; a string stays as it is.
+    An exception becomes "class: message"; a string is used as it is. Lone surrogates, which UTF-8 cannot encode, are
+    escaped.
     """
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     return text[:most_chars].encode(errors="backslashreplace").decode()[:most_chars]
 
 
 def in_words(info: messages.RunInfo, sync_every: int) -> str:
-    """Summarise a DiLoCo run's settings: "H = 60, asynchronous, codec int4 up, int8 down, 2 fragments, tau 1, ..."."""
+    """Return a DiLoCo run's settings as text: "H = 60, asynchronous, codec int4 up, int8 down, 2 fragments, tau 1".
+
+    Args:
+        info: the run's description.
+        sync_every: H, the number of local steps between two synchronisations.
+    """
     first = f" after {info.sync_rounds_first} synchronous rounds" if info.sync_rounds_first else ""
     down = f" up, {info.downlink_codec} down" if info.downlink_codec != "none" else ""
     parts = [
@@ -66,7 +72,12 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 
 
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
-    """Return why a synchronisation was skipped, and whether the next update contains the skipped local steps."""
+    """Return why a synchronisation was skipped; add whether its local steps go into the next update.
+
+    Args:
+        error: the error because of which it was skipped.
+        info: the run's description.
+    """
     if not isinstance(error, TicketClosed):
         return str(error)
     return (
@@ -75,16 +86,21 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
 
 
 def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
-    """Return a line that gives the time waited so far, the reason for the wait, and the run's remaining time."""
+    """Return a log line for a waiting worker: the seconds waited, why it waits, and the run's remaining time.
+
+    Args:
+        waited_s: seconds waited so far.
+        reply: the server's last reply to the worker's request for a ticket; it has the reason and the remaining time.
+    """
     left = f"; {told} of the run" if (told := time_left(reply.left_s)) else ""
     return f"waiting {waited_s:.0f} s: {reply.reason}{left}"
 
 
 class Progress:
-    """The progress of one transfer: counts bytes and logs a line every `EVERY_S` seconds, and one at the end.
+    """The progress of one transfer: counts bytes, and logs a line every `EVERY_S` seconds and one at the end.
 
-    Rate and time left are measured over the last `WINDOW_S` seconds. After an interruption the window begins anew, so
-    that an outage does not lower the rate.
+    Rate and time left are measured over the last `WINDOW_S` seconds. After an interruption, measuring starts again, so
+    that the outage does not lower the rate.
 
     Args:
         what: name of the transfer, which begins each line.
@@ -93,7 +109,7 @@ class Progress:
 
     Attributes:
         done_bytes: bytes that were moved so far.
-        failed: set by the caller if the transfer failed; then `progress` logs no last line.
+        failed: set to True by the caller if the transfer failed; then no last line is logged.
     """
 
     def __init__(self, what: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -105,7 +121,7 @@ class Progress:
         self._moved, self._away_s = self._begin, 0.0  # time of the last bytes; total seconds of interruptions
 
     def resume(self) -> None:
-        """Begin to measure the rate anew after an interruption. The time since the last bytes counts as a pause."""
+        """Start measuring the rate again after an interruption. The time since the last bytes counts as a pause."""
         with self._lock:
             now = self._said = self._clock()
             self._away_s += now - self._moved
@@ -135,7 +151,7 @@ class Progress:
         return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
-        """Log bytes, seconds and the mean rate without pauses, at level INFO; a transfer below 1 s, at DEBUG."""
+        """Log the bytes, the seconds and the mean rate without pauses; only at level DEBUG if it took less than 1 s."""
         seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(
@@ -150,29 +166,34 @@ class Progress:
 
 
 class Troubles:
-    """Logs failures that repeat: a new text at level INFO, the same text again at level DEBUG."""
+    """Logs failures that repeat: a new text at level INFO; while the text stays the same, at level DEBUG."""
 
     def __init__(self) -> None:
         self._said: dict[object, str] = {}
 
     def say(self, of: object, text: str) -> None:
-        """Log that `of` failed.
+        """Log that something failed.
 
         Args:
-            of: a key for the thing that failed.
+            of: a key for the thing that failed, such as the address of another worker.
             text: the line to log.
         """
         known, self._said[of] = self._said.get(of), text
         LOG.log(logging.DEBUG if known == text else logging.INFO, "%s", text)
 
     def end(self, of: object) -> None:
-        """Note that `of` works again: its next failure is logged at level INFO."""
+        """Note that the thing with the key `of` works again, so that its next failure is logged at level INFO."""
         self._said.pop(of, None)
 
 
 @contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Progress]:
-    """Yield a `Progress`. Log its last line if the block ends without an error and `failed` is not set."""
+    """Yield a `Progress` for a transfer. At the end of the `with` block, log its last line, unless the transfer failed.
+
+    Args:
+        what: name of the transfer, which begins each line.
+        total_bytes: bytes that are going to be moved.
+    """
     reporter = Progress(what, total_bytes)
     yield reporter
     if not reporter.failed:

@@ -1,8 +1,9 @@
-"""The metrics in an update: what the script measured on a global version, and what it gave to `DiLoCo.report`.
+"""The metrics in an update: what the script measured on the global model, and what it gave to `DiLoCo.report`.
 
     pull version v  ->  metrics() of v  ->  H local steps  ->  update of v, with these metrics
 
-The server credits an update's metrics to the version that the update starts from. Measure them on that version.
+The server records an update's metrics for that version of the global model which the update was trained from. So they
+must be measured on that version, before the local steps.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from atoll.worker.exchange.base_and_outbox import BaseFile
 
 
 class Reports:
-    """The values given to `DiLoCo.report`, by name. They are kept until an update carries them.
+    """The values that the script gave to `DiLoCo.report`, by name. They are kept until an update includes them.
 
     Attributes:
-        newest: the last reported value of each name, for the status.
+        newest: the last reported value of each name, to be shown in the server's status.
     """
 
     def __init__(self) -> None:
@@ -28,22 +29,23 @@ class Reports:
         self._carried: dict[int, dict[str, float]] = {}
 
     def add(self, finite: Mapping[str, float], named: Mapping[str, float]) -> None:
-        """Keep the values of one report until an update carries them.
+        """Keep the values of one report until an update includes them.
 
         Args:
             finite: the finite values of this report.
-            named: all values of this report, also those that are not finite. Earlier values under these names are
-                dropped.
+            named: all values of this report, also those that are not finite. Kept values of earlier reports under these
+                names are dropped.
         """
         self.newest = {name: value for name, value in self.newest.items() if name not in named} | dict(finite)
         self._waiting = {name: value for name, value in self._waiting.items() if name not in named} | dict(finite)
 
     def take(self, fragment: int, *, is_lost: bool) -> dict[str, float]:
-        """Return the values for a fragment's next update: those that no update has carried yet.
+        """Return the values to include in a fragment's next update: those that no earlier update included.
 
         Args:
             fragment: the fragment's number.
-            is_lost: whether the fragment's last update can never count. If so, that update's values are returned again.
+            is_lost: whether the fragment's last update can no longer reach the global model. If so, the values of that
+                update are returned again.
         """
         carried = self._carried.pop(fragment, {}) if is_lost else {}
         self._carried[fragment], self._waiting = carried | self._waiting, {}
@@ -58,7 +60,7 @@ class Measured:
 
     Args:
         ask: the script's function. It returns the metrics of the model's current weights. If None, nothing is measured.
-        site: gives the site's name, for warnings.
+        site: returns the site's name, for warnings.
     """
 
     def __init__(self, ask: Metrics | None, site: Callable[[], str]) -> None:
@@ -68,14 +70,15 @@ class Measured:
         self._not_finite: set[str] = set()  # names that a warning was logged for, until their value is finite
 
     def measure(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
-        """Measure the global model, which consists of the newest version of each fragment.
+        """Measure the global model: call the script's function while the model holds the newest global version.
 
-        The versions are loaded into the model for the measurement, and the local values are copied back afterwards. A
-        model of one fragment without local progress is the global model already, so nothing is loaded.
+        For this, the newest version of each fragment is loaded into the model, and the local values are copied back
+        afterwards. If the model has one fragment and no local progress, it is the global model already, and nothing is
+        loaded.
 
         Args:
-            parts: for each fragment, the model's own tensors and the fragment's newest version.
-            local: whether the tensors hold local progress.
+            parts: for each fragment, the model's own tensors and the file of the fragment's newest version.
+            local: whether training has changed the tensors since that version was loaded.
         """
         if self._ask is None:
             return
@@ -95,11 +98,14 @@ class Measured:
                     tensor.copy_(before[name])
 
     def credit(self, metrics: dict[str, float], digest: str) -> None:
-        """Add metrics that a framework measured by itself on the version with this digest."""
+        """Add metrics that a framework, such as Lightning, measured itself on the version with this digest."""
         earlier = self._metrics if self._digest == digest else {}
         self._metrics = earlier | finite_metrics(metrics, self._site(), self._not_finite)
         self._digest = digest
 
     def of(self, digest: str) -> dict[str, float]:
-        """Return the metrics for an update from the version with this digest; empty if another version was measured."""
+        """Return the metrics that were measured on the version with this digest, for an update trained from it.
+
+        Return an empty dict if another version was measured.
+        """
         return dict(self._metrics) if self._digest in (None, digest) else {}

@@ -314,7 +314,7 @@ def test_a_run_without_controls_has_none_and_refuses_a_difference(tmp_path: Path
     with first_round(tmp_path, "fedavg") as fl_round:
         model = fl_round.load_into(One())
         assert fl_round.global_state("control") == fl_round.own_state("control") == {}
-        with pytest.raises(UsageError, match="has no groups besides the model"):
+        with pytest.raises(UsageError, match="needs no tensors besides the model"):
             fl_round.submit(model, groups={"control": GOOD}, steps=1)
         with pytest.raises(UsageError, match="global_controls has no entry for 'w'"):
             atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))

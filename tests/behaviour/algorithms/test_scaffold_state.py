@@ -126,7 +126,9 @@ def damage(file: Path) -> None:
 
 
 CURRENT = r"2 updates of a count in this run.*ATOLL_DIR.*a/[0-9a-f]{32}"
-PENDING = r"although updates of the site count in the run.*a/[0-9a-f]{32}/algorithm\.json .*ATOLL_NEW_STATE"
+PENDING = (
+    r"although the run's model contains updates that depend on it.*a/[0-9a-f]{32}/algorithm\.json .*ATOLL_NEW_STATE"
+)
 """Which of both counts is known when the site is there."""
 
 
@@ -160,7 +162,7 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
     for _ in range(2):  # what the first attempt leaves in the folder does not pass for a control
         with pytest.raises(ConfigError, match=said):
             run.part(server)
-    damaged = f"{names[0]} is damaged and is not used: its digest differs. Check the disk."
+    damaged = f"{names[0]} is damaged, because its digest differs, and is not used. Check the disk."
     assert lose is not damage or damaged in caplog.text
     if said == CURRENT:
         assert [worker.state for worker in server.status().workers] == ["left"]  # it did not join
@@ -218,7 +220,7 @@ def test_it_may_begin_at_zero_where_it_is_told_to(
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     with caplog.at_level(logging.WARNING):
         assert run.part(server) == [0.0, 0.0]
-    assert "a: the site's state starts from zero" in caplog.text
+    assert "a: no state of the algorithm was found; it starts from zero" in caplog.text
     assert "2 updates of a count in this run, but the site has lost its algorithm's state" in caplog.text
     assert run.part(server) == [1.0, 2.0]  # the variable does no harm to a control that is there
     monkeypatch.delenv("ATOLL_NEW_STATE")

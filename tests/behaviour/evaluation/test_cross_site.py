@@ -87,12 +87,12 @@ def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
     told = errors(matrix)
     assert told["b", "b"] == told["version 1", "b"] == "ValueError: no data here"
     assert {told["a", site] for site in "abc"} == {
-        "UsageError: The function of worker.submits at site a returned None instead of a model."
+        "UsageError: The function given to worker.submits at site a returned None instead of a model."
     }
     text = (tmp_path / "state" / "exports" / "cross_site_evaluation.md").read_text()
     assert (
-        "- a on every site: UsageError: The function of worker.submits at site a returned None instead of a model."
-        in text
+        "- a on every site: UsageError: The function given to worker.submits at site a returned None instead of a "
+        "model." in text
     )
     assert "- every model on b: ValueError: no data here" in text
     assert "| c | 36 | — | not finite |" in text

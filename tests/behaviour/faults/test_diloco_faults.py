@@ -142,7 +142,7 @@ def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
         # of the last report before the second and the sixth step
         assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
     assert seen == [7.0, 6.0, 5.0, 7.0, 6.0, 6.0]
-    assert "the run is now at version 1; 2 local steps since version 0 are lost" in caplog.text
+    assert "the run went on to version 1 without this worker; its 2 local steps since version 0 are lost" in caplog.text
 
 
 @pytest.mark.covers("L10", "F6")

@@ -116,7 +116,9 @@ EXCLUSIONS = (
         {"place": ("simulation",), "algorithm": STREAMS}, ("diloco.num_fragments", "simulation"), "whole models there"
     ),
     Exclusion(
-        {"place": ("simulation",), "algorithm": ("diloco",)}, ("DiLoCo", "simulation"), "it counts its own steps"
+        {"place": ("simulation",), "algorithm": ("diloco",)},
+        ("DiLoCo", "simulation"),
+        "it synchronises after a number of its own steps",
     ),
     Exclusion(
         {"place": ("fsdp",), "algorithm": STREAMS}, ("diloco.num_fragments", "model.ranks"), "fragments are not sharded"

@@ -136,8 +136,8 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
         place = client._place
         before, received = place.exchange.base.digest(first), down_bytes(client)
         head = place.exchange.ask(wait_s=0.0)
-        place.exchange.pull(head.head, None, beside=True)
-        moved = place.exchange.files.beside()
+        place.exchange.pull(head.head, None, to_next=True)
+        moved = place.exchange.files.next_base()
         assert place.exchange.base.digest(first) == before
         assert down_bytes(client) - received == delta_bytes("int8")
         assert moved.holds(place.session.info.run, head.head.digest)
@@ -155,7 +155,7 @@ def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
         received = down_bytes(run.sites["a"])
         run.play(2)
         assert 0 < down_bytes(run.sites["a"]) - received - delta_bytes("int8") <= PART_BYTES
-    told = "a: 1 of 4 parts of version 1 did not match after adding the difference, and are downloaded in full"
+    told = "after the downloaded difference was added, 1 of 4 parts of version 1 are not as expected"
     assert told in caplog.text
 
 
@@ -186,7 +186,7 @@ def test_a_delta_that_is_damaged_is_not_needed(
             assert down_bytes(run.sites["a"]) == whole_bytes(tmp_path)
             run.play(3, 4)
             run.finish()
-    assert ("a: version 1 is downloaded in full: Part 0 from" in caplog.text) == (not restarted)
+    assert ("a: version 1 is downloaded in full, not as a difference: Part 0 from" in caplog.text) == (not restarted)
 
 
 class Kept:

@@ -241,7 +241,7 @@ def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(
         with atoll.join(server.url, "a", folder=tmp_path / "one") as first:
             assert "replaces the process" not in caplog.text
             with atoll.join(server.url, "a", folder=tmp_path / "two"):
-                assert "a: replaces the process on " in caplog.text, "in the log of the newer one"
+                assert "a: this process replaces the one on host " in caplog.text, "in the log of the newer one"
                 with pytest.raises(Superseded):
                     next(iter(first))
             (told,) = server.status().warnings

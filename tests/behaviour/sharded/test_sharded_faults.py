@@ -52,7 +52,7 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
         assert ranks[0].wait(60) == RunFailed.exit_code
         again = world.site("a")
         world.ended(again)
-        assert "the update of round 2, which an earlier process left, is accepted" in again[0].output()
+        assert "the server accepted the update of round 2 that an earlier process left" in again[0].output()
     assert Result(tmp_path).counted() == [("a", 1), ("a", 2)]
     final = safetensors.torch.load_file(tmp_path / "state/exports/model.safetensors")
     for name, value in right[-1].items():
@@ -136,7 +136,7 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
         for rank in ranks:
             assert rank.wait(60) == 0, rank.output()
         server.run()
-    assert "the server fell back to version 1; submitting again" in ranks[0].output()
+    assert "the server fell back to version 1; submitting this site's update again" in ranks[0].output()
     require_close(tmp_path, expected("a", sync_every=2, rounds=3))
 
 
@@ -191,7 +191,7 @@ def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nur
         assert b[0].wait(60) == 0, b[0].output()
         stay.touch()
         world.ended(a, b)
-    assert "local steps were carried over" in b[0].output()
+    assert "its local steps were added to that version" in b[0].output()
     start, one, two = (trained(*local) for local in (("a", 0), ("a", 2), ("b", 4)))
     right = {name: one[name] + (two[name] - start[name]) for name in start}
     for rank in (0, 1):

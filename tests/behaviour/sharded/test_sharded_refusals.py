@@ -32,7 +32,7 @@ from atoll.errors import ConfigError, UsageError
         (2, {"sharded": "replicated"}, "wide.weight has the placements ('R',) over a mesh of (2,) ranks"),
         (2, {"otherwise": "publish"}, "payload['wide.weight'] is a DTensor, which Atoll cannot send."),
         (1, {"otherwise": "join"}, "is a sharded tensor (DTensor), which is not allowed here. Train sharded models"),
-        (2, {"filters": True}, "Filters need whole tensors, but this model is sharded over ranks (FSDP2)."),
+        (2, {"filters": True}, "filters need whole tensors, and this model is sharded over ranks (FSDP2)."),
     ],
     ids=["another-number", "columns", "hybrid", "replicated", "published", "federated", "filters"],
 )

@@ -86,7 +86,8 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
         bad.payload  # noqa: B018
     assert (
         unknown
-        == "there is no handler for task 'unknown', only for: echo, hang, submit_model, train, train_from, validate"
+        == "this site has no handler for task 'unknown', only for: echo, hang, submit_model, train, train_from, "
+        "validate"
     )
     assert "got 1 of 2 answers: b failed: ValueError: no data here" in refused
 

@@ -151,7 +151,7 @@ def test_refuses_a_checkpoint_that_disagrees_with_the_folder(tmp_path: Path) -> 
 def test_refuses_what_is_no_state_and_has_none_without_a_server(tmp_path: Path) -> None:
     with serve(tmp_path, **RESUMED) as server:
         loop = diloco(server, tmp_path)
-        with pytest.raises(UsageError, match="state_dict does not come from Atoll: it has the keys 'epoch'"):
+        with pytest.raises(UsageError, match="state_dict was not written by Atoll: it has the keys 'epoch'"):
             loop.load_state_dict({"epoch": 3})
         with loop, pytest.raises(UsageError, match="This DiLoCo object has already started"):
             loop.load_state_dict({})

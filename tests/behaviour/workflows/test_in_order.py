@@ -122,7 +122,7 @@ def test_a_site_without_handlers_trains_and_leaves_and_says_why(nursery: Nursery
     flow = tmp_path / "flow.py"
     flow.write_text(flow.read_text().replace("answer.payload for", "answer.error for").replace("min_responses=2, ", ""))
     said, sites = run.play("bare", ends=9)
-    assert run.told[1] == f"before {['there is no handler for task ' + repr('count') + ', only for: none'] * 2}"
+    assert run.told[1] == f"before {['this site has no handler for task ' + repr('count') + ', only for: none'] * 2}"
     assert "the run continues with tasks, and this site has no handler" in sites[0].output()
     assert "waited 1 s for 1 sites, but only 0 take part: none." in said or "evaluated nothing: " in said
     assert run.exported == 2.0

@@ -219,7 +219,7 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
         assert ticket is not None
         tensors = named_tensors(nn.Linear(2, 1))[0]
         place.exchange.pull(ticket.base, tensors)
-        with pytest.raises(VersionSkew, match="another layout of the update"):
+        with pytest.raises(VersionSkew, match="another file layout"):
             place.exchange.form(ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, UpdateInfo(1.0, 0, {}))
         info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not match the digest"):

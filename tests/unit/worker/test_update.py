@@ -22,7 +22,7 @@ from atoll.tensors.module_tensors import Marked, schema_of
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.apply_version import advance_base_, load_, merge_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
-from atoll.worker.exchange.encode_update import Formed, Losses, UpdateFormer
+from atoll.worker.exchange.encode_update import EncodingLosses, Formed, UpdateFormer
 from atoll.worker.exchange.local_state import Owner, Residuals
 
 CODECS: dict[str, Codec] = {"none": NoneCodec(), "bf16": Bf16Codec()}
@@ -476,7 +476,7 @@ def test_most_tensors_are_looked_at_once() -> None:
     """As soon as something of one has come; and one of which nothing has, in every run."""
     schema = Schema.build([TensorSpec("w", "F32", (10,)), TensorSpec("v", "F32", (10,))])
     for codec in (Bf16Codec(), Int8Codec()):
-        losses = Losses("a", codec, schema)
+        losses = EncodingLosses("a", codec, schema)
         losses.begin()
         one, nothing = torch.ones(5), torch.zeros(5)
         w, both = run_through(schema, "w"), run_through(schema, "w", "v")

@@ -1,1 +1,4 @@
-"""Pulling versions, forming and sending updates, and the files that a site keeps between rounds."""
+"""The exchange of a worker with the server: download versions of the global model, and form and send updates.
+
+Also the files that a site keeps between rounds.
+"""

@@ -1,6 +1,6 @@
-"""Apply a version to a model: load it, merge it with the local values, or carry local progress over to it.
+"""Apply a version of the global model to the local one: load it, mix both, or add the local progress to it.
 
-Memory is a few scratch buffers of fixed size, whatever the model's size.
+All functions work in place, through a few buffers of fixed size, whatever the model's size.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox, TensorFile
 
 
 def _scratch() -> memoryview:
-    """Return an uninitialised buffer for one chunk of any dtype."""
+    """Return an uninitialised buffer that has room for one chunk of elements of any dtype."""
     return bytes_of(torch.empty(CHUNK_ELEMENTS * WIDEST_BYTES, dtype=torch.uint8, device="cpu"))
 
 
 def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
-    """Carry local progress over from one version to another: set w ← new + (w − old) for each parameter w, in place.
+    """Move local training from one version of the global model to another: w ← new + (w − old) for each parameter w.
 
-    Buffers take the new version's values.
+    The tensors are changed in place. Buffers, as in `nn.Module.buffers()`, take the new version's values.
 
     Args:
         tensors: the model's own tensors, by name.
         old: the version that local training started from.
-        new: the version that the tensors are moved to.
+        new: the version that replaces `old`.
     """
     scratch_old, scratch_new = (_scratch() for _ in range(2))
     with torch.no_grad(), single_thread():
@@ -54,10 +54,16 @@ def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
 
 
 def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
-    """Mix a version into the model: set w ← (1−α)·v + α·w in place, for tensor w of the model and v of the version.
+    """Mix a version of the global model into the local one, in place: w ← (1−α)·v + α·w.
 
-    α = 0 loads the version, α = 1 leaves the model unchanged. For other α, integers and flags take the version's
-    values, since they cannot be mixed.
+    Here w is a tensor of the model and v the version's tensor of the same name. α = 0 loads the version, and α = 1
+    leaves the model unchanged. For other α, integer and bool tensors take the version's values, since they cannot be
+    mixed.
+
+    Args:
+        tensors: the model's own tensors, by name; changed in place.
+        version: the file of the version.
+        alpha: α, the share of the local values.
     """
     if alpha == 0:
         load_(tensors, version)
@@ -75,7 +81,7 @@ def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
 
 
 def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
-    """Set base ← base − dec(update) in the base file; dec(update) is the outbox's update as the server decodes it."""
+    """Set base ← base − dec(update) in the base file, where dec(update) is the outbox's update, decoded."""
     scratch = _scratch()
     encoded = _scratch()
     with torch.no_grad(), single_thread():
@@ -98,7 +104,8 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
 def load_(tensors: AnyTensors, base: TensorFile) -> None:
     """Copy the values of the base file into the tensors, in place.
 
-    A contiguous CPU tensor of the file's dtype is read into directly; every other tensor goes through a buffer.
+    A contiguous CPU tensor with the file's dtype is filled directly from the file. Every other tensor is filled through
+    a buffer.
     """
     scratch = None
 
@@ -124,7 +131,7 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
 
 
 def store_(base: BaseFile, tensors: Tensors) -> None:
-    """Copy the tensors to their places in the base file."""
+    """Write the tensors into the base file, each at its offset in the file."""
     with torch.no_grad(), single_thread():
         for piece, start, stop in base.layout.chunks(CHUNK_ELEMENTS):
             spec = piece.segment.spec

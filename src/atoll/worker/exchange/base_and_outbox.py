@@ -1,13 +1,14 @@
-"""A worker's two files: the base it trains from and the outbox it sends from.
+"""The two files of a worker: the base, from which it trains, and the outbox, with the update to send.
 
-Both files are preallocated and rewritten in place. They live in the page cache, so that anonymous memory holds no
-second copy of the model. Beside each file lies a small JSON note that names its content and is replaced atomically.
-The content of a file without a note is ignored.
+Both files are preallocated and rewritten in place. The operating system caches them, so that the process itself needs
+no second copy of the model in memory. Each file has a note: a small JSON file that says what the file contains and is
+replaced atomically. The content of a file without a note is ignored.
 
-    base.safetensors + base.json      the version that was pulled; opens with safetensors
-    outbox.bin       + outbox.json    the encoded update of one ticket; kept until the next one is formed
+    base.safetensors + base.json      the downloaded version of the global model; any safetensors reader opens it
+    outbox.bin       + outbox.json    the encoded update for one ticket; kept until the next update is formed
 
-Each run has its own folder. `remove_earlier` removes the folders of earlier runs.
+A ticket is the server's permission to submit one update to one round. Each run has its own folder. `remove_earlier`
+removes the folders of earlier runs.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from atoll.worker.log_lines import LOG, size
 
 
 def name_of(name: str, fragment: int | None) -> str:
-    """Return the name of a fragment's file; `name` itself if the run has one fragment."""
+    """Return the file name `name` with the fragment's number; `name` itself if `fragment` is None: one fragment."""
     return name if fragment is None else f"{name}-f{fragment}"
 
 
 @dataclass(frozen=True)
 class BaseNote:
-    """The note that names the version in the base file.
+    """The JSON note that says which version of the global model is in the base file.
 
     Attributes:
         complete: whether every byte of the version has been written.
@@ -62,12 +63,12 @@ class BaseNote:
 
 @dataclass(frozen=True)
 class OutboxNote:
-    """The note that describes the update in the outbox. Only a complete update has a note.
+    """The JSON note that describes the update in the outbox file. Only a complete update has a note.
 
     Attributes:
         part_digests: BLAKE3 of each part, in hex.
-        sent: whether the server has the update in its journal.
-        site: the site that formed the update; empty in a note that an earlier Atoll wrote.
+        sent: whether the server has received the update and recorded it on disk.
+        site: the site that formed the update; empty in a note that an older release of Atoll wrote.
     """
 
     run: str
@@ -87,7 +88,7 @@ class OutboxNote:
 
 
 class TensorFile:
-    """An open file of tensors. Several threads may read from it at once.
+    """An open file that contains tensors. Several threads may read from it at the same time.
 
     Args:
         path: the file's path.
@@ -95,7 +96,8 @@ class TensorFile:
         nbytes: size of the file.
 
     Attributes:
-        layout: places of the tensors in the file; only files of versions have it.
+        layout: offset and dtype of each tensor in the file; only set if the file contains a version of the global
+            model.
     """
 
     layout: Layout
@@ -109,7 +111,7 @@ class TensorFile:
         return self._descriptor.number
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill `target` from the file's byte `offset` on.
+        """Read bytes from the file into `target`, starting at byte `offset` of the file, until `target` is full.
 
         Raises:
             EOFError: the file ends before `target` is full.
@@ -120,16 +122,16 @@ class TensorFile:
             raise EOFError(f"{self.path}: {error}") from None
 
     def values(self, segment: Segment, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of the tensor that lies unencoded at `segment`, in new memory."""
+        """Return elements [start, stop) of the unencoded tensor at `segment`, in new memory."""
         values = torch.empty(stop - start, dtype=torch_dtype(segment.spec.dtype), device="cpu")
         self.read_into(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
         return values
 
     def read_pieces(self, moves: Iterable[Move]) -> None:
-        """Fill each buffer from its offset in the file. Read neighbouring ranges by one call.
+        """Read several ranges of the file, each into its own buffer. Neighbouring ranges are read by one system call.
 
         Args:
-            moves: pairs of an offset in the file and the buffer to fill.
+            moves: for each range, its offset in the file and the buffer to fill.
 
         Raises:
             EOFError: the file ends before a buffer is full.
@@ -140,18 +142,18 @@ class TensorFile:
             raise EOFError(f"{self.path}: {error}") from None
 
     def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
-        """Read elements [start, stop) of a piece's tensor into `scratch`. Return a tensor over that memory."""
+        """Read elements [start, stop) of the tensor of `piece` into `scratch`. Return a tensor over that memory."""
         item = piece.segment.spec.item_bytes
         view = scratch[: (stop - start) * item]
         self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
         return torch.frombuffer(view, dtype=dtype)
 
     def values_of(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a tensor of the version, in new memory."""
+        """Return elements [start, stop) of the tensor `name` of the version in this file, in new memory."""
         return self.values(self.layout.by_name[name], start, stop)
 
     def close(self) -> None:
-        """Close the file once no thread uses its descriptor."""
+        """Close the file as soon as no thread is using its descriptor."""
         self._descriptor.close()
 
 
@@ -159,12 +161,13 @@ class ScratchFile(TensorFile):
     """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        is_new: whether the file holds only zeros, because it was missing or had another size. Its note is wrong then.
+        is_new: whether the file was just created and holds only zeros, because it was missing or had another size. A
+            note from before then no longer describes it.
 
     Args:
         path: the file's path.
         nbytes: size of the file.
-        used: ranges (offset, nbytes) to allocate on disk; None: the whole file.
+        used: the ranges of the file for which disk space is allocated, as (offset, nbytes); None: the whole file.
 
     Raises:
         DiskFull: the file cannot be allocated.
@@ -185,12 +188,12 @@ class ScratchFile(TensorFile):
             self.close()
             path.unlink(missing_ok=True)
             raise DiskFull(
-                f"{path.parent} does not have {nbytes / 1e9:.2f} GB of free space ({error.strerror}).",
+                f"The disk of {path.parent} does not have {nbytes / 1e9:.2f} GB of free space ({error.strerror}).",
                 "Free disk space, or set ATOLL_DIR to a folder on a larger disk.",
             ) from error
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` from the file's byte `offset` on. Safe from any thread, even while another one closes the file.
+        """Write `data` at byte `offset` of the file. Safe from any thread, even while another thread closes the file.
 
         Raises:
             StoreError: this machine's disk is full, or fails.
@@ -217,8 +220,8 @@ class ScratchFile(TensorFile):
     def content_digest(self) -> str:
         """Return a digest of the file's content, in hex.
 
-        The digest is BLAKE3 over the offset and bytes of each chunk of `CHUNK_BYTES` that is not all zero. So holes
-        need not be read.
+        The digest is BLAKE3 over the offset and bytes of each chunk of `CHUNK_BYTES` that has a byte other than zero.
+        So the holes of a sparse file, which are all zero, need not be read.
         """
         hasher, zeros = blake3(), bytes(CHUNK_BYTES)
         offset = 0
@@ -234,9 +237,9 @@ class ScratchFile(TensorFile):
 
 
 def _data_from(fd: int, offset: int, nbytes: int) -> int:
-    """Return the offset of the first data at or after `offset`, skipping a hole; `nbytes` if only a hole follows.
+    """Return the offset of the first data at or after `offset` in a sparse file; `nbytes` if there is only a hole.
 
-    If the file system cannot find holes, return `offset`.
+    If the file system cannot report holes, return `offset`.
     """
     if offset >= nbytes:
         return nbytes
@@ -247,13 +250,13 @@ def _data_from(fd: int, offset: int, nbytes: int) -> int:
 
 
 class PartsFile(ScratchFile):
-    """A preallocated file that consists of parts. If it holds the parts of one rank only, the rest is a hole.
+    """A preallocated file that is divided into parts. With the parts of one rank only, the rest of the file is a hole.
 
     Args:
         path: the file's path.
-        nbytes: size of the file with the parts of all ranks.
+        nbytes: size of the file, including the parts of other ranks.
         parts: the parts that this file holds.
-        count: number of parts of all ranks.
+        count: total number of parts over all ranks.
     """
 
     def __init__(self, path: Path, nbytes: int, parts: Sequence[Part], count: int) -> None:
@@ -262,7 +265,7 @@ class PartsFile(ScratchFile):
         self._parts, self._count = parts, count
 
     def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
-        """Return the parts that do not match their digests.
+        """Return the parts that have other bytes in the file than the given digests say.
 
         Args:
             digests: BLAKE3 in hex of the parts of all ranks, in order.
@@ -275,7 +278,7 @@ class PartsFile(ScratchFile):
 
 
 class BaseFile(PartsFile):
-    """The base file: the version that a worker trains from, byte for byte as the server has it."""
+    """The base file: the version of the global model from which a worker trains, byte for byte as at the server."""
 
     def __init__(self, folder: Path, layout: Layout, name: str = "base") -> None:
         super().__init__(folder / f"{name}.safetensors", layout.nbytes, layout.parts, len(layout.all_parts))
@@ -289,8 +292,8 @@ class BaseFile(PartsFile):
     def holds(self, run: str, digest: str) -> bool:
         """Return whether the file holds every byte of the version with this digest.
 
-        A file of an earlier process is read and checked once. Its note may be on disk although some of the file's bytes
-        are not: the system writes them later. A disk may also damage them.
+        If an earlier process wrote the file, this process first checks all bytes, once. After a power loss, the note
+        may be on disk although some bytes of the file are not. A failing disk may also have damaged them.
         """
         note: BaseNote | None = self.note
         if note is None or not note.complete or (note.run, note.digest) != (run, digest):
@@ -299,7 +302,8 @@ class BaseFile(PartsFile):
             wrong = self.differing(note.part_digests)
             if wrong:
                 LOG.warning(
-                    "%s: %d of %d parts differ from what was downloaded, and are downloaded again. Check the disk.",
+                    "%s: %d of %d parts of the file differ from the version that was downloaded; downloading these "
+                    "parts again. Check the disk.",
                     self.path,
                     len(wrong),
                     len(self.layout.parts),
@@ -310,9 +314,10 @@ class BaseFile(PartsFile):
         return True
 
     def begin(self, note: BaseNote) -> list[Part]:
-        """Write the note of a version that is about to be pulled. Return the parts that have to be written.
+        """Write the note for a version that is about to be downloaded. Return the parts that have to be downloaded.
 
-        If an interrupted pull left parts of the same version, the parts that match their digests are kept.
+        If an interrupted download left parts of the same version in the file, those that match their digests are not
+        returned.
         """
         resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
         wanted = self.differing(note.part_digests) if resumed else list(self.layout.parts)
@@ -326,12 +331,12 @@ class BaseFile(PartsFile):
         self._seen = True
 
     def begin_local(self) -> None:
-        """Remove the digests from the note, before local values are written over the version."""
+        """Remove the version's digests from the note. Call this before local values are written over the version."""
         assert self.note is not None
         self._write_note(replace(self.note, digest="", part_digests=[]))
 
     def replace_with(self, other: BaseFile) -> None:
-        """Replace this file and its note by those of `other`, then close `other`. Its file must be complete."""
+        """Move `other` over this file, with its note, and close `other`. `other` must be complete."""
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
@@ -346,9 +351,9 @@ class BaseFile(PartsFile):
 
 
 class Outbox(PartsFile):
-    """The outbox: the update that was formed last. A server that loses power may need it again.
+    """The outbox file, which holds the update that was formed last. A server that loses power may need it again.
 
-    If the note names another site, the update is not sent, and the note on disk stays.
+    If the note names another site, that site's update is not sent from here; its note stays on disk.
     """
 
     def __init__(self, folder: Path, layout: Layout, name: str = "outbox", site: str = "") -> None:
@@ -360,52 +365,55 @@ class Outbox(PartsFile):
             self.clear()
         elif self.note is not None and site and self.note.site not in ("", site):
             LOG.warning(
-                "%s belongs to site %s and is not sent. Use a separate folder for each site.", self.path, self.note.site
+                "The update in %s belongs to site %s, so this site does not send it. Use a separate folder for each "
+                "site.",
+                self.path,
+                self.note.site,
             )
             self.note = None
 
     def is_damaged(self) -> bool:
         """Return whether the file's bytes differ from the digests in the note; false without a note.
 
-        After a power loss the note may be on disk although some of the file's bytes are not: the system writes them
-        later.
+        After a power loss, the note may be on disk although some bytes of the file are not: the operating system writes
+        them later than the note.
         """
         return self.note is not None and bool(self.differing(self.note.part_digests))
 
     def begin(self, layout_digest: str) -> None:
-        """Remove the note, before an update of this layout is formed.
+        """Remove the note of the previous update. Call this before an update with the layout `layout_digest` is formed.
 
         Raises:
-            VersionSkew: the file has another layout.
+            VersionSkew: the layout of this file, which this worker computed, is another one.
         """
         if layout_digest != self.layout.digest:
             raise VersionSkew(
-                "The server expects another layout of the update than this worker computes.",
-                "Upgrade Atoll to the same version on both sides.",
+                "The server expects updates in another file layout than this worker writes.",
+                "Install the same release of Atoll at the server and at this worker.",
             )
         self.clear()
 
     def seal(self, note: OutboxNote) -> None:
-        """Write the note of an update that is complete. From here on the update survives this process."""
+        """Write the note of an update that is complete. A restarted process can then send the update."""
         failpoint("outbox.seal")
         self.note = note
         write_note(self._note_path, note)
         failpoint("outbox.sealed")
 
     def mark_sent(self) -> None:
-        """Record in the note that the server has the update. Keep the update: a server that lost power may need it."""
+        """Record in the note that the server has the update. The update is kept in case the server loses power."""
         if self.note is not None:
             self.note = replace(self.note, sent=True)
             write_note(self._note_path, self.note)
 
     def clear(self) -> None:
-        """Remove the note, so that the update is not sent again."""
+        """Remove the note of the update, so that the update is not sent again."""
         self.note = None
         self._note_path.unlink(missing_ok=True)
 
 
 class DiskFiles:
-    """The files of one fragment in a site's folder.
+    """The base, the next base and the outbox: the files of one fragment of the model in a site's folder.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
@@ -418,45 +426,45 @@ class DiskFiles:
     def __init__(self, folder: Path, version: Layout, update: Layout, fragment: int | None, site: str) -> None:
         self.folder, self._name = folder, name_of("base-next", fragment)
         self.base = BaseFile(folder, version, name_of("base", fragment))
-        self._beside: BaseFile | None = None
+        self._next_base: BaseFile | None = None
         try:
             self.outbox = Outbox(folder, update, name_of("outbox", fragment), site)
         except BaseException:
             self.base.close()
             raise
 
-    def beside(self) -> BaseFile:
-        """Open the file beside the base, for a version that is pulled while the base is still needed."""
-        if self._beside is None:
-            self._beside = BaseFile(self.folder, self.base.layout, self._name)
-        return self._beside
+    def next_base(self) -> BaseFile:
+        """Return the file `base-next`: a version is downloaded into it while the base file is still needed."""
+        if self._next_base is None:
+            self._next_base = BaseFile(self.folder, self.base.layout, self._name)
+        return self._next_base
 
-    def is_beside(self, run: str, digest: str) -> bool:
-        """Return whether this or an earlier process began to pull the version into the file beside the base."""
+    def is_next_base(self, run: str, digest: str) -> bool:
+        """Return whether this or an earlier process began to download the version with this digest into `base-next`."""
         note: BaseNote | None = read_note(self.folder / f"{self._name}.json", BaseNote)
         return note is not None and (note.run, note.digest) == (run, digest)
 
-    def drop_beside(self) -> None:
-        """Close the file beside the base."""
-        if self._beside is not None:
-            self._beside.close()
-            self._beside = None
+    def close_next_base(self) -> None:
+        """Close the file `base-next`. It stays on disk."""
+        if self._next_base is not None:
+            self._next_base.close()
+            self._next_base = None
 
     def move_up(self) -> None:
-        """Make the file beside the base the new base. That file must be complete."""
-        self.base.replace_with(self.beside())
-        self._beside = None
+        """Make the file `base-next` the new base file. It must be complete."""
+        self.base.replace_with(self.next_base())
+        self._next_base = None
 
     def close(self) -> None:
         """Close the files. They stay on disk."""
         self.base.close()
-        self.drop_beside()
+        self.close_next_base()
         self.outbox.close()
 
 
 @contextmanager
 def locked(folder: Path, site: str) -> Iterator[None]:
-    """Hold the lock of a worker's folder inside the block. Create the folder if it is missing.
+    """Lock a worker's folder for the duration of the `with` block. Create the folder if it is missing.
 
     Raises:
         StateLocked: another process of the same site on this machine holds the lock.
@@ -472,7 +480,7 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, site: str) -> int | None:
-    """Lock a folder, and return the lock's descriptor. Return None if `remove_earlier` removed the folder meanwhile."""
+    """Lock a folder, and return the lock's descriptor; None if `remove_earlier` of another process just removed it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -483,7 +491,8 @@ def _lock(folder: Path, site: str) -> int | None:
         return None
     except FolderTaken as holder:
         raise StateLocked(
-            f"The site {site!r} is in use: {holder} takes part under this name, with the folder {str(folder)!r}.",
+            f"The site name {site!r} is in use: {holder} takes part under this name and uses the folder "
+            f"{str(folder)!r}.",
             "Use another site name, or end the other process.",
         ) from None
     except OSError as error:
@@ -516,7 +525,7 @@ def folder_of(home: Path, run: str, share: tuple[int, int] | None) -> Path:
     Args:
         home: the site's folder.
         run: id of the run.
-        share: rank and number of ranks if the model is sharded, else None. Each rank has its own folder.
+        share: (rank, number of ranks) if the model is sharded, because each rank has its own folder; else None.
     """
     return (home / f"rank-{share[0]}-of-{share[1]}" if share else home) / run
 
@@ -525,13 +534,14 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
     """Remove old folders of this site, and log how much was freed.
 
     Old folders are those of earlier runs, and those of any run with another number of ranks. A folder stays if a
-    process has locked it, if its outbox has an update that no server acknowledged, or if it holds a file that is not
-    Atoll's. Symbolic links are not followed.
+    process has locked it, if it has an update and no server confirmed its receipt, or if it holds a file that Atoll did
+    not write. Symbolic links are not followed.
 
     Args:
         current: the folder in use, which stays.
         site: the site's name.
-        share: rank and number of ranks if the model is sharded, else None. No two ranks remove the same folder.
+        share: (rank, number of ranks) if the model is sharded, else None. It divides the folders among the ranks, so
+            that no two ranks remove the same one.
     """
     count = freed_bytes = 0
     for parent in (current.parent, *_other_divisions(current, share)):
@@ -547,11 +557,13 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
                 parent.rmdir()
     if count:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
-        LOG.info("%s: removed the files of %s, %s: all their updates were sent", site, runs, size(freed_bytes))
+        LOG.info(
+            "%s: freed %s: removed the files of %s, after all their updates were sent", site, size(freed_bytes), runs
+        )
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
-    """Yield the site's folders that were made for another number of ranks; of these, only this rank's share."""
+    """Yield those of the site's folders for another number of ranks that this rank has to remove."""
     home = current.parent.parent if share else current.parent
     rank, ranks = share or (0, 1)
     if share and rank == 0:
@@ -566,12 +578,13 @@ def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[P
 
 
 def _remove(folder: Path) -> int | None:
-    """Remove a folder that the caller has locked. Return its bytes; None if the folder has to stay."""
+    """Remove a folder that the caller has locked. Return the number of bytes freed; None if the folder has to stay."""
     try:
         notes: list[OutboxNote | None] = [peek_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
     except NoteDamaged as error:
         LOG.warning(
-            "%s is kept: the note of its outbox is damaged (%s), and its update may not have been sent yet.",
+            "The folder %s of an earlier run is kept: %s, and the update that this file describes may not have been "
+            "sent yet.",
             folder,
             error,
         )

@@ -1,7 +1,8 @@
-"""Encode the result of local training as an update, piece by piece into the outbox.
+"""Encode the result of local training as an update, and write it piece by piece into the outbox file.
 
-The pseudo-gradient of a parameter is `base − local`, computed on the parameter's device. Buffers travel as raw values.
-Memory is a few scratch buffers of fixed size, whatever the model's size.
+For each parameter, the update contains the pseudo-gradient `base − local`, computed on the parameter's device. Buffers,
+as in `nn.Module.buffers()`, are sent as they are. The memory used is a few buffers of fixed size, whatever the model's
+size.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from atoll.tensors.payload import Packed
 from atoll.tensors.schema import PARAMS, Schema, extra_name
 from atoll.worker.exchange.base_and_outbox import TensorFile, name_of
 from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Owner, Residuals
-from atoll.worker.log_lines import LOG, told
+from atoll.worker.log_lines import LOG, error_text
 
 # -- A site's filters: between the model and the outbox, or between an answer to a task and its file. Each range of
 # elements passes through all filters in their order.
@@ -49,14 +50,14 @@ T = TypeVar("T")
 
 
 class Filtered:
-    """The values of one update after they passed through the site's filters.
+    """The values of one update after the site's filters, which may change or drop values before they leave the site.
 
     Args:
-        filters: the filters in their order.
+        filters: the filters, in the order in which they are applied.
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
-        about: the update's metadata.
-        model: names of all tensors of the model if the update has one fragment of the model, else empty.
+        about: what the filters may know about the update: site, round, weight, steps and metrics.
+        model: names of all tensors of the model if the update contains only one of its fragments; else empty.
 
     Raises:
         UsageError: a filter's `begin` failed; the message names the filter.
@@ -75,7 +76,7 @@ class Filtered:
         return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return base − local, filtered, for elements [start, stop) of a float tensor; zeros if a filter drops it.
+        """Return base − local after the filters, for elements [start, stop) of a float tensor; zeros if one drops it.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -87,7 +88,7 @@ class Filtered:
         return self.change(name, start, stop) if self.sends(name) else None
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a buffer, filtered; if a filter drops the buffer, the base's elements.
+        """Return elements [start, stop) of a buffer after the filters; the base's elements if a filter drops it.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -102,17 +103,17 @@ class Filtered:
 
 
 def change_of(base: TensorFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
-    """Return base − local, unfiltered, for elements [start, stop) of a tensor: on the CPU, in new memory."""
+    """Return base − local before any filter, for elements [start, stop) of a tensor, as a new CPU tensor."""
     wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
     values = base.values_of(name, start, stop).to(wide)
     return values.sub_(run_of(tensors[name], start, stop).to("cpu", wide))
 
 
 class AnswerFilters:
-    """The filters that a site's answers to tasks pass through.
+    """The filters that are applied to a site's answers to tasks before they are sent.
 
     Args:
-        given: the filters, each with the tasks that it is for.
+        given: the filters for all tasks; or task name → filters.
         site: the site's name.
 
     Raises:
@@ -124,15 +125,16 @@ class AnswerFilters:
         self._lock = threading.Lock()  # filters keep state from the beginning of an answer to its end
 
     @contextmanager
-    def behind(self, packed: Packed, task: str) -> Iterator[Packed]:
-        """Yield the filtered answer. Each tensor passes through the filters for `task` when the block reads the tensor.
+    def applied(self, packed: Packed, task: str) -> Iterator[Packed]:
+        """Yield the answer after the filters for `task`. A tensor is filtered when the `with` block reads it.
 
         Args:
-            packed: the unfiltered answer.
+            packed: the answer before the filters.
             task: the task's name.
 
         Raises:
-            UsageError: a filter failed, also inside the block; the message names filter, site, task and tensor.
+            UsageError: a filter failed, perhaps only while the block reads a tensor. The message names filter, site,
+                task and tensor.
         """
         filters = [each for each, tasks in self._entries if not tasks or task in tasks]
         with self._lock:
@@ -151,7 +153,8 @@ def _told(call: Callable[[], T]) -> T:
             ) from error.__cause__
         raise UsageError(
             f"The filter {error}.",
-            "This update does not count. Return as many elements as the filter got, with the same dtype.",
+            "The update was not sent. Correct the filter: it must return as many elements as it gets, in the same "
+            "dtype.",
         ) from None
 
 
@@ -173,16 +176,16 @@ def _names(run: ByteRun) -> list[str]:
     return [piece.segment.spec.name for piece in run.pieces]
 
 
-class Losses:
-    """Warns if a codec loses the change that training made to a tensor. One object checks all updates of a process.
+class EncodingLosses:
+    """Warns if encoding loses the change that training made to a tensor. One object checks all updates of a process.
 
     Attributes:
-        site: the site's name; in a simulation, the site that the process trains now.
+        site: the site's name; in a simulation, the site that the process is training.
 
     Args:
         site: the site's name.
-        codec: the codec of `params`.
-        schema: the run's schema.
+        codec: the codec of the parameters.
+        schema: the run's schema: names, shapes and dtypes of the model's tensors.
     """
 
     def __init__(self, site: str, codec: Codec, schema: Schema) -> None:
@@ -195,26 +198,27 @@ class Losses:
 
     @property
     def warnings(self) -> list[str]:
-        """The warnings for the server's status: about a zero update, and about changes that encoding lost.
+        """The current warnings, to be shown in the server's status.
 
-        The first is about the latest update only. The second stays once it was logged.
+        A warning about an all-zero update is dropped with the next update. A warning about changes that encoding lost
+        stays.
         """
-        return [told(text) for text in (self._told_zero, self._told_lost) if text]
+        return [error_text(text) for text in (self._told_zero, self._told_lost) if text]
 
     def begin(self) -> None:
-        """Forget the results of the previous update."""
+        """Forget what `see` recorded about the previous update."""
         self._arrives.clear()
         self._lost.clear()
 
     def wants(self, run: ByteRun) -> bool:
-        """Return whether `see` has to check a byte run: the change of one of the run's tensors may still be lost."""
+        """Return whether `see` still has to check this run: encoding may lose the change of one of its tensors."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
     def see(self, run: ByteRun, delta: Tensor, decoded: Tensor) -> None:
-        """Record how much of the change of these elements survives encoding.
+        """Record how much of the change of some elements survives encoding.
 
         Args:
-            run: the byte run of these elements, n in all.
+            run: the consecutive bytes of the update that hold these n elements.
             delta: the change before encoding, [n].
             decoded: the change as the server decodes it, [n].
         """
@@ -237,11 +241,11 @@ class Losses:
                 sums[0], sums[1] = sums[0] + lost**2, sums[1] + whole**2
 
     def end(self, is_zero: bool, steps: int, filters: bool) -> None:
-        """Log the warnings about an update that was formed; the warning about lost changes of tensors only once.
+        """Log warnings about a complete update: that it is all zero, and once per process, that encoding lost changes.
 
         Args:
             is_zero: whether the pseudo-gradient was all zero before it was encoded.
-            steps: local steps of the update; 0 if they are not counted.
+            steps: number of local steps in the update; 0 if not known.
             filters: whether the pseudo-gradient passed through filters.
         """
         self._told_zero = self._zero(steps, filters) if is_zero else ""
@@ -286,7 +290,7 @@ _BUFFER_BYTES = CHUNK_ELEMENTS * WIDEST_BYTES
 
 @dataclass(frozen=True)
 class Formed:
-    """The digests of an update in the outbox, and whether its pseudo-gradient was zero everywhere."""
+    """The result of forming an update: its digests, and whether its pseudo-gradient was zero everywhere."""
 
     part_digests: list[bytes]
     digest: str
@@ -294,12 +298,12 @@ class Formed:
 
 
 class UpdateTarget(Protocol):
-    """The file that an update is written to: the outbox of a worker, or the server's spool in a simulation."""
+    """The file that an update is written to: a worker's outbox; in a simulation, the server's file for the update."""
 
     layout: Layout
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` from byte `offset` of the update on. Parts are written in order."""
+        """Write `data` at byte `offset` of the update. Called in ascending order of the update's parts."""
 
 
 @dataclass
@@ -311,11 +315,14 @@ class UpdateFormer:
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: all codecs that the layout uses, by name.
-        runs: neighbouring pieces of the outbox's layout, at most `CHUNK_ELEMENTS` each; reused for every update.
-        beside: for each group that the algorithm adds beside the model, a function that returns a parameter's values.
+        runs: the pieces of the update that are encoded together, at most `CHUNK_ELEMENTS` elements each; the same for
+            every update.
+        extra: for each group of tensors that the algorithm sends in addition to the model, such as SCAFFOLD's control
+            variates, a function that returns the values for a parameter.
         filtered: the filtered values that are sent in place of `tensors`; None: the site has no filters.
-        residuals: the encoding error of earlier updates; None: the codec has no error feedback.
-        losses: the check for change that encoding loses; None: no check.
+        residuals: the encoding errors of earlier updates, which are added to this one; None: the codec has no error
+            feedback.
+        losses: checks whether encoding loses changes of tensors; None: no check.
         is_zero: whether the pseudo-gradient was zero everywhere so far.
     """
 
@@ -324,27 +331,27 @@ class UpdateFormer:
     tensors: AnyTensors
     codecs: Mapping[str, Codec]
     runs: RunTable
-    beside: Mapping[str, Runs] = field(default_factory=dict)
+    extra: Mapping[str, Runs] = field(default_factory=dict)
     filtered: Filtered | None = None
     residuals: Residuals | None = None
-    losses: Losses | None = None
+    losses: EncodingLosses | None = None
     is_zero: bool = True
 
     def form(self, on_part: Callable[[Part, bytes], None] | None = None) -> Formed:
         """Encode the whole update into the outbox.
 
         Args:
-            on_part: called with each part and its BLAKE3 as soon as the part is in the outbox.
+            on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
 
         Raises:
-            UsageError: the layout has a group beside the model that `beside` lacks.
+            UsageError: the run needs a group of tensors in addition to the model that `extra` does not have.
         """
         layout = self.outbox.layout
-        lacking = {each.spec.group for each in layout.segments if each.spec.is_extra} - set(self.beside)
+        lacking = {each.spec.group for each in layout.segments if each.spec.is_extra} - set(self.extra)
         if lacking:
             raise UsageError(
-                f"The run's algorithm needs {sorted(lacking)} in each update, besides the model; this update "
-                "does not have them.",
+                f"The run's algorithm needs the tensor groups {sorted(lacking)} in each update, in addition to the "
+                "model, but this update does not have them.",
                 "Use atoll.join and fl_round.submit(model, groups=..., steps=...); atoll.DiLoCo cannot send "
                 "these groups.",
             )
@@ -363,7 +370,7 @@ class UpdateFormer:
         return Formed(digests, layout.blob_id(digests), self.is_zero)
 
     def part(self, part: Part) -> bytes:
-        """Encode one part into the outbox, and return its BLAKE3."""
+        """Encode one part of the update into the outbox, and return the part's BLAKE3 digest."""
         hasher = blake3()
         begin = end = part.start  # the buffer holds the bytes from `begin` to `end` of the file
         for run in self.runs.of(part):
@@ -405,17 +412,20 @@ class UpdateFormer:
             self._encode_delta(run, delta, target)
 
     def _value(self, piece: Piece) -> Tensor:
-        """Return the values to send for a piece of a tensor that is no parameter."""
+        """Return the values to send for a piece of a buffer, or of a tensor that the algorithm adds to the model."""
         spec = piece.segment.spec
         if spec.is_extra:
             parameter = spec.name.removeprefix(extra_name(spec.group, ""))
-            return self.beside[spec.group](parameter, piece.start, piece.stop)
+            return self.extra[spec.group](parameter, piece.start, piece.stop)
         if self.filtered is not None:
             return self.filtered.value(spec.name, piece.start, piece.stop)
         return run_of(self.tensors[spec.name], piece.start, piece.stop)
 
     def _encode_delta(self, run: ByteRun, delta: Tensor, target: Tensor) -> None:
-        """Encode `delta` into `target`. With error feedback, first add the residual, then store the new residual."""
+        """Encode the change `delta` into `target`.
+
+        With error feedback, first add the encoding error of earlier updates to `delta`, then store the new error.
+        """
         spec, codec, residuals = run.spec, self.codecs[run.codec], self.residuals
         losses = self.losses if self.losses is not None and self.losses.wants(run) else None
         if residuals is None or not codec.feedback:
@@ -443,7 +453,7 @@ class UpdateFormer:
         return decoded
 
     def _read_base(self, run: ByteRun, view: memoryview) -> None:
-        """Fill `view` with the base's values of the run's pieces, and the padding between them with zeros."""
+        """Read the base's values for the run's pieces into `view`. Set the padding between the pieces to zero."""
         item_bytes, segments = run.spec.item_bytes, self.base.layout.by_name
         run.clear_padding(view, item_bytes)
         self.base.read_pieces(
@@ -461,7 +471,7 @@ class UpdateFormer:
 
 
 def _is_zero(delta: Tensor) -> bool:
-    """Return whether all elements are zero. Check 64 elements first: usually one of them is not zero."""
+    """Return whether all elements are zero. Check 64 elements first: usually that is enough to find another value."""
     return not (bool(delta[:64].any()) or bool(delta.any()))
 
 
@@ -470,7 +480,7 @@ def _is_zero(delta: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts and codecs of one fragment's versions and updates.
+    """The file layouts and codecs for one fragment of the model: for its versions and its updates.
 
     Attributes:
         schema: the fragment's schema.
@@ -478,8 +488,8 @@ class Layouts:
         update: layout of an update; if the model is sharded, the parts of one rank.
         codec: the codec of parameters.
         codecs: all codecs that `update` uses, by name.
-        runs: neighbouring pieces of an update, which are encoded together.
-        downlink: encoding of the differences between versions; None: versions are downloaded whole.
+        runs: the pieces of an update that are encoded together.
+        downlink: encodes a download as the difference from the previous version; None: versions are downloaded whole.
     """
 
     schema: Schema
@@ -492,12 +502,12 @@ class Layouts:
 
     @classmethod
     def of(cls, info: messages.RunInfo, schema: Schema, rank: int | None = None) -> Layouts:
-        """Return the layouts of a fragment in a run.
+        """Return the layouts and codecs of a fragment, computed from the description of the run.
 
         Args:
             info: the run's description.
             schema: the fragment's schema.
-            rank: if the model is sharded, the rank of this process, to select its parts; None: all parts.
+            rank: the rank of this process, to select its parts of a sharded model; None: all parts.
         """
         codecs = build_codecs(info.codec, info.codec_options, sent=True)
         version = version_layout(schema, info.part_bytes, info.ranks)
@@ -515,23 +525,23 @@ Finish = Callable[[Moved], Mapping[str, Runs]]
 
 @dataclass(eq=False)
 class LocalFragment:
-    """One fragment at one site, without a connection: its base, its local state, and the forming of its updates.
+    """One fragment of the model at one site, without a connection: forms updates from the base and the local tensors.
 
-    The fragment is the whole model unless the run streams.
+    The fragment is the whole model, unless the run synchronises the model in several fragments.
 
     Attributes:
         site: the site's name.
         info: the run's description.
         layouts: layouts and codecs of the fragment.
         base: the file of the version that the site trains from.
-        outcome_of: gives the outcome of a ticket.
-        losses: the check for change that encoding loses.
+        outcome_of: returns what became of the update of a ticket: whether it was counted, refused or lost.
+        losses: checks whether encoding loses changes of tensors.
         rule: the algorithm's correction of local training; None: no correction.
         number: the fragment's number; None: the run has one fragment.
         model: names of all tensors of the model if the run has several fragments, else empty.
-        filters: the filters that the updates pass through.
-        residuals: the encoding error of earlier updates; None: the codec has no error feedback.
-        kept: the algorithm's state at the site; None: the algorithm keeps none.
+        filters: the filters that are applied to each update before it is sent.
+        residuals: the encoding errors of earlier updates; None: the codec has no error feedback.
+        kept: the state that the algorithm keeps at the site, such as SCAFFOLD's control variate; None: it keeps none.
         state: all files of the site's local state: those of `residuals` and `kept`.
         is_corrected: whether `Round.correct` has checked the optimizers in this process; it checks them only once.
     """
@@ -541,7 +551,7 @@ class LocalFragment:
     layouts: Layouts
     base: TensorFile
     outcome_of: Callable[[int], messages.Outcome]
-    losses: Losses
+    losses: EncodingLosses
     rule: LocalRule | None = None
     number: int | None = None
     model: Collection[str] = ()
@@ -552,12 +562,14 @@ class LocalFragment:
     is_corrected: bool = field(init=False, default=False)
 
     def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
-        """Open the site's local state: the residuals of a lossy codec, and the state of the algorithm, if it keeps one.
+        """Open the files of the site's local state: encoding errors of earlier updates, and the algorithm's own state.
+
+        A codec without error feedback has no such errors, and most algorithms keep no state; then there are no files.
 
         Args:
             folder: the site's folder in the run; locked by the caller.
-            opened: closes the files.
-            sparse: whether only one rank's share is kept here.
+            opened: the exit stack that later closes the files.
+            sparse: whether this folder holds only one rank's share of a sharded model.
         """
         owner, schema = Owner(self.site, self.info.run), self.layouts.schema
         if self.layouts.codec.feedback:
@@ -575,25 +587,25 @@ class LocalFragment:
 
     @property
     def groups(self) -> Mapping[str, Shapes]:
-        """The groups that the algorithm stores beside the model: name of a group → the parameters' shapes."""
+        """The groups of tensors that the algorithm adds to the global model: group name → parameter name → shape."""
         groups = sorted({spec.group for spec in self.layouts.schema.tensors if spec.is_extra})
         return dict.fromkeys(groups, self.parameter_shapes) if groups else {}
 
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return the base's tensors beside the model in a group: name of a parameter → new tensor of its shape."""
+        """Return a group of tensors that the algorithm adds to the base: parameter name → new tensor of its shape."""
         return _read(group, self.groups.get(group, {}), self.base.values_of)
 
     def own_state(self, group: str) -> dict[str, Tensor]:
-        """Return the algorithm's tensors of this site in a group: name of a parameter → new tensor of its shape."""
+        """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor of its shape."""
         if self.kept is None or self.rule is None or group not in self.rule.keeps:
             return {}
         return _read(group, self.parameter_shapes, self.kept.read)
 
     def filtered(self, ticket: Ticket, tensors: Tensors, info: UpdateInfo) -> Filtered | None:
-        """Return the values of an update after the site's filters; None if the site has no filters.
+        """Return the values of an update after the site's filters were applied; None if the site has no filters.
 
         Args:
-            ticket: the ticket of the update.
+            ticket: the ticket under which the update is going to be submitted.
             tensors: the model's own tensors, by name.
             info: weight, steps and metrics of the update.
         """
@@ -613,38 +625,40 @@ class LocalFragment:
         finish: Finish | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> Formed:
-        """Write the bytes of the update of this ticket, and the local state that becomes current if the update counts.
+        """Write the update for a ticket, and the local state that becomes current if the server counts the update.
 
-        On return, the local state's note names the update; afterwards the caller seals the outbox. If the process is
-        killed in between, the next process forms the update again under the same ticket.
+        When this method returns, the local state's note names the update, but the caller still has to write the
+        outbox's note (`Outbox.seal`). If the process is killed in between, the next process forms the update again
+        under the same ticket.
 
         Args:
-            target: what to write the update to.
-            ticket: the ticket of the update.
+            target: the file to write the update to.
+            ticket: the ticket under which the update is going to be submitted.
             tensors: the model's own tensors, by name.
-            filtered: what `filtered` returned.
-            finish: gives the update's groups beside the model; None: no such groups.
-            on_part: called with each part and its BLAKE3 as soon as the part is written.
+            filtered: the result of the method `filtered`; None: the site has no filters.
+            finish: computes the groups of tensors that the algorithm sends in addition to the model; None: no such
+                groups.
+            on_part: called with each part and its BLAKE3 digest as soon as the part is written.
         """
         self.state.begin(ticket.id)
         if self.residuals is not None:
             self.residuals.follow(ticket.base.number, self.site)
         moved = filtered.moved if filtered is not None else partial(change_of, self.base, tensors)
         with torch.no_grad():
-            beside = finish(moved) if finish is not None else {}
+            extra = finish(moved) if finish is not None else {}
         codecs, runs = self.layouts.codecs, self.layouts.runs
-        former = UpdateFormer(target, self.base, tensors, codecs, runs, beside, filtered, self.residuals, self.losses)
+        former = UpdateFormer(target, self.base, tensors, codecs, runs, extra, filtered, self.residuals, self.losses)
         formed = former.form(on_part)
         whole = target.layout.rank is None
         self.state.belongs_to(ticket.id, ticket.base.number, formed.digest if whole else "")
         return formed
 
     def warnings_about(self, formed: Formed, steps: int) -> list[str]:
-        """Log what is wrong with an update that was formed. Return the warnings for the server's status.
+        """Log warnings about an update that was formed. Return them, to be shown in the server's status.
 
         Args:
             formed: the update.
-            steps: its local steps.
+            steps: the number of local steps in the update.
         """
         self.losses.end(formed.is_zero, steps, bool(self.filters))
         return self.losses.warnings

@@ -1,7 +1,8 @@
-"""The exchange of one fragment with the server: pull versions, form updates, send them, resume after interruptions.
+"""The exchange of one fragment of the model with the server: download versions, form updates, and send them.
 
-The fragment is the whole model unless the run streams. Every step can be interrupted: an update that was formed stays
-in the outbox, and this process or the next one sends it (`upload_update`).
+The fragment is the whole model, unless the run synchronises the model in several fragments. Every step can be
+interrupted: an update that was formed stays in the outbox file, and this process or the next one sends it
+(`upload_update`).
 """
 
 from __future__ import annotations
@@ -54,21 +55,23 @@ MOMENTS_NAMED = 3
 
 @dataclass(eq=False)
 class Exchange:
-    """The exchange of one fragment at one worker: base, outbox and ticket. Use it from one thread at a time.
+    """Exchanges one fragment of the model with the server, for one worker. Use it from one thread at a time.
 
     Attributes:
-        session: the worker's lease, heartbeats and calls.
-        transfer: the connections that parts are sent and pulled over.
+        session: the worker's session, which sends heartbeats and makes calls to the server.
+        transfer: the connections over which parts of files are sent and downloaded.
         files: the fragment's files at this site.
         local: the fragment at this site: its base, local state and filters; forms updates.
-        outlet: in a swarm: serves this worker's updates, and finds versions at other workers.
+        outlet: in a swarm (workers exchange files among themselves): serves this worker's updates, and finds versions
+            at other workers; else None.
         shards: gives this rank's shards of the model; None: the model is not sharded.
-        puller: pulls versions into the base.
+        puller: downloads versions into the base file.
         upload: uploads the update in the outbox.
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
-        settled: ticket of the outbox's update, once the progress since the base no longer includes that update.
+        settled: the ticket of the outbox's update after the base has taken that update in, so that it is not sent
+            twice; 0: none.
     """
 
     session: Session
@@ -91,13 +94,13 @@ class Exchange:
     # -- what comes next
 
     def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
-        """Ask for the next ticket, as `Session.next_ticket` does.
+        """Ask for the next ticket, as `Session.next_ticket` does, and bring the algorithm's local state up to date.
 
-        The reply with a ticket names the site's last counted update. Make the algorithm's state after that update
-        current.
+        The reply names the site's last update that the server has counted. The state that belongs to that update
+        becomes current.
 
         Raises:
-            ConfigError: the site has lost the algorithm's state (`AlgorithmState.follow`).
+            ConfigError: the site has lost this state (see `AlgorithmState.follow`).
         """
         reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries)
         if isinstance(reply, Open) and reply.counted is not None and self.local.kept is not None:
@@ -105,10 +108,10 @@ class Exchange:
         return reply
 
     def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
-        """Ask for the next ticket. While the outbox's update may be sent under that ticket, send it, and ask again.
+        """Ask for the next ticket. If the outbox's update may still be sent under it, send the update and ask again.
 
-        A server that lost power falls back to its durable version. Updates that it acknowledged after that version are
-        expired or unknown there; sending them again saves their training.
+        A server that lost power continues from its last version that is safe on disk. It no longer has the updates that
+        it received after that version; sending one again saves its training.
         """
         while True:
             reply = self.ask(wait_s, retries=retries)
@@ -125,8 +128,9 @@ class Exchange:
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
         """Return whether the server lost power since it gave this ticket, and continues from an older version.
 
-        If so, the outbox must not be rewritten: its update has to be sent again. If the outbox is empty, or a version
-        after its update's base is durable, nothing has to be sent again: return False without asking the server.
+        If so, the update in the outbox has to be sent again, and must not be overwritten. If the outbox is empty, or
+        the server's disk already has a version that includes its update, nothing has to be sent again: return False
+        without asking the server.
         """
 
         def needed() -> bool:
@@ -141,14 +145,14 @@ class Exchange:
         return outcome.state == "expired" or outcome.base_version != ticket.base.number
 
     def _resubmit(self, ticket: Ticket, previous: messages.Outcome | None) -> bool | Lost:
-        """If `resend_note` allows it, send the outbox's update under this ticket. Return whether it is allowed."""
+        """Send the outbox's update under this ticket if `resend_note` allows it. Return whether it is allowed."""
         note = self._agreed_note()
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
             return False
-        told = "%s: the server fell back to version %d; submitting again"
+        told = "%s: the server fell back to version %d; submitting this site's update again"
         if self.outlet is not None:
-            told = "%s: the updates for version %d are collected again; submitting again"
+            told = "%s: the updates for version %d are collected again; submitting this site's update again"
         LOG.info(told, self.site, ticket.base.number)
         if not self._takes(again, check=False):
             self.outbox.clear()
@@ -162,23 +166,25 @@ class Exchange:
         return True
 
     def _takes(self, note: OutboxNote, *, check: bool) -> bool:
-        """Move the update in every rank's outbox to the ticket of `note`. Return whether every outbox has the update.
+        """Assign the update in every rank's outbox to the ticket of `note`. Return whether every rank has this update.
 
         Args:
             note: the update's note with the new ticket.
-            check: whether to check the outbox's bytes. After a power loss a note may be on disk without all of the
-                file's bytes.
+            check: whether to check the outbox's bytes, too: after a power loss, the note may be on disk without all of
+                them.
         """
 
         def takes() -> bool:
             held = self.outbox.note
             if held is None or held.digest != note.digest:
                 LOG.warning(
-                    "%s does not have the update of round %d: training this round again", self.outbox.path, note.round
+                    "%s does not contain the update of round %d, so this round is trained again",
+                    self.outbox.path,
+                    note.round,
                 )
                 return False
             if check and self.outbox.is_damaged():
-                LOG.warning("%s is damaged: its update is not sent. Check the disk.", self.outbox.path)
+                LOG.warning("%s is damaged, so the update in it is not sent. Check the disk.", self.outbox.path)
                 return False
             if held != note:
                 self.local.state.moves_to(note.ticket, note.base_version, held.ticket)
@@ -188,31 +194,31 @@ class Exchange:
         return all(self.session.ranks.gather(takes))
 
     def _agreed_note(self) -> OutboxNote | None:
-        """Return the note of rank 0's outbox, at every rank."""
+        """Return, at every rank, the note of rank 0's outbox."""
         note: OutboxNote | None = self.session.ranks.from_rank0(lambda: self.outbox.note, OutboxNote | None)
         return note
 
     # -- versions
 
     def pull(
-        self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, beside: bool = False
+        self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, to_next: bool = False
     ) -> Pull:
-        """Pull a version into the base file, and into the tensors.
+        """Download a version of the global model into the base file, and load it into the tensors.
 
         Args:
-            version: the version to pull.
+            version: the version to download.
             into: the tensors to load; None: only the file is written.
             patience: the number of retries.
-            beside: whether to write the file beside the base instead of the base.
+            to_next: whether to write the file `base-next` instead of the base file.
 
         Returns:
-            `Pulled`; `VersionGone` if the server no longer keeps the version; `Lost` after the last retry. Without
-            `Pulled`, the tensors may hold a part of the version.
+            `Pulled` after success, `VersionGone` if the server no longer keeps the version, `Lost` if the last retry
+            failed. In the last two cases, some of the tensors may already have the version's values.
         """
         try:
             if self.shards is None:
-                self.puller.pull(version, into, patience, beside=beside)
-            elif (lost := self._pull_shares(version, beside, into is not None, patience.before)) is not None:
+                self.puller.pull(version, into, patience, to_next=to_next)
+            elif (lost := self._pull_shares(version, to_next, into is not None, patience.before)) is not None:
                 return lost
         except Gone as error:
             return VersionGone(error)
@@ -220,8 +226,10 @@ class Exchange:
             return Lost(error)
         return Pulled(version)
 
-    def _pull_shares(self, version: VersionRef, beside: bool, load: bool, retries: int | None) -> Lost | None:
-        """Have every rank pull its parts, and load the shards if `load`. Return `Lost` if the network was lost.
+    def _pull_shares(self, version: VersionRef, to_next: bool, load: bool, retries: int | None) -> Lost | None:
+        """Download a version of a sharded model: each rank downloads its parts, and loads its shards if `load` is True.
+
+        Return `Lost` if the server cannot be reached, else None.
 
         `retries` limits only the first request. After that request, the ranks wait for the server for as long as
         ATOLL_GIVE_UP_S says, since all ranks have to continue from the same version.
@@ -231,20 +239,20 @@ class Exchange:
         manifest = session.call(ask, what, retries=retries, kind=messages.Manifest)
         if isinstance(manifest, Lost):
             return manifest
-        lost = session.move(partial(self.puller.pull, version, None, WAITS, beside=beside), what)
+        lost = session.move(partial(self.puller.pull, version, None, WAITS, to_next=to_next), what)
         if lost is None and load and self.shards is not None:
             shards = self.shards()
-            session.ranks.gather(lambda: apply_version.load_(shards, self.files.beside() if beside else self.base))
+            session.ranks.gather(lambda: apply_version.load_(shards, self.files.next_base() if to_next else self.base))
             shards.scatter_(session.ranks.swap, session.ranks.from_rank)
         return lost
 
     def pull_newest(
-        self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, beside: bool = False
+        self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, to_next: bool = False
     ) -> Pulled | Lost:
-        """Pull a version, or the head if the server no longer keeps the version."""
+        """Download a version, or the newest one if the server no longer keeps it. The arguments are those of `pull`."""
         newer: Next | None = None
         while True:
-            pull = self.pull(version, into, patience, beside=beside)
+            pull = self.pull(version, into, patience, to_next=to_next)
             if not isinstance(pull, VersionGone):
                 return pull if isinstance(pull, Lost) else Pulled(version, newer)
             patience = Patience(patience.into(into).within, patience.within)  # the model may have a part of a version
@@ -254,12 +262,12 @@ class Exchange:
             newer, version = reply, reply.head
 
     def pull_head(self, into: Tensors, *, keep: VersionRef | None = None) -> None:
-        """Pull the newest version, without asking for a ticket.
+        """Download the newest version of the global model, without asking for a ticket.
 
         Args:
             into: the tensors to load.
-            keep: a version that has to stay in the base. If the head is another version, it is pulled into the file
-                beside the base.
+            keep: a version that has to stay in the base file. If it is not the newest version, the newest one is
+                downloaded into the file `base-next`.
         """
         while True:
             try:
@@ -268,35 +276,35 @@ class Exchange:
             except Gone:  # another version became the head meanwhile
                 continue
             kept = keep is not None and head.digest != keep.digest
-            pull = require(self.pull(head, None if kept else into, beside=kept))
+            pull = require(self.pull(head, None if kept else into, to_next=kept))
             if isinstance(pull, Pulled):
                 if kept:
-                    apply_version.load_(into, self.files.beside())
-                    self.files.drop_beside()
+                    apply_version.load_(into, self.files.next_base())
+                    self.files.close_next_base()
                 return
 
-    def is_beside(self, version: VersionRef) -> bool:
-        """Return whether this or an earlier process began to pull the version into the file beside the base."""
-        return self.files.is_beside(self.session.info.run, version.digest)
+    def is_next_base(self, version: VersionRef) -> bool:
+        """Return whether this or an earlier process began to download the version into the file `base-next`."""
+        return self.files.is_next_base(self.session.info.run, version.digest)
 
     def break_off(self) -> None:
-        """End all running transfers, of any fragment, at once."""
+        """Break off all running transfers at once, also those of other fragments."""
         self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
-        """Carry the local progress since the base over to another version. That version becomes the base.
+        """Make another version the base, and keep the local progress: add what training has changed since the old base.
 
-        If the server no longer keeps the version, use the head instead.
+        If the server no longer keeps the version, use the newest one instead.
         """
-        pull = self.pull_newest(version, None, Patience(retries), beside=True)
+        pull = self.pull_newest(version, None, Patience(retries), to_next=True)
         if isinstance(pull, Lost):
-            self.files.drop_beside()
+            self.files.close_next_base()
             return pull
         shards = self.shards() if self.shards is not None else None
         if shards is not None:
             shards.gather_(self.session.ranks.swap)
         held: AnyTensors = tensors if shards is None else shards
-        apply_version.rebase_(held, self.base, self.files.beside())
+        apply_version.rebase_(held, self.base, self.files.next_base())
         self.files.move_up()
         if shards is not None:
             shards.scatter_(self.session.ranks.swap, self.session.ranks.from_rank)
@@ -313,14 +321,15 @@ class Exchange:
         finish: Finish | None = None,
         retries: int | None = None,
     ) -> Delivered:
-        """Form the update of this ticket and send it. Parts are sent while later parts are formed.
+        """Form the update for this ticket, and send it. Finished parts are sent while later parts are being formed.
 
         Args:
-            ticket: the ticket of the update.
+            ticket: the ticket under which the update is submitted.
             tensors: the model's own tensors, by name.
             info: weight, steps and metrics of the update.
-            finish: gives the update's groups beside the model; None: no such groups.
-            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            finish: computes the groups of tensors that the algorithm sends in addition to the model; None: no such
+                groups.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         if self.outlet is not None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
@@ -339,14 +348,15 @@ class Exchange:
         finish: Finish | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> encode_update.Formed:
-        """Write the update of this ticket into the outbox. Afterwards the update survives this process.
+        """Write the update for this ticket into the outbox, with its note. A restarted process can then send it.
 
         Args:
-            ticket: the ticket of the update.
+            ticket: the ticket under which the update is submitted.
             tensors: the model's own tensors, by name.
             info: weight, steps and metrics of the update.
-            finish: gives the update's groups beside the model; None: no such groups.
-            on_part: called with each part and its BLAKE3 as soon as the part is in the outbox.
+            finish: computes the groups of tensors that the algorithm sends in addition to the model; None: no such
+                groups.
+            on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
         """
         if self.shards is None:
             filtered = self.local.filtered(ticket, tensors, info)
@@ -376,7 +386,7 @@ class Exchange:
     def _form_shares(
         self, ticket: Ticket, shards: Shards, on_part: Callable[[Part, bytes], None] | None
     ) -> encode_update.Formed:
-        """Have every rank form its parts. Return the digests of the parts of all ranks."""
+        """Form the update of a sharded model: each rank writes its own parts. Return the digests of all parts."""
         ranks, layout = self.session.ranks, self.outbox.layout
         shards.gather_(ranks.swap)
 
@@ -398,7 +408,7 @@ class Exchange:
         finish: Finish | None,
         filtered: Filtered | None,
     ) -> encode_update.Formed:
-        """Write the update's bytes into the outbox, but not its note."""
+        """Write the update's bytes into the outbox, without a note, which would mark the update as complete."""
         self.upload.retract()
         self.outbox.begin(ticket.layout_digest)
         return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
@@ -416,9 +426,10 @@ class Exchange:
 
         Args:
             bar: the progress of the transfer.
-            sent: indices of the parts that were sent already; None: the server is asked which parts it has.
-            failure: the error that ended the first attempt, if one was made; it counts as an attempt.
-            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            sent: indices of the parts that were sent already; None: not known, so ask the server.
+            failure: the error that ended a first attempt to send parts; that attempt counts as one of the retries.
+                None: there was none.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         note = self.outbox.note
         assert note is not None
@@ -443,7 +454,7 @@ class Exchange:
         return Accepted(answer.digest)
 
     def refused(self, refusal: Refused) -> None:
-        """Log that an update was refused, and clear the outbox.
+        """Log that the server refused the outbox's update, and clear the outbox.
 
         Raises:
             UpdateRefused: `MAX_REFUSALS` updates in a row were refused.
@@ -464,7 +475,8 @@ class Exchange:
         """Send the update that an earlier process of this worker left in the outbox.
 
         Returns:
-            Whether the server has accepted it; False if the outbox is empty or damaged.
+            Whether the server has accepted the update. False if the outbox is empty or damaged, or the update is
+            refused or comes too late.
 
         Raises:
             TRANSIENT: the server could not be reached.
@@ -479,13 +491,13 @@ class Exchange:
         match delivered:
             case Accepted():
                 LOG.info(
-                    "%s: the update of round %d, which an earlier process left, is accepted", self.site, note.round
+                    "%s: the server accepted the update of round %d that an earlier process left", self.site, note.round
                 )
                 return True
             case TooLate(error):  # keep the update: if the server falls back, it may count under another ticket
-                LOG.info("%s: an earlier process left an update, but it is too late: %s", self.site, error)
+                LOG.info("%s: the update that an earlier process left came too late: %s", self.site, error)
             case Refused(error):
-                LOG.info("%s: an earlier process left an update, but it cannot count: %s", self.site, error)
+                LOG.info("%s: the server refused the update that an earlier process left: %s", self.site, error)
                 self.outbox.clear()
             case Lost(error):
                 raise error
@@ -493,7 +505,10 @@ class Exchange:
 
     @property
     def unsettled(self) -> OutboxNote | None:
-        """The outbox's note if the local progress since the base still includes the outbox's update; else None."""
+        """The note of the outbox's update while that update is part of the local progress (model − base); else None.
+
+        This is so after the update was formed, until its result is loaded or the base has taken it in (`settle`).
+        """
         note: OutboxNote | None = self.outbox.note
         base: BaseNote | None = self.base.note
         if note is None or base is None or note.ticket == self.settled or note.base_digest != base.digest:
@@ -501,22 +516,23 @@ class Exchange:
         return note
 
     def counted_step(self, base_step: int) -> int:
-        """Return the last local step that is part of an update that the server has, as far as this worker knows.
+        """Return the last local step that an update at the server includes, as far as this worker knows.
 
         Args:
-            base_step: the local step at which the progress since the base began.
+            base_step: the local step after which the current base was set.
         """
         note = self.unsettled
         return base_step + note.steps if note is not None and note.sent else base_step
 
     def settle(self, retries: int | None = None) -> int | Lost | None:
-        """Ask the server for the outcome of the `unsettled` update.
+        """Ask the server what became of the `unsettled` update.
 
-        If the server has the update, the base advances by it: only later training is local progress. If not, the
-        outbox is cleared, and the next update includes the same progress.
+        If the server has the update, apply the update to the base, so that only later training counts as local
+        progress. If not, clear the outbox; the next update then includes the same progress.
 
         Returns:
-            Number of local steps that are no longer local progress; None if no update is unsettled.
+            Number of local steps that no longer count as local progress; None if no update is unsettled; `Lost` if the
+            server cannot be reached.
         """
         note = self.session.ranks.from_rank0(lambda: self.unsettled, OutboxNote | None)
         if note is None:
@@ -533,10 +549,10 @@ class Exchange:
         return note.steps
 
     def advance_base(self) -> None:
-        """Set base ← base − dec(update), so that progress which the server already has is not sent twice.
+        """Set base ← base − dec(update), so that training which the server already has is not sent twice.
 
-        dec(update) is the outbox's update as the server decodes it. The update's encoding error then is part of the
-        local progress, so the residual goes back to its value before the update.
+        Here dec(update) is the outbox's update as the server decodes it. What encoding lost is then still in model −
+        base and will be sent. So the stored encoding error goes back to its value from before the update.
         """
         if self.local.residuals is not None and self.outbox.note is not None:
             self.local.residuals.take_back(self.outbox.note.ticket)
@@ -544,14 +560,14 @@ class Exchange:
         apply_version.advance_base_(self.base, self.outbox, self.local.layouts.codecs)
 
     def make_base_of(self, tensors: Tensors) -> None:
-        """Copy the tensors into the base file. From here on, local progress is the change since this moment."""
+        """Copy the tensors into the base file: from now on, only later changes of the model are local progress."""
         self.base.begin_local()
         apply_version.store_(self.base, tensors)
 
     def forget_outbox_progress(self) -> None:
-        """Record that the local progress no longer contains the outbox's update. Call it after a version was loaded.
+        """Record that the outbox's update is no longer part of the local progress, because a version was just loaded.
 
-        The outbox keeps the update, since a server that falls back may need it again.
+        The update stays in the outbox: a server that falls back to an older version may need it again.
         """
         if self.outbox.note is not None:
             self.settled = self.outbox.note.ticket

@@ -1,7 +1,8 @@
-"""Crash-safe files for a site's local state, which changes with each update that counts.
+"""Crash-safe files for the state that a site keeps between rounds. It changes with each update that counts.
 
-Each state has two files. One holds the current state. The other is written while an update is formed, and becomes the
-current one when the server says that the update counted. A refused or lost update changes nothing.
+An update counts when the server has aggregated it into a new version of the global model. Each state has two files: one
+holds the current state. The other is written while an update is formed, and becomes current when the server says that
+this update counted. A refused or lost update changes nothing.
 """
 
 from __future__ import annotations
@@ -38,24 +39,26 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoPhaseNote:
-    """The note of a `TwoPhaseFile`: it describes the content of the two files.
+    """The JSON note of a `TwoPhaseFile`: it describes the content of the two files.
 
-    The pending update is the update that was formed last, until the server says that the update counted. A server that
-    falls back may need the state before the last counted update, so the note describes that state, too.
+    The update that was formed last is "pending" until the server says that it counted: that it went into a version of
+    the global model. Versions are given by number. After a server falls back to an older version, the state before the
+    last counted update may be needed, so the note describes that state, too.
 
     Attributes:
         current: index of the file with the current state, 0 or 1.
-        pending: ticket of the pending update; the other file has the state after it; 0: no update is pending.
+        pending: ticket of the pending update; the state after it is in the file that is not current; 0: no update is
+            pending.
         pending_version: the version that the pending update was formed against.
         counted: ticket of the update that counted last; 0: not known, or none counted.
         version: the version that the last counted update was formed against; -1: none counted.
         digests: content digest of each file, in hex; empty if not known.
-        site: name of the site that the files belong to. A user may swap or copy folders.
+        site: name of the site that the files belong to, to notice that a user swapped or copied folders.
         run: id of the run that the files belong to.
         update: digest of the update that counted last; empty if not known.
         pending_update: digest of the pending update; empty if not known.
-        before_version: which earlier state the other file holds: the state after the counted update that was formed
-            against this version; -1: the state before any update counted; `NOTHING`: no earlier state.
+        before_version: which earlier state is in the file that is not current: the state after the counted update that
+            was formed against this version; -1: the state before any update counted; `NOTHING`: no earlier state.
         before_update: digest of that earlier counted update; empty if not known.
     """
 
@@ -73,7 +76,7 @@ class TwoPhaseNote:
     before_update: str = ""
 
     def pending_counted(self) -> TwoPhaseNote:
-        """Return the note to write when the pending update has counted: the file of its state becomes current."""
+        """Return the note to write after the pending update has counted: the file with its state becomes current."""
         return TwoPhaseNote(
             1 - self.current,
             counted=self.pending,
@@ -85,7 +88,7 @@ class TwoPhaseNote:
         )
 
     def counted_pending(self) -> TwoPhaseNote:
-        """Return the note in which the last counted update is pending again, and the state before it is current."""
+        """Return the note that takes the last counted update back: it is pending again, the state before it current."""
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
@@ -98,10 +101,11 @@ class TwoPhaseNote:
 
 
 class TwoPhaseFile:
-    """Tensors on disk in two files, and a note that says which file is current.
+    """Tensors that are stored twice, in two files, and a note that says which file holds the current values.
 
     Attributes:
-        found: whether the current file was found undamaged. If not, the content is undefined until `zero`.
+        found: whether the current file was found undamaged. If not, the tensors have undefined values until `zero` is
+            called.
         note: what the files hold.
 
     Args:
@@ -109,7 +113,8 @@ class TwoPhaseFile:
         name: name of the files, without suffix.
         specs: the tensors, with the dtypes in which they are kept.
         owner: the site and the run. Files of another owner count as lost.
-        sparse: whether only a small share of the tensors is going to be written; then no disk space is allocated.
+        sparse: whether only a small share of the tensors is going to be written; then no disk space is allocated in
+            advance.
     """
 
     def __init__(
@@ -139,12 +144,13 @@ class TwoPhaseFile:
     def _is_foreign(self, note: TwoPhaseNote) -> bool:
         """Return whether the files belong to another site or run, and warn if so.
 
-        The files stay until they are written: the user may move the folder back.
+        The files are not deleted at once, so that the user can still move the folder back.
         """
         if (note.site, note.run) == self._owner:
             return False
         LOG.warning(
-            "%s belongs to site %s in run %s, so it is not used here. Use a separate folder for each site.",
+            "The local state in %s belongs to site %s in run %s, so it is not used here. Use a separate folder for "
+            "each site.",
             self._note_path,
             note.site,
             note.run,
@@ -152,11 +158,11 @@ class TwoPhaseFile:
         return True
 
     def _holds(self, note: TwoPhaseNote, index: int) -> bool:
-        """Return whether a file exists with the digest in the note; warn if not."""
+        """Return whether the file with this index exists and has the digest in the note; warn if it is damaged."""
         file = self._files[index]
         if not file.is_new and note.digests[index] in ("", file.content_digest()):
             return True
-        LOG.warning("%s is damaged and is not used: its digest differs. Check the disk.", file.path)
+        LOG.warning("%s is damaged, because its digest differs, and is not used. Check the disk.", file.path)
         return False
 
     def zero(self) -> None:
@@ -173,7 +179,7 @@ class TwoPhaseFile:
                     file.write(offset, zeros[: file.nbytes - offset])
 
     def close(self) -> None:
-        """Close both files. They stay on disk."""
+        """Close both files. They are kept on disk."""
         for file in self._files:
             file.close()
 
@@ -182,23 +188,26 @@ class TwoPhaseFile:
         return self._files[self.note.current].values(self._segments[name], start, stop)
 
     def begin(self) -> None:
-        """Prepare to write the values of a new update over those of a pending update or of the earlier state."""
+        """Prepare to write the state after a new update. It overwrites the file that is not current.
+
+        First, the note is rewritten so that it no longer describes that file.
+        """
         self._is_pending_lost = False
         if self.note.pending or self.note.before_version != NOTHING:
             self._write(replace(self.note, pending=0, before_version=NOTHING))
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write new values of a tensor, from element `start` on. They become current if the update counts."""
+        """Write new values of a tensor, from element `start` on. They become current if their update counts."""
         segment = self._segments[name]
         self._files[1 - self.note.current].write(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Record that all new values are written, and which update they belong to.
+        """Record that all new values are written, and to which update they belong.
 
         Args:
             ticket: ticket of the update.
-            version: the version that the update was formed against.
-            update: digest of the update if this process formed all of it, else empty.
+            version: number of the version that the update was formed against.
+            update: digest of the update; empty if this process formed only a part of the update.
         """
         current, digests = self.note.current, list(self.note.digests)
         digests[1 - current] = self._files[1 - current].content_digest()
@@ -207,16 +216,17 @@ class TwoPhaseFile:
         self._write(note)
 
     def passes_to(self, ticket: int, version: int) -> None:
-        """Record that the pending update has another ticket and version from now on."""
+        """Record that the pending update is now submitted under another ticket, for another version."""
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
-        """Ask for the outcome of the pending update. If the update counted, make its values current.
+        """If the pending update has counted, make the values that belong to it current.
 
-        A restored server may reuse the number of a ticket, so the digests of the updates are compared, too.
+        A restored server may have given the same ticket number to another update, so the digests of the updates are
+        compared, too.
 
         Args:
-            outcome_of: gives the outcome of a ticket.
+            outcome_of: returns what became of the update of a ticket.
         """
         note = self.note
         if not note.pending or (outcome := outcome_of(note.pending)).state != "counted":
@@ -229,11 +239,11 @@ class TwoPhaseFile:
         self._write(note.pending_counted())
 
     def lose(self) -> None:
-        """Handle the loss of the values that belong to a counted update: set all tensors to zero."""
+        """Handle an update that counted although the values that belong to it are damaged: set all tensors to zero."""
         self.zero()
 
     def take_back(self, ticket: int) -> None:
-        """Make the state from before this ticket's update current again. That update must be the newest."""
+        """Undo the newest update, which has this ticket: make the values from before that update current again."""
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
@@ -252,32 +262,32 @@ class LocalState:
     """All files of a site's local state. Each method applies to every file.
 
     Args:
-        outcome_of: gives the outcome of a ticket.
-        files: the files; None entries are skipped.
+        outcome_of: returns what became of the update of a ticket.
+        files: the files; None for a state that the run does not have.
     """
 
     def __init__(self, outcome_of: Callable[[int], messages.Outcome], *files: TwoPhaseFile | None) -> None:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
     def settle(self) -> None:
-        """For every file, ask whether its pending update counted; if so, make the update's values current."""
+        """Where the pending update of a file has counted, make the values that belong to that update current."""
         for file in self._all:
             file.settle(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """Prepare every file for the update of this ticket. First, `settle` a pending update of another ticket."""
+        """Prepare every file for a new update with this ticket. First `settle` a pending update with another ticket."""
         for file in self._all:
             if file.note.pending != ticket:  # usually nothing is pending any more
                 file.settle(self._outcome_of)
             file.begin()
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Record for every file which update the new values belong to, as `TwoPhaseFile.belongs_to` does."""
+        """Record in every file which update the new values belong to. The arguments are as for `TwoPhaseFile`."""
         for file in self._all:
             file.belongs_to(ticket, version, update)
 
     def moves_to(self, ticket: int, version: int, before: int) -> None:
-        """Move the pending update of the ticket `before` to another ticket and version, in every file that has it."""
+        """Record that the pending update with ticket `before` now has another ticket and is for another version."""
         for file in self._all:
             if file.note.pending == before:
                 file.passes_to(ticket, version)
@@ -292,14 +302,16 @@ class LocalState:
 
 
 class Residuals(TwoPhaseFile):
-    """The residual e of one fragment at one site, on disk; zero if no earlier state was found.
+    """The residual of one fragment at one site, on disk: the encoding error that is added to the next update.
+
+    If no files are found, it is zero.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
         schema: the fragment's schema.
         name: name of the files, without suffix.
         owner: the site and the run. Files of another owner count as lost.
-        sparse: whether only one rank's share is kept here.
+        sparse: whether only one rank's share of a sharded model is kept here.
     """
 
     def __init__(
@@ -328,16 +340,19 @@ class Residuals(TwoPhaseFile):
     def follow(self, version: int, site: str) -> None:
         """Set the residual to zero if the last counted update was formed against `version` or a later version.
 
-        Call this method before an update against `version` is formed. The residual becomes zero only if the server was
-        restored, or fell back, to a version from before the last counted update.
+        Call this before an update against `version` is formed. The condition holds only if the server was restored from
+        a backup, or lost power, and continues from a version that does not contain that counted update.
 
         Args:
-            version: the version that the next update is formed against.
+            version: number of the version that the next update is formed against.
             site: the site's name, for the warning.
         """
         if self.note.version >= version:
             LOG.warning(
-                "%s: the server went back to version %d, so the stored compression error is set to zero", site, version
+                "%s: the server went back to version %d, so the stored compression error of earlier updates is set "
+                "to zero",
+                site,
+                version,
             )
             self.zero()
 
@@ -352,7 +367,7 @@ NEW = "ATOLL_NEW_STATE"
 
 
 def wanted_anew() -> bool:
-    """Return whether `ATOLL_NEW_STATE` allows a site that has lost its state to begin at zero.
+    """Return whether `ATOLL_NEW_STATE` allows a site that has lost its state to start again from zero.
 
     Raises:
         ConfigError: the variable is neither true nor false.
@@ -366,16 +381,16 @@ def wanted_anew() -> bool:
 
 
 class AlgorithmState(TwoPhaseFile):
-    """The tensors that the algorithm keeps at one site in one run, on disk.
+    """The tensors that the run's algorithm keeps at one site, on disk, such as SCAFFOLD's control variate.
 
     Attributes:
-        state: "kept": the files hold the state. "missing": no state was found, which is right only in a site's first
-            round. "new": no state was found, and the user allowed the site to begin at zero.
+        state: "kept": the files have the state. "missing": no state was found, which is normal only in a site's first
+            round. "new": no state was found, and the user allowed the site to start from zero.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
         schema: the run's schema.
-        keeps: the groups that the algorithm keeps, with one tensor for each parameter.
+        keeps: the names of the groups that the algorithm keeps. Each group has one tensor for each parameter.
         owner: the site and the run. Files of another owner count as lost.
     """
 
@@ -385,28 +400,28 @@ class AlgorithmState(TwoPhaseFile):
         self._written: set[str] = set()  # names of the tensors that were written since `begin`
         self.state: Literal["kept", "missing", "new"] = "kept" if self.found else "missing"
 
-    def begin_anew_where_told(self, site: str) -> None:
-        """Allow a missing state to begin at zero if `ATOLL_NEW_STATE` is true.
+    def begin_anew_if_allowed(self, site: str) -> None:
+        """Allow a missing state to start from zero if `ATOLL_NEW_STATE` is true.
 
-        If the state stays "missing", a server that has counted updates of this site refuses the join.
+        If `state` stays "missing", a server that has aggregated updates of this site will not let it join.
 
         Raises:
             ConfigError: the variable is neither true nor false.
         """
         if wanted_anew() and self.state == "missing":
-            LOG.warning("%s: the site's state starts from zero, because %s is set", site, NEW)
+            LOG.warning("%s: no state of the algorithm was found; it starts from zero, because %s is set", site, NEW)
             self.state = "new"
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The fields of the join message that describe the state."""
-        return {"local_state": self.state, "local_state_of": self.stands_for, "new_local_state": wanted_anew()}
+    def join_fields(self) -> dict[str, Any]:
+        """The fields about this state in the message with which the site joins the run."""
+        return {"local_state": self.state, "local_state_of": self.last_updates, "new_local_state": wanted_anew()}
 
     @property
-    def stands_for(self) -> list[Counted]:
-        """For each file with a valid state, the last update in that state; the current file first.
+    def last_updates(self) -> list[Counted]:
+        """For each file with a valid state, the last update that the state includes; the current file comes first.
 
-        Empty if `state` is not "kept".
+        The list is empty if `state` is not "kept".
         """
         note = self.note
         if self.state != "kept":
@@ -419,20 +434,20 @@ class AlgorithmState(TwoPhaseFile):
         return found
 
     def follow(self, counted: Counted) -> None:
-        """Make the state current that belongs to the site's last counted update.
+        """Make that state current which includes the site's updates up to the last one that counted.
 
-        Usually the current or the pending state is the right one, and nothing changes. If the server fell back by one
-        update, the state before that update becomes current, and the update becomes pending, to be sent again. If the
-        server has no update of this site, the state becomes zero.
+        Usually this is the current state, or that of the pending update, and nothing changes. If the server has lost
+        the last update, because it fell back to an older version, the state before that update becomes current, and the
+        update becomes pending, to be sent again. If the server has no update of this site, the state becomes zero.
 
         Args:
             counted: the site's last counted update, as the server knows it.
 
         Raises:
-            ConfigError: neither file has the right state, and `ATOLL_NEW_STATE` does not allow zero. Or the variable
-                is neither true nor false.
+            ConfigError: neither file has the right state, and `ATOLL_NEW_STATE` does not allow the site to start from
+                zero. Or the variable is neither true nor false.
         """
-        note, offered = self.note, self.stands_for
+        note, offered = self.note, self.last_updates
         if self.state == "kept" and any(each.names(counted) for each in offered[: 2 if note.pending else 1]):
             return
         if self.state == "kept" and len(offered) > 1 and not note.pending and offered[1].names(counted):
@@ -442,7 +457,8 @@ class AlgorithmState(TwoPhaseFile):
         elif counted.base_version is None:
             if self.state == "kept":
                 LOG.warning(
-                    "%s: the server has no update of this site, so the site's state starts from zero", self._note_path
+                    "%s: the server has no update of this site, so the algorithm's state of the site starts from zero",
+                    self._note_path,
                 )
                 self.zero()
             return
@@ -453,58 +469,61 @@ class AlgorithmState(TwoPhaseFile):
         )  # from here on, zero is the state after this update
 
     def _go_back(self) -> None:
-        """Make the state before the last counted update current, and that update pending."""
+        """Make the state before the last counted update current. That update becomes pending, to be sent again."""
         LOG.warning(
-            "%s: the server went back to before this site's last update; the site's state goes back, too",
+            "%s: the server went back to a version without this site's last update, so the algorithm's state of the "
+            "site goes back, too",
             self._note_path,
         )
         self._write(self.note.counted_pending())
 
     def begin_at_zero(self) -> None:
-        """If no state was found, set the state to zero. Call this after the site has joined."""
+        """If no state was found, set the state to zero. Called after the server has let the site join."""
         if self.state != "kept":
             self.zero()
 
     def require_kept(self) -> None:
-        """Require that the state was found or may begin at zero. Call this if updates of the site counted.
+        """Require that the state was found or may start from zero. Call this if updates of this site have counted.
 
         Raises:
-            ConfigError: no state was found, and `ATOLL_NEW_STATE` does not allow zero. Or the variable is neither true
-                nor false.
+            ConfigError: no state was found, and `ATOLL_NEW_STATE` does not allow the site to start from zero. Or the
+                variable is neither true nor false.
         """
         if self.state != "kept":
             self.lose()
 
     def lose(self) -> None:
-        """Set the state to zero if `ATOLL_NEW_STATE` allows that.
+        """Handle the loss of the state: set it to zero if `ATOLL_NEW_STATE` allows that.
 
         Raises:
-            ConfigError: the variable does not allow zero, or is neither true nor false.
+            ConfigError: the variable does not allow it, or is neither true nor false.
         """
         if not wanted_anew():
             raise ConfigError(
-                "The algorithm's state of this site is lost, although updates of the site count in the run: "
-                f"{self._note_path} and the files beside it are missing, damaged, or from another site or "
-                "time.",
+                "The algorithm's state of this site is lost, although the run's model contains updates that depend on "
+                f"it: {self._note_path} and its .bin files are missing, damaged, too old, or from another site.",
                 f"Restore these files from a backup. Without a backup, set {NEW}=1 to start from zero, or "
                 "begin a new run from the exported model.",
             )
-        LOG.warning("%s: the site's state starts from zero, because %s is set", self._note_path, NEW)
+        LOG.warning("%s: the algorithm's state is lost; it starts from zero, because %s is set", self._note_path, NEW)
         self.zero()
         self.state = "new"
 
     def begin(self) -> None:
-        """Prepare for the writes of an update. No tensor counts as written yet."""
+        """Prepare to write the state after a new update. Tensors that are not written afterwards keep their values."""
         super().begin()
         self._written.clear()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write new values in the dtype in which the tensor is kept, and remember that the tensor was written."""
+        """Write new values of a tensor, from element `start` on, in the dtype in which the tensor is kept."""
         self._written.add(name)
         super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Record which update the new values belong to. A tensor that was not written keeps its current values."""
+        """Record which update the new values belong to. First, copy the current values of all tensors not yet written.
+
+        See `TwoPhaseFile.belongs_to` for the arguments.
+        """
         for name, segment in self._segments.items():
             if name not in self._written:
                 super().write(name, 0, self.read(name, 0, segment.spec.numel))
@@ -534,20 +553,20 @@ Kept = dict[str, bytes]
 
 
 def pending(folder: Path) -> set[int]:
-    """Return the tickets of the pending updates of a site's local state, read from the notes in its folder."""
+    """Return the tickets of those updates of a site that are still pending, read from the notes in its folder."""
     notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
 
 
 def read_kept(folder: Path) -> Kept:
-    """Return the files of a site's local state; empty before the site's first round."""
+    """Return the content of the files of a site's local state; empty before the site's first round."""
     if not folder.is_dir():
         return {}
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".json")}
 
 
 def put_kept(folder: Path, kept: Kept) -> None:
-    """Write files that `read_kept` returned into a folder that no other process uses."""
+    """Write the files that `read_kept` returned into a folder that no other process is using."""
     if not kept:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -556,7 +575,7 @@ def put_kept(folder: Path, kept: Kept) -> None:
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Replace a site's local state by the state after a round. If the process is killed meanwhile, the old state stays.
+    """Replace a site's local state by the state after a round. If the process is killed meanwhile, the old one stays.
 
     Args:
         folder: the site's folder.

@@ -1,4 +1,4 @@
-"""Start of a worker in a run: open its folder and the files of each fragment, then join."""
+"""Take part in a run as a worker: open the site's folder and the files of each fragment, then join."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
-from atoll.worker.exchange.encode_update import Layouts, LocalFragment, Losses
+from atoll.worker.exchange.encode_update import EncodingLosses, Layouts, LocalFragment
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.upload_update import Outlet
 from atoll.worker.session.channel import Channel
@@ -29,11 +29,11 @@ from atoll.worker.session.session import Session
 
 @dataclass(frozen=True)
 class Participation:
-    """A worker that has joined a run: its session and the exchange of each fragment.
+    """A worker that has joined a run: its session, and an `Exchange` with the server for each fragment of the model.
 
     Attributes:
-        session: the worker's lease, heartbeats and calls.
-        exchanges: one for each fragment.
+        session: the worker's session, which sends heartbeats and makes calls to the server.
+        exchanges: one `Exchange` for each fragment.
         folder: the folder of the site's files in this run.
     """
 
@@ -48,28 +48,30 @@ class Participation:
 
     @property
     def exchange(self) -> Exchange:
-        """The exchange of the first fragment, which is the whole model unless the run streams."""
+        """The `Exchange` of the first fragment. If the model is not divided into fragments, this is the whole model."""
         return self.exchanges[0]
 
     def leave(self, error: str | None = None) -> None:
-        """Deregister from the server and close the files, which stay on disk. Idempotent.
+        """Leave the run and close the files, which are kept on disk. A second call does nothing.
 
         Args:
-            error: the error that ended training, for the server; None: training ended well.
+            error: the error that ended training, as a text for the server; None: training ended well.
         """
         self.session.leave(error)
 
 
 @dataclass(frozen=True)
 class LoopTerms:
-    """What a loop that counts local steps (DiLoCo) requires of the run. Such a loop may stream, or shard the model.
+    """What a training loop that counts local steps (DiLoCo) requires of the run. Only such a loop can use fragments.
 
     Attributes:
-        schema: schema of the loop's model, compared with the run's before the join; None: not compared.
-        sync_every: the loop's own H; None: the run's. The server refuses a value that differs from the run's.
-        num_fragments: the loop's own number of fragments; None: the run's. Checked as `sync_every` is.
-        ranks: the ranks of the worker.
-        shards: gives this rank's shards of the model; None: the model is not sharded.
+        schema: the names, shapes and dtypes of the loop's tensors, which must equal the run's; None: not compared.
+        sync_every: the loop's own number of local steps between synchronisations; None: the run's number. The server
+            refuses a value that differs from the run's.
+        num_fragments: the loop's own number of fragments; None: the run's number. The server refuses a value that
+            differs from the run's.
+        ranks: the ranks of the worker, as in `torch.distributed`.
+        shards: returns this rank's shards of the model; None: the model is not sharded.
     """
 
     schema: Schema | None = None
@@ -88,19 +90,19 @@ def take_part(
     filters: Sequence[Filter] = (),
     loop: LoopTerms | None = None,
 ) -> Participation:
-    """Open a site's files, and join the run.
+    """Open a site's files, and join the run of a server.
 
     Args:
         server: address of the server.
         site: the site's name.
         folder: folder of the sites' files; None: `ATOLL_DIR`, else `.atoll` in the current folder.
         labels: labels of the worker, shown in the status.
-        filters: the filters that the site's updates pass through.
-        loop: the terms of a loop that counts local steps; None: the worker trains round by round.
+        filters: the filters that are applied to the site's updates before they are sent.
+        loop: what a loop that counts local steps requires of the run; None: the worker trains round by round.
 
     Raises:
-        ConfigError: the run streams, but the worker trains round by round. Or the run has another number of ranks. Or
-            the run's algorithm is not installed at this site.
+        ConfigError: the run synchronises the model in fragments or with a delay, but the worker trains round by round.
+            Or the run has another number of ranks. Or the run's algorithm is not installed at this site.
     """
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
     session = Session(Channel(http), site, labels=labels, ranks=terms.ranks)
@@ -141,8 +143,8 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
     if info.streams and loop is None:
         raise ConfigError(
-            f"The run {info.name!r} streams (fragments {info.fragments}, sync delay {info.tau}, alpha "
-            f"{info.alpha:g}), but this worker trains whole rounds.",
+            f"The run {info.name!r} streams (it has {info.fragments} fragments, sync delay {info.tau} and alpha "
+            f"{info.alpha:g}), but this worker trains whole models round by round.",
             "Use atoll.DiLoCo(model, optimizer), or start the run without diloco.num_fragments, "
             "diloco.fragment_sync_delay and diloco.fragment_update_alpha.",
         )
@@ -168,10 +170,16 @@ def _open(
     outlet: Outlet | None,
     shards: Callable[[], Shards] | None,
 ) -> Exchange:
-    """Open the files of a fragment, and return its exchange.
+    """Open the files of a fragment, and return its `Exchange` with the server.
 
     Args:
+        session: the worker's session.
+        transfer: the connections over which parts of files are sent and downloaded.
+        folder: the site's folder in the run; locked by the caller.
         fragment: the fragment's number; None: the run has one fragment.
+        schema: the names, shapes and dtypes of the fragment's tensors.
+        outlet: in a swarm (workers exchange files among themselves): serves this worker's updates; else None.
+        shards: returns this rank's shards of the model; None: the model is not sharded.
     """
     info, sharded, opened = session.info, shards is not None, session.cleanup
     layouts = Layouts.of(info, schema, session.ranks.rank if sharded else None)
@@ -183,20 +191,24 @@ def _open(
         layouts,
         files.base,
         session.require_outcome,
-        Losses(session.site, layouts.codec, layouts.schema),
+        EncodingLosses(session.site, layouts.codec, layouts.schema),
         local_rule(info.algorithm, info.local, info.local_package),
         fragment,
         [] if fragment is None else [spec.name for spec in session.schema.model.tensors],
     )
     local.open_state(folder, opened, sparse=sharded)
     if local.kept is not None:
-        local.kept.begin_anew_where_told(session.site)
-        session.told_of_state = partial(getattr, local.kept, "told")
+        local.kept.begin_anew_if_allowed(session.site)
+        session.state_fields = partial(getattr, local.kept, "join_fields")
     return Exchange(session, transfer, files, local, outlet, shards)
 
 
 def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:
-    """Prepare a worker of a swarm. Return the object that serves its updates, and a function that starts its jobs."""
+    """Prepare a worker of a swarm, in which workers download updates from each other.
+
+    Returns:
+        The object that serves this worker's updates, and a function that starts its work for the swarm.
+    """
     from atoll.worker.peer.agent import SwarmPeer, plan_of
     from atoll.worker.peer.peer_transfers import PeerServer, open_host
 

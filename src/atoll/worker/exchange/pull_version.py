@@ -1,6 +1,6 @@
-"""Download of versions: whole, or as the difference from the version that the worker has.
+"""Download versions of the global model: whole, or as the difference from the version that the worker has.
 
-Parts are written into the base file and, as they arrive, into the model's tensors.
+Arriving parts are written into the base file and, at the same time, into the model's tensors.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from atoll.worker.session.session import Session
 
 @dataclass(frozen=True)
 class DeltaNote:
-    """The note of a delta file.
+    """The JSON note of a file with a delta: the encoded difference between two successive versions.
 
     Attributes:
-        version: digest of the version that the delta leads to.
+        version: digest of the version that results when the delta is added to the version before.
     """
 
     version: str
 
 
 class DeltaFile(PartsFile):
-    """The file of the delta that was downloaded last.
+    """The file of the last downloaded delta: the encoded difference between two successive versions of the model.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
@@ -68,11 +68,11 @@ class DeltaFile(PartsFile):
         self._note_path = folder / f"{name}.json"
 
     def begin(self, delta: messages.Delta, version: str) -> list[Part]:
-        """Write the note of a delta that is about to be downloaded. Return the parts that are still missing.
+        """Write the note for a delta that is about to be downloaded. Return the parts of it that are still missing.
 
         Args:
             delta: the delta's description.
-            version: digest of the version that the delta leads to.
+            version: digest of the version that results when the delta is added.
         """
         parts = [part for part in self.downlink.parts if part.nbytes]
         note: DeltaNote | None = read_note(self._note_path, DeltaNote)
@@ -84,13 +84,13 @@ class DeltaFile(PartsFile):
 
 
 class DeltaAdder:
-    """Adds one delta to a base file. Its scratch memory has a fixed size, whatever the model's size.
+    """Adds one delta (the encoded difference between two versions) to a base file, in memory of a fixed size.
 
     Args:
         file: the complete delta.
-        source: the file of the version that the delta starts from.
-        target: the file to write the next version into; it may be `source`.
-        into: tensors that are set to the next version's values; None: no tensors.
+        source: the file of the version that the delta is added to.
+        target: the file to write the resulting version into; it may be `source`.
+        into: tensors that get the resulting version's values, too; None: only the file is written.
     """
 
     def __init__(self, file: DeltaFile, source: BaseFile, target: BaseFile, into: Tensors | None) -> None:
@@ -99,10 +99,11 @@ class DeltaAdder:
         self._encoded = torch.empty(CHUNK_ELEMENTS * WIDEST_BYTES, dtype=torch.uint8)
 
     def apply(self, note: BaseNote) -> list[Part]:
-        """Add the delta: write the version of `note` into the target and the tensors.
+        """Add the delta: write the resulting version, which `note` describes, into the target file and the tensors.
 
         Returns:
-            The parts that do not match their digests. The tensors hold the wrong values of these parts, too.
+            The parts of the version that do not match the digests in `note`. For these parts, the tensors have wrong
+            values, too.
         """
         self._target.begin(note)
         wrong = list[Part]()
@@ -114,11 +115,11 @@ class DeltaAdder:
         return wrong
 
     def _part(self, part: Part, down: Part) -> bytes:
-        """Write one part of the version, and return the part's BLAKE3.
+        """Write one part of the resulting version, and return the part's BLAKE3 digest.
 
         Args:
             part: the part of the version.
-            down: the part of the delta with the same tensors.
+            down: the part of the delta that has the same tensors.
         """
         hasher, scratch, downlink = blake3(), bytes_of(self._memory), self._file.downlink
         first = part.pieces[0].offset if part.pieces else part.stop
@@ -150,28 +151,29 @@ QUIET_S, LOOK_S = 5.0, 0.1
 
 
 class Sources(Protocol):
-    """In a swarm: access to the workers that have a version."""
+    """In a swarm: access to the workers from which a version can be downloaded."""
 
     def in_order(self, sources: Sequence[str]) -> Sequence[str]:
-        """Return the references in the order in which to try them."""
+        """Return the references to a version at different workers, in the order in which to try them."""
 
     def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
-        """Connect to the worker that a reference names, for the duration of the block."""
+        """Connect to the worker that a reference names; the connection closes at the end of the `with` block."""
 
 
 class Patience(NamedTuple):
-    """Numbers of retries of a pull; None: as long as ATOLL_GIVE_UP_S says.
+    """How often a download is retried after network errors; None: for as long as `ATOLL_GIVE_UP_S` says.
 
     Attributes:
-        before: retries before the first byte moves into the model.
-        within: retries after that; often more, since a model with a part of a version is hardly usable.
+        before: number of retries while no value of the version has been loaded into the model.
+        within: number of retries after that. It is often larger, since a model that has only a part of a version is
+            hardly usable.
     """
 
     before: int | None = None
     within: int | None = None
 
     def into(self, model: object) -> Patience:
-        """Return `self` for a pull into a model. If `model` is None, return a copy with `within` = `before`."""
+        """Return the numbers for a download into `model`. If `model` is None, `before` replaces `within`."""
         return self if model is not None else Patience(self.before, self.before)
 
 
@@ -181,15 +183,15 @@ WAITS = Patience()
 
 @dataclass(eq=False)
 class Puller:
-    """The download of one fragment's versions.
+    """Downloads versions of one fragment of the model.
 
     Attributes:
-        session: the worker's lease, heartbeats and calls.
+        session: the worker's session, which sends heartbeats and makes calls to the server.
         transfer: the connections that parts are downloaded over.
         files: the fragment's files.
-        downlink: encoding of the differences between versions; None: versions are downloaded whole.
+        downlink: encodes a download as the difference from the previous version; None: versions are downloaded whole.
         number: the fragment's number; None: the run has one fragment.
-        sources: in a swarm: access to the workers that have versions; None: the server has them.
+        sources: in a swarm: access to the workers that have versions; None: versions are downloaded from the server.
     """
 
     session: Session
@@ -202,21 +204,22 @@ class Puller:
     def __post_init__(self) -> None:
         self.fragment = self.number or 0
 
-    def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, beside: bool = False) -> None:
-        """Pull a version into the base file, and into the tensors.
+    def pull(self, version: VersionRef, into: Tensors | None, patience: Patience, *, to_next: bool = False) -> None:
+        """Download a version into the base file, and load it into the tensors.
 
         Args:
-            version: the version to pull.
+            version: the version to download.
             into: the tensors to load; None: only the file is written.
             patience: the number of retries.
-            beside: whether to write the file beside the base instead of the base.
+            to_next: whether to write the file `base-next` instead of the base file.
 
         Raises:
-            Gone: the server no longer keeps the version; ask for the head. The tensors may hold a part of the version.
-            TRANSIENT: the last retry failed. If the pull had begun by then, the tensors may hold a part of the version.
+            Gone: the server no longer keeps the version; ask for the newest one. Some tensors may have the version's
+                values.
+            TRANSIENT: the last retry failed. If the download had begun, some tensors may have the version's values.
         """
         session, source, patience = self.session, self.files.base, patience.into(into)
-        base = self.files.beside() if beside else source
+        base = self.files.next_base() if to_next else source
         if base.holds(session.info.run, version.digest):
             if into is not None:
                 apply_version.load_(into, base)
@@ -224,8 +227,9 @@ class Puller:
         manifest = self._manifest(version.number, patience.before)
         if manifest.digest != version.digest:
             raise Gone(
-                f"Version {version.number} at the server is no longer the one offered before.",
-                "Ask for the head again.",
+                f"The server has replaced version {version.number}: its content is no longer the one that the server "
+                "announced.",
+                "Ask for the newest version again.",
             )
         held = source.note
         if held is not None and held.run == session.info.run and held.version > version.number:
@@ -269,16 +273,16 @@ class Puller:
     ) -> None:
         """Download parts into a file. A retry asks only for the parts that have not arrived yet.
 
-        The file cannot show which parts have arrived: if a part has the same bytes in the previous version, the file
-        has it already, but the model may not. So the arrived parts are kept in a set.
+        The file's content does not show which parts have arrived: a part that is equal in the previous version is in
+        the file already, but must still be loaded into the model. So this method remembers the arrived parts.
 
         Args:
-            path: URL path of the data.
+            path: URL path of the version's or the difference's bytes.
             version: number of the version, for the log.
             digests: BLAKE3 in hex of all parts of the file, in order.
             file: the file to write.
             wanted: the parts to download.
-            model: the tensors that get the parts, too; None: only the file is written.
+            model: copies arriving parts into the model's tensors, too; None: only the file is written.
             retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
         """
         session, expected = self.session, [bytes.fromhex(text) for text in digests]
@@ -302,9 +306,14 @@ class Puller:
             session.patiently(fetch, retries, f"pull version {version}")
 
     def _from_workers(self, peers: Sources, version: int, pull: Callable[[Ranges, str], None]) -> None:
-        """In a swarm: try the workers that have a version, one after the other, until a pull succeeds.
+        """In a swarm: try the workers that have a version, one after the other, until a download succeeds.
 
-        If this worker serves the version itself, its own file is tried first.
+        If this worker itself serves the version to others, its own file is tried first.
+
+        Args:
+        peers: access to the workers.
+        version: number of the version.
+        pull: downloads the parts from an open connection, given the URL path.
 
         Raises:
             Busy: no worker can give the version at this moment.
@@ -338,7 +347,14 @@ class Puller:
         into: Tensors | None,
         patience: Patience,
     ) -> list[Part] | None:
-        """Make the version from the one in `source`: download each delta between the two, and add it.
+        """Make a version from the older one in `source`: download each delta (difference) between the two, and add it.
+
+        Args:
+        manifest: describes the version: its parts and their digests.
+        base: the file to write the version into.
+        source: the file of the older version; it may be `base`.
+        into: tensors that get the version's values, too; None: only the file is written.
+        patience: the number of retries.
 
         Returns:
             The parts that do not match their digests afterwards; None if the version has to be downloaded whole.
@@ -349,7 +365,7 @@ class Puller:
         try:
             file = DeltaFile(self.files.folder, self.downlink, name_of("delta", self.number))
         except DiskFull as error:
-            LOG.warning("%s: version %d is downloaded in full: %s", site, manifest.version, error)
+            LOG.warning("%s: version %d is downloaded in full, not as a difference: %s", site, manifest.version, error)
             return None
         try:
             for step, delta in steps:
@@ -360,8 +376,8 @@ class Puller:
                 wrong = DeltaAdder(file, source, base, into if is_last else None).apply(self._note(step))
                 if wrong:
                     LOG.warning(
-                        "%s: %d of %d parts of version %d did not match after adding the difference, and are "
-                        "downloaded in full",
+                        "%s: after the downloaded difference was added, %d of %d parts of version %d are not as "
+                        "expected, and are downloaded in full",
                         site,
                         len(wrong),
                         len(base.layout.parts),
@@ -373,7 +389,7 @@ class Puller:
                     base.finish()
                 source, retries = base, patience.within
         except (Gone, PartCorrupt) as error:
-            LOG.info("%s: version %d is downloaded in full: %s", site, manifest.version, error)
+            LOG.info("%s: version %d is downloaded in full, not as a difference: %s", site, manifest.version, error)
             return None
         finally:
             file.close()
@@ -382,9 +398,10 @@ class Puller:
     def _steps(
         self, downlink: Downlink, manifest: messages.Manifest, source: BaseFile, retries: int | None
     ) -> list[tuple[messages.Manifest, messages.Delta]]:
-        """Return each version after the one in `source`, up to the one of `manifest`, with the delta that leads to it.
+        """Return each version after the one in `source`, up to that of `manifest`, with the delta that produces it.
 
-        The list is empty if a delta is missing, or if the deltas have at least as many bytes as the whole version.
+        A delta is the difference from the version before. The list is empty if a delta is missing, or if all deltas
+        together have at least as many bytes as the whole version.
         """
         run, note, nbytes = self.session.info.run, source.note, 0
         steps = list[tuple[messages.Manifest, messages.Delta]]()

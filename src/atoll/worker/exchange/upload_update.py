@@ -1,8 +1,9 @@
-"""Upload of an update from the outbox, and how an interrupted upload is resumed.
+"""Upload an update from the outbox file, and resume an interrupted upload.
 
-Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process has left
-the update, this worker asks the server which parts it has, and sends only the others (`UpdateUpload.send`).
-`transport/part_transfer` moves the bytes. In a swarm, an update does not go to the server: other workers pull it.
+Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process has left the
+update, the worker asks the server which parts it has, and sends only the missing ones (`UpdateUpload.send`).
+`transport/part_transfer` moves the bytes. In a swarm, an update does not go to the server: other workers download it
+from this one.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ an abandoned attempt may arrive late and replace a newer one."""
 
 
 class Outlet(Sources, Protocol):
-    """In a swarm: the server inside this worker from which other workers pull its updates."""
+    """In a swarm: the server inside this worker from which other workers download its updates."""
 
     def offer(self, fragment: int, outbox: Any, on_bytes: Callable[[int], None]) -> object:
-        """Serve the update in an outbox, and return a reference to the update.
+        """Let other workers download the update in an outbox. Return a reference to the update, for the server.
 
         Args:
             fragment: the fragment's number.
             outbox: the fragment's outbox.
-            on_bytes: called each time another worker has pulled some bytes, with their number.
+            on_bytes: called with the number of bytes each time another worker has downloaded some.
         """
 
     def retract(self, fragment: int) -> None:
@@ -49,15 +50,15 @@ class Outlet(Sources, Protocol):
 
 @dataclass(eq=False)
 class UpdateUpload:
-    """The upload of one fragment's updates.
+    """Uploads the updates of one fragment of the model.
 
     Attributes:
-        session: the worker's lease, heartbeats and calls.
+        session: the worker's session, which sends heartbeats and makes calls to the server.
         transfer: the connections that parts are sent over.
         outbox: the file of the update that was formed last.
         number: the fragment's number; None: the run has one fragment.
         outlet: in a swarm: serves this worker's updates to other workers.
-        resuming: whether an earlier process filled the outbox, so that the server may have some parts already.
+        resuming: whether an earlier process formed the update, so that the server may already have some of its parts.
     """
 
     session: Session
@@ -72,17 +73,17 @@ class UpdateUpload:
         self.in_words = "" if self.number is None else f" fragment {self.number}"
 
     def progress(self, number: int) -> AbstractContextManager[Progress]:
-        """Show in the status that the update of round `number` is sent. Return the transfer's progress, for the log."""
+        """Report to the server that the update of round `number` is being sent. Return a `Progress` for it."""
         self.session.tell(state=f"submitting to round {number}")
         rank = f": rank {self.session.ranks.rank}" if self.session.ranks.together else ""
         return progress(f"{self.session.site}{rank}: submitting{self.in_words}", self.outbox.layout.own_nbytes)
 
     def pushing(self, ticket: Ticket, bar: Progress) -> AbstractContextManager[Pushing]:
-        """Send parts while the block forms them. The block passes each formed part to `Pushing.add`."""
+        """Send parts in the background while the `with` block forms them, and passes each one to `Pushing.add`."""
         return self.transfer.pushing(routes.parts_of(ticket.id), self.outbox.fd, on_bytes=bar.add)
 
     def retract(self) -> None:
-        """In a swarm: stop serving the update, before the outbox is written."""
+        """In a swarm: stop serving the update. Call this before the outbox is overwritten."""
         if self.outlet is not None:
             self.outlet.retract(self.fragment)
 
@@ -94,21 +95,24 @@ class UpdateUpload:
         failure: BaseException | None,
         retries: int | None,
     ) -> messages.Receipt | Lost:
-        """Send the update to the server; in a swarm, serve it until another worker has pulled it.
+        """Send the update to the server; in a swarm, wait until another worker has downloaded it.
 
-        Send the parts that the server lacks, then the message that the update is complete. Repeat after errors.
+        First send the parts that the server lacks, then the message that the update is complete. Repeat both after
+        errors.
 
         Args:
             note: the update's note.
             bar: the progress of the transfer.
-            sent: indices of the parts that were sent already; None: the server is asked which parts it has.
-            failure: the error that ended the first attempt, if one was made; it counts as an attempt.
+            sent: indices of the parts that were sent already; None: not known, so ask the server.
+            failure: the error that ended a first attempt to send parts; that attempt counts as one of the retries.
+                None: there was none.
             retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
 
         Raises:
             UpdateRefused: the server refuses the update.
             TicketClosed, Gone: the update came too late.
-            Conflict: after `MAX_CONFLICTS` repetitions, the server still has other parts than the note's digests say.
+            Conflict: after `MAX_CONFLICTS` repetitions, the server still has parts that do not match the note's
+                digests.
         """
         if self.outlet is not None:
             return self._offer(self.outlet, note, bar, retries)
@@ -149,7 +153,7 @@ class UpdateUpload:
         raise AssertionError("the last conflict is raised")
 
     def _offer(self, outlet: Outlet, note: OutboxNote, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
-        """In a swarm: serve the update, and report its address to the server, until a worker has pulled the update."""
+        """In a swarm: report to the server where the update can be downloaded, until a worker has downloaded it."""
         message = _complete(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
         while True:
             timeout_s = routes.LONG_POLL_S + 10.0
@@ -172,19 +176,19 @@ def resend_note(
     info: messages.RunInfo,
     outcome_of: Callable[[int], messages.Outcome],
 ) -> OutboxNote | None:
-    """Return the outbox's note with this ticket if the outbox's update may be sent under the ticket; else None.
+    """Return the outbox's note, changed to this ticket, if the outbox's update may be sent under the ticket; else None.
 
-    The update may be sent under a ticket for the version that it was formed from: same number and same bits. If the
-    server fell back and the update has expired, the version may have the same bits under another number. In an
-    asynchronous run, an acknowledged update that expired may be sent under any ticket, since its base may be behind the
-    head anyway.
+    Usually the ticket must be for the version that the update was formed from: the same number and the same bits. There
+    are two exceptions after the server fell back to an older version, so that it no longer has the update. The version
+    may then have the same bits under another number. And in an asynchronous run, an update that the server had
+    acknowledged may be sent under any ticket, since such a run accepts updates from older versions.
 
     Args:
         note: the outbox's note; None: the outbox is empty.
         ticket: the new ticket.
-        previous: outcome of the site's previous ticket.
+        previous: what became of the site's previous ticket.
         info: the run's description.
-        outcome_of: gives the outcome of a ticket.
+        outcome_of: returns what became of the update of a ticket.
     """
     fell_back = previous is not None and previous.state == "expired"
     if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:

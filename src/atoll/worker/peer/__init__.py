@@ -1,1 +1,1 @@
-"""A worker's part in a swarm: pull versions and updates from other workers, serve its own, and aggregate."""
+"""A worker's part in a swarm: exchange versions and updates with other workers, and aggregate updates."""

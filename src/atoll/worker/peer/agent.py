@@ -1,12 +1,13 @@
-"""The work of a worker in a swarm: serve files, pull and check files of other workers, and reduce rounds.
+"""The work of a worker in a swarm: exchange files with other workers, check them, and aggregate rounds.
 
-The server sends the full list of what this worker should have and do. The worker reports the full list of what it has
-and has done (`protocol/swarm_messages`). The worker compares the two lists, starts a job for each missing item, and
-drops items that are no longer wanted. So the order of messages does not matter, and a lost message does no harm.
+In a swarm, workers aggregate the updates instead of the server. The server sends each worker the full list of what it
+should have and do. The worker reports the full list of what it has and has done (`protocol/swarm_messages`). The worker
+compares the two lists, starts a job for each missing item, and drops items that are no longer wanted. So the order of
+messages does not matter, and a lost message does no harm.
 
-    hold      pull a version and its outer state from a worker that has both, and check every byte
-    collect   pull an update into a spool, check that its values are finite, and compute its norm
-    close     reduce a frozen round into the next version, with the same code as a server
+    hold      download a version and the outer optimizer's state from a worker that has both, and check every byte
+    collect   download an update, check that its values are finite, and compute its norm
+    close     aggregate the updates of a closed round into the next version, with the same code as a server
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, region_digest
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Part
-from atoll.worker.log_lines import LOG, Troubles, told
+from atoll.worker.log_lines import LOG, Troubles, error_text
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Spool, Version
 from atoll.worker.session.session import Session
@@ -57,10 +58,10 @@ Key = tuple[object, ...]
 
 
 class UpdateDamaged(StateCorrupt):
-    """The disk has changed an update since this worker pulled it.
+    """The error for an update that has changed on disk since this worker downloaded it.
 
     Attributes:
-        ticket: ticket of the update.
+        ticket: the ticket under which the update was submitted.
     """
 
     def __init__(self, share: FrozenUpdate) -> None:
@@ -72,41 +73,41 @@ class UpdateDamaged(StateCorrupt):
 
 
 def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
-    """Return the report of a round that this worker could not reduce.
+    """Return the report to the server that this worker could not aggregate a round.
 
     Args:
-        work: the frozen round.
+        work: the round, with the list of its updates.
         why: the reason.
-        overflows: whether the next version would hold Inf or NaN.
+        overflows: whether the reason is that the next version would contain Inf or NaN.
     """
     fragment, version = work.fragment, work.version
     return ReducedRound(fragment=fragment, version=version, tickets=work.tickets, failed=why, overflows=overflows)
 
 
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
-    """Return the report of a round that ended with an error. Log a traceback of an unexpected error.
+    """Return the report to the server that an error ended a round. Log the traceback of an unexpected error.
 
     Args:
         error: the error.
-        work: the frozen round.
+        work: the round, with the list of its updates.
         folder: the folder of the version's file, for the message.
     """
     if isinstance(error, OSError):
         error = disk_error(error, folder / f"version {work.version}")
     if not isinstance(error, AtollError):
-        LOG.error("a round could not be reduced because of an unexpected error", exc_info=error)
+        LOG.error("a round could not be aggregated because of an unexpected error", exc_info=error)
     if isinstance(error, Overflow):
         return failed(work, error.message, overflows=True)
-    return failed(work, told(error, 500))
+    return failed(work, error_text(error, 500))
 
 
 def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> None:
-    """If the run is finished, write its model into a file, and log the path or the failure.
+    """If the run is finished, write its final model to a file, and log the path or the failure.
 
     Args:
         site: the site's name, for the log.
-        plan: the run's plan.
-        work: the server's last order.
+        plan: the run's plan, as for `SwarmPeer`.
+        work: the last list of work from the server.
         store: the versions at this worker.
         target: the file to write.
     """
@@ -123,20 +124,30 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
         try:
             with store.reading(*versions):
                 replace_file(target, itertools.chain([header], model_runs(owners, sources)))
-            LOG.info("%s: the result of the run is in %s", site, target)
+            LOG.info("%s: the run's final model is in %s", site, target)
             return
         except OSError as error:
             why = str(disk_error(error, target))
         except AtollError as error:
             why = str(error)
-    LOG.warning("%s: the result of the run is NOT in %s: %s; the other sites have it", site, target, why)
+    LOG.warning(
+        "%s: the run's final model could NOT be written to %s: %s. The other sites have it.",
+        site,
+        target,
+        why,
+    )
 
 
 def plan_of(message: SwarmPlan, split: Split) -> Plan:
-    """Return the plan of the run, made from the server's settings.
+    """Return the run's plan for aggregation, made from the settings that the server has sent.
+
+    Args:
+        message: the server's message with the settings.
+        split: the schema of the model and its division into fragments.
 
     Raises:
-        VersionSkew: this Atoll does not know a setting, or a package that a setting needs is not installed here.
+        VersionSkew: this release of Atoll does not know a setting, or a package that a setting needs is not installed
+            here.
     """
     try:
         return Plan.make(Settings.build(dict(message.settings)), split)
@@ -148,7 +159,7 @@ def plan_of(message: SwarmPlan, split: Split) -> Plan:
 
 
 def key_of(work: FrozenRound) -> Key:
-    """Return the key of the job that reduces a frozen round."""
+    """Return the key of the job that aggregates this round."""
     return ("close", work.fragment, work.version, *work.tickets)
 
 
@@ -165,12 +176,12 @@ ANSWER_S = 10.0
 
 
 class SwarmPeer:
-    """The jobs and reports of one worker in a swarm. Call `start` after the worker has joined.
+    """Does the work of one worker in a swarm, and reports to the server. Call `start` after the worker has joined.
 
     Args:
         session: the worker's session.
         peer_server: serves this worker's files to other workers.
-        plan: the run's plan, the same as at the server.
+        plan: settings, file layouts and outer optimizer of the run, the same as at the server.
         folder: the worker's folder in the run; locked by the caller.
     """
 
@@ -198,13 +209,14 @@ class SwarmPeer:
     # -- life
 
     def start(self) -> None:
-        """Start the thread that asks the server for work."""
+        """Start the thread that asks the server for work and does the work."""
         self._thread.start()
 
     def leave(self) -> None:
-        """Stop after other workers have pulled the files that only this worker has. Idempotent.
+        """Stop as soon as other workers have downloaded the files that only this worker has. Idempotent.
 
-        If no bytes move for the idle timeout, stop earlier. If the run is finished, write its model into a file.
+        Stop earlier if no worker downloads anything for the idle timeout. If the run is finished, write its model to a
+        file.
         """
         if not self._stopping.is_set() and self._thread.is_alive():
             self._leaving = True
@@ -216,8 +228,8 @@ class SwarmPeer:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
                     LOG.warning(
-                        "%s: leaves, although other workers may need its data: no worker has downloaded any for "
-                        "too long",
+                        "%s: leaves the run, although other workers may still need its data, because no worker has "
+                        "downloaded any of it for too long",
                         self.site,
                     )
                     break
@@ -225,7 +237,7 @@ class SwarmPeer:
         self._stopping.set()
 
     def close(self) -> None:
-        """Close all files and threads. Call it after `leave`."""
+        """Stop all threads and close all files. Call this after `leave`."""
         self._stopping.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
@@ -262,7 +274,7 @@ class SwarmPeer:
                 pause_s = min(2 * pause_s, 8.0)
 
     def _say(self) -> None:
-        """Send a report at once. If that fails, the next report has the same content."""
+        """Send a report at once. A failure is ignored, because the next report has the same content."""
         with contextlib.suppress(AtollError):
             self._ask(0.0)
 
@@ -304,7 +316,7 @@ class SwarmPeer:
         )
 
     def _follow(self, work: PeerWork) -> None:
-        """Drop what the server no longer wants here, and start a job for each item that is missing."""
+        """Drop what the server no longer wants at this worker, and start a job for each missing item."""
         if not self._stopping.is_set():
             self._drop_unwanted(work)
             self._begin_missing(work)
@@ -337,7 +349,7 @@ class SwarmPeer:
                 self._begin(key_of(closing), partial(self._close, closing))
 
     def _is_here(self, share: FrozenUpdate) -> bool:
-        """Return whether an update has been collected with the digest that the round names."""
+        """Return whether this worker has downloaded an update of a round, with the digest that the round names."""
         found = self._collected.get(share.ticket)
         return found is not None and not found.failed and found.digest == share.digest
 
@@ -378,7 +390,7 @@ class SwarmPeer:
     # -- jobs
 
     def _probe(self, address: str) -> None:
-        """Try to reach another worker, and keep the result for the next report."""
+        """Try to reach another worker, so that the next report tells the server whether that worked."""
         why = self._peer_server.why_unreached(address, self._stopping.wait)
         with self._lock:
             if why:
@@ -392,7 +404,7 @@ class SwarmPeer:
                 del self._unreached[next(iter(self._unreached))]
 
     def _hold(self, hold: Hold) -> None:
-        """Pull a version and its outer state, and serve both."""
+        """Download a version and the outer optimizer's state after it, and serve both to other workers."""
         kinds = (VERSION, STATE) if hold.state_digest else (VERSION,)
         with self._store.taken(hold.fragment, *kinds) as (slot, *state):
             assert slot is not None
@@ -404,7 +416,7 @@ class SwarmPeer:
         LOG.debug("%s: stored version %d (%d bytes)", self.site, hold.version, nbytes)
 
     def _collect(self, collect: Collect) -> None:
-        """Pull an update into a spool, and keep the result for the next report: its norm, or what is wrong."""
+        """Download an update, and keep its norm, or what is wrong with it, for the next report to the server."""
         ticket = collect.ticket
         found = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
         with self._store.taken(collect.fragment, SPOOL) as (slot,):
@@ -416,14 +428,14 @@ class SwarmPeer:
                 found = found.model_copy(update={"norm": norm, "bad": bad})
             except UNPULLED as error:  # the other worker failed; after an error of this disk the job runs again
                 self._store.give_back(Spool(collect.fragment, slot, ()))
-                spool, found = None, found.model_copy(update={"failed": told(error, 500)})
+                spool, found = None, found.model_copy(update={"failed": error_text(error, 500)})
         with self._lock:
             self._collected[ticket] = found
             if spool is not None:
                 self._spools[ticket] = spool
 
     def _close(self, work: FrozenRound) -> None:
-        """Reduce a frozen round into the next version, serve the version, and keep the report."""
+        """Aggregate the updates of a round into the next version, serve that version, and keep the report."""
         base = self._store.get(work.fragment, work.base_version)
         with self._lock:
             spools = {each.ticket: self._spools[each.ticket] for each in work.updates if each.ticket in self._spools}
@@ -459,14 +471,16 @@ class SwarmPeer:
     def _reduce(
         self, work: FrozenRound, base: Version, spools: Mapping[int, Spool], version: Slot, state: Slot | None
     ) -> tuple[Version, ReducedRound]:
-        """Reduce a frozen round with the same code as a server, and write the next version into the slots.
+        """Aggregate the updates of a round with the same code as a server, and write the next version into the slots.
+
+        A slot is a reused file of fixed size.
 
         Args:
-            work: the frozen round.
+            work: the round, with the list of its updates.
             base: the version that the round starts from.
-            spools: the round's updates, by ticket.
+            spools: the downloaded updates of the round, by ticket.
             version: the slot for the next version.
-            state: the slot for the next outer state; None: the outer optimizer has no state.
+            state: the slot for the outer optimizer's next state; None: this optimizer has no state.
 
         Returns:
             The next version, and the report of the round.
@@ -474,9 +488,9 @@ class SwarmPeer:
         Raises:
             CancelledError: (concurrent.futures) the worker stops.
             OSError: the disk is full, or fails.
-            Overflow: the next version would hold Inf or NaN.
-            UpdateDamaged: the disk has changed an update.
-            StateCorrupt: the disk has changed the base.
+            Overflow: the next version would contain Inf or NaN.
+            UpdateDamaged: the stored bytes of an update have changed.
+            StateCorrupt: the stored bytes of `base` have changed.
         """
         begin, done = time.monotonic(), 0
         self._require_whole(work, spools)
@@ -513,10 +527,10 @@ class SwarmPeer:
         return made, closed
 
     def _require_whole(self, work: FrozenRound, spools: Mapping[int, Spool]) -> None:
-        """Check the digest of every part of every update again.
+        """Check every part of every downloaded update against its digest again.
 
         Raises:
-            UpdateDamaged: the disk has changed an update since it was collected.
+            UpdateDamaged: the stored bytes of an update have changed since it was downloaded.
         """
         parts = self._plan.fragments[work.fragment].update.parts
 

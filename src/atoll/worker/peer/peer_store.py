@@ -1,7 +1,7 @@
-"""Storage of a worker in a swarm: the versions that the worker serves, and the updates that it has collected.
+"""Storage of a worker in a swarm: the versions that the worker serves, and the updates that it has downloaded.
 
-The files are slots: files of a fixed size that are reused. Their layouts and digests are those of the server's files. A
-note, `held.json`, says which slot holds which version, so that a restarted worker still has its versions.
+The files are slots: files of a fixed size that are reused. They have the same layouts and digests as the files of a
+server. The file `held.json` says which slot holds which version, so that a restarted worker still has its versions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class _Note:
 
     Attributes:
         run: id of the run.
-        versions: a row for each version: [fragment, version, digest, slot of the version, slot of the outer state or
-            None, digests of the parts in hex, digests of the outer state's regions in hex].
+        versions: a row for each version: [fragment, version number, digest, number of the version's slot, number of the
+            slot of the outer optimizer's state or None, digests of the version's parts in hex, digests of the state's
+            regions in hex].
     """
 
     run: str
@@ -41,10 +42,10 @@ class _Note:
 
 
 class PeerStore:
-    """The versions and spools of a worker in a swarm. Thread-safe.
+    """The versions of a worker in a swarm, and the files of the updates that it downloads. Thread-safe.
 
     Args:
-        plan: the run's plan.
+        plan: the run's plan, as for `SwarmPeer`.
         folder: the worker's folder in the run; locked by the caller.
         run: id of the run.
         peer_server: serves versions to other workers.
@@ -81,7 +82,16 @@ class PeerStore:
     def _adopted(
         self, fragment: int, version: int, digest: str, slot: int, state: int | None, *hexes: str
     ) -> Version | None:
-        """Return the version that a row of the note describes; None if its bytes do not match the digests."""
+        """Return the version that a row of `held.json` describes; None if the files do not match the digests.
+
+        Args:
+            fragment: the fragment's number.
+            version: the version's number.
+            digest: the version's digest.
+            slot: number of the version's slot.
+            state: number of the slot of the outer optimizer's state; None: there is no state.
+            hexes: the digests of the version's parts, then those of the state's regions, each joined to one hex string.
+        """
         parts, states = (split(bytes.fromhex(text)) for text in hexes)
         mine, beside = self._verified(VERSION, fragment, slot, parts), None
         if mine is None or self._plan.fragments[fragment].version.blob_id(parts) != digest:
@@ -103,14 +113,14 @@ class PeerStore:
             return [version for _, version in sorted(self._versions.items())]
 
     def get(self, fragment: int, version: int) -> Version | None:
-        """Return a version; None if it is not here."""
+        """Return the version of a fragment with this number; None if this worker does not have it."""
         with self._lock:
             return self._versions.get((fragment, version))
 
     def served(self, version: Version) -> Version:
-        """Start to serve a version. Return a copy of it with `source` set.
+        """Start to serve a version to other workers. Return a copy of it with the references in `source`.
 
-        Do not hold a lock during the call: it may read the whole outer state to compute digests.
+        Do not hold a lock during the call: it may read the outer optimizer's whole state to compute digests.
         """
         layout, beside, parts = self._plan.fragments[version.fragment].version, None, version.state_parts
         at = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
@@ -121,17 +131,18 @@ class PeerStore:
         return replace(version, state_parts=parts, source=Source(version=str(at), state=beside))
 
     def withdraw(self, version: Version) -> None:
-        """Stop serving a version."""
+        """Stop serving a version to other workers."""
         source = version.source
         for text in (source.version, source.state) if source is not None else ():
             if text is not None:
                 self._peer_server.withdraw(TensorRef.parse(text))
 
     def put(self, version: Version) -> None:
-        """Add a version, and the slots that the caller got for it from `taken`, to the store.
+        """Add a version to the store. Its slots, which the caller got from `taken`, then belong to the store.
 
         Raises:
-            StoreError: the note cannot be written. The version is not added, and the caller keeps the slots.
+            StoreError: the file `held.json` cannot be written. The version is not added, and the caller keeps the
+                slots.
         """
         with self._lock:
             self._versions[version.fragment, version.version] = version
@@ -143,7 +154,7 @@ class PeerStore:
                 raise
 
     def drop(self, version: Version) -> None:
-        """Remove a version from the store and stop serving it. Its slots are reused once no reader is left."""
+        """Remove a version from the store and stop serving it. Its slots are reused as soon as no thread reads them."""
         with self._lock:
             if self._versions.pop((version.fragment, version.version), None) is not None:
                 self.withdraw(version)
@@ -165,17 +176,17 @@ class PeerStore:
 
     @contextmanager
     def taken(self, fragment: int, *kinds: str) -> Iterator[list[Slot | None]]:
-        """Yield slots to write into. If the block raises, give them back.
+        """Yield free slots (files) to write into. If the `with` block raises an error, give the slots back.
 
         Args:
             fragment: the fragment's number.
-            kinds: the kind of each slot.
+            kinds: what each slot is for: `VERSION`, `STATE` of the outer optimizer, or `SPOOL` for an update.
 
         Yields:
             One slot for each kind; None for a kind that has no files in this run.
 
         Raises:
-            DiskFull: there is no space for another slot.
+            DiskFull: the disk has no space for another slot.
         """
         slots: list[Slot | None] = []
         try:
@@ -190,13 +201,13 @@ class PeerStore:
             raise
 
     def give_back(self, held: Version | Spool) -> None:
-        """Give back the slots of a version or an update, so that they can be reused."""
+        """Give back the slots of a version or of a downloaded update, so that they can be reused."""
         for kind, slot in held.slots():
             self._pools[kind, held.fragment].drop(slot, JOURNAL)
 
     @contextmanager
     def reading(self, *held: Version | Spool) -> Iterator[None]:
-        """Prevent the slots of versions and updates from being reused inside the block."""
+        """Prevent, for the duration of the `with` block, that the slots of these versions and updates are reused."""
         with ExitStack() as stack:
             for each in held:
                 for kind, slot in each.slots():
@@ -204,7 +215,7 @@ class PeerStore:
             yield
 
     def close(self) -> None:
-        """Close the files, and remove the spools. The versions stay on disk for the next start."""
+        """Close the files, and remove the downloaded updates. The versions stay on disk for the next start."""
         with self._lock:
             for (kind, _), pool in self._pools.items():
                 if kind == SPOOL:

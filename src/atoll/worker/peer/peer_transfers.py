@@ -1,6 +1,6 @@
-"""Transfers between the workers of a swarm: serve and pull versions, outer states and updates.
+"""Transfers between the workers of a swarm: of versions, updates, and states of the outer optimizer.
 
-Environment variables configure the worker's own server:
+Each worker serves its files to the others over HTTP. Environment variables configure this server:
 
     ATOLL_PEER_HOST, ATOLL_PEER_PORT           address to listen on
     ATOLL_PEER_NAME                            host name under which other workers reach this one
@@ -37,13 +37,13 @@ from atoll.transport.object_server import ObjectHost, Ranges
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.tls import is_loopback
 from atoll.worker.exchange.base_and_outbox import Outbox
-from atoll.worker.log_lines import told
+from atoll.worker.log_lines import error_text
 
 CONNECTIONS = 2
 
 
 def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
-    """Start to listen for other workers.
+    """Start the HTTP server from which other workers of the swarm download this worker's files.
 
     Args:
         site: the site's name, for messages.
@@ -51,8 +51,8 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
         idle_timeout_s: seconds without a byte after which a connection is closed.
 
     Raises:
-        ConfigError: the run's server is on another machine, and `ATOLL_PEER_HOST` is not set. Or the address needs
-            TLS, or does not belong to this machine.
+        ConfigError: the run's server is on another machine, and `ATOLL_PEER_HOST` is not set. Or the address needs TLS,
+            or does not belong to this machine.
         PortInUse: another process has the port.
     """
     host = os.environ.get("ATOLL_PEER_HOST")
@@ -96,13 +96,13 @@ def _path(variable: str) -> Path | None:
 
 
 class SlotWriter:
-    """A writer of downloaded bytes into a slot."""
+    """Writes downloaded bytes into a slot, a reused file of fixed size."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` from the slot's byte `offset` on.
+        """Write `data` at byte `offset` of the slot.
 
         Raises:
             StoreError: the disk is full, or fails.
@@ -116,10 +116,10 @@ class SlotWriter:
 
 @contextmanager
 def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[tuple[TensorRef, HttpTransfer]]:
-    """Connect to the worker that serves a reference, for the duration of the block.
+    """Connect to the worker that a reference names; the connections close at the end of the `with` block.
 
     Args:
-        text: the reference as text.
+        text: the reference to a file at that worker, as text.
         idle_timeout_s: seconds without a byte after which a transfer fails.
         counters: counters of the transferred bytes.
 
@@ -147,15 +147,16 @@ PROBE_S = 10.0
 
 
 class PeerServer:
-    """Serves this worker's files to other workers. They get the references from the run's server.
+    """Serves this worker's files to other workers, which learn from the run's server where the files are.
 
     Args:
         host: serves files over HTTP.
-        counters: counters of the bytes that other workers pull.
-        ca: PEM file with the authority of other workers' certificates; None: the system's authorities.
+        counters: counts the bytes that other workers download.
+        ca: PEM file of the certificate authority that signed other workers' certificates; None: the system's
+            authorities.
 
     Attributes:
-        served: bytes that other workers have pulled.
+        served: number of bytes that other workers have downloaded.
     """
 
     def __init__(self, host: ObjectHost, counters: Counters, ca: str | None) -> None:
@@ -175,7 +176,7 @@ class PeerServer:
         self._counters.add(up=count)
 
     def serve(self, fd: int, manifest: Manifest) -> TensorRef:
-        """Serve a file as `ObjectHost.serve` does, and count the bytes that other workers pull.
+        """Serve an open file to other workers, count the bytes that they download, and return a reference to the file.
 
         Args:
             fd: descriptor of the open file.
@@ -184,17 +185,19 @@ class PeerServer:
         return self._host.serve(fd, manifest, self._count)
 
     def withdraw(self, ref: TensorRef) -> None:
-        """Stop serving the file behind a reference."""
+        """Stop serving the file that a reference names."""
         with contextlib.suppress(AtollError):
             self._host.withdraw(ref)
 
     def offer(self, fragment: int, outbox: Outbox, on_bytes: Callable[[int], None]) -> TensorRef:
-        """Serve the update in an outbox until another update is offered or `retract` is called.
+        """Serve the update in an outbox, and return a reference to the update.
+
+        It is served until another update of the fragment is offered or `retract` is called.
 
         Args:
             fragment: the fragment's number.
-            outbox: the fragment's outbox, sealed.
-            on_bytes: called each time a worker has pulled some bytes, with their number.
+            outbox: the fragment's outbox; its note must have been written.
+            on_bytes: called with the number of bytes each time a worker has downloaded some.
         """
         self._watching[fragment] = on_bytes
 
@@ -216,7 +219,7 @@ class PeerServer:
         return ref
 
     def retract(self, fragment: int) -> None:
-        """Stop serving the fragment's update. Call it before the outbox changes."""
+        """Stop serving the fragment's update. Call this before the outbox file is overwritten."""
         with self._lock:
             known = self._updates.pop(fragment, None)
         if known is not None:
@@ -224,9 +227,10 @@ class PeerServer:
 
     @contextlib.contextmanager
     def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
-        """Open a reference for the duration of the block.
+        """Open the file that a reference names; it closes at the end of the `with` block.
 
-        If this worker serves the file itself, the file is read directly. Otherwise connect to its worker.
+        If this worker serves the file itself, it is read from the disk. Otherwise, connect to the worker that serves
+        it.
 
         Yields:
             The parsed reference, and an object to read parts from.
@@ -243,22 +247,23 @@ class PeerServer:
             own.close()
 
     def _read(self, ref: TensorRef, nbytes: int) -> None:
-        """Report to `on_bytes` of `offer` that this worker reads bytes of its own offered update."""
+        """Call the update's `on_bytes` if this worker itself reads bytes of the update that it offers to others."""
         with self._lock:
             at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
         if at is not None:
             self._watching[at](nbytes)
 
     def in_order(self, sources: Sequence[str]) -> list[str]:
-        """Return references to one version in the order to try: this worker's own first, then the others at random."""
+        """Return references to one version in the order in which to try them: this worker's own, then the others."""
         return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
-        """Try to reach another worker. Return why that failed; empty after success or a stop.
+        """Try to reach another worker, several times. Return why that failed; an empty text if it worked.
 
         Args:
-            address: the worker's address.
-            wait: waits for a number of seconds; returns true if this worker stops meanwhile.
+            address: the other worker's address.
+            wait: waits for a number of seconds; returns True if this worker stops meanwhile. Then the text is empty,
+                too.
         """
         why = ""
         for pause_s in (*AGAIN_S, 0.0):
@@ -267,7 +272,7 @@ class PeerServer:
                     http.reach(routes.HEALTH, timeout_s=PROBE_S)
                 return ""
             except AtollError as error:
-                why = told(error, 300)
+                why = error_text(error, 300)
                 if wait(pause_s):
                     return ""
         return why
@@ -282,18 +287,18 @@ class PeerServer:
 
 @dataclass(frozen=True)
 class Version:
-    """A complete version at this worker, with its outer state.
+    """A complete version at this worker, with the outer optimizer's state after it.
 
     Attributes:
         fragment: the fragment's number.
         version: number of the version.
         digest: digest of the version.
         slot: the file of the version.
-        state: the file of the outer state; None: there is no outer state yet.
+        state: the file of the outer optimizer's state; None: there is no state yet.
         part_digests: BLAKE3 of each part of the version.
-        state_digests: BLAKE3 of each region of the outer state.
-        state_parts: BLAKE3 of each part in which the outer state travels; empty if not known.
-        source: references under which other workers pull the files; None while the version is not served.
+        state_digests: BLAKE3 of each region of that file.
+        state_parts: BLAKE3 of each part in which that file is transferred; empty if not known.
+        source: the references with which other workers download the files; None while the version is not served.
     """
 
     fragment: int
@@ -307,25 +312,25 @@ class Version:
     source: Source | None = None
 
     def slots(self) -> list[tuple[str, Slot]]:
-        """Return the version's files as pairs of kind and slot."""
+        """Return the version's files as pairs (kind of file, slot)."""
         return [(VERSION, self.slot), *([(STATE, self.state)] if self.state is not None else [])]
 
 
 @dataclass(frozen=True)
 class Spool:
-    """A collected update: its slot, and BLAKE3 of each of its parts."""
+    """A downloaded update: the slot (file) with its bytes, and the BLAKE3 digest of each of its parts."""
 
     fragment: int
     slot: Slot
     part_digests: tuple[bytes, ...]
 
     def slots(self) -> list[tuple[str, Slot]]:
-        """Return the update's file as a pair of kind and slot, in a list."""
+        """Return the update's file as a list of one pair (kind of file, slot)."""
         return [(SPOOL, self.slot)]
 
 
 def state_cuts(shape: FileShape) -> Cuts:
-    """Return the division of an outer state into parts for transfers: `PART_BYTES` each."""
+    """Return how the file of an outer optimizer's state is divided for transfers: into parts of `PART_BYTES`."""
     return Cuts(0, shape.nbytes, PART_BYTES)
 
 
@@ -333,11 +338,11 @@ class PeerTransfers:
     """The downloads of one worker in a swarm.
 
     Args:
-        plan: the run's plan.
+        plan: the run's plan, as for `SwarmPeer`.
         http: connections to the server.
-        peer_server: this worker's server, for files that this worker serves itself.
+        peer_server: this worker's own file server; a file that it serves is read from the disk.
         idle_timeout_s: seconds without a byte after which a transfer fails.
-        on_bytes: called each time some bytes have arrived, with their number.
+        on_bytes: called with the number of bytes each time some have arrived.
     """
 
     def __init__(
@@ -348,17 +353,18 @@ class PeerTransfers:
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
 
     def version(self, hold: Hold, slot: Slot, state: Slot | None) -> Version:
-        """Pull a version and its outer state into slots, and check every byte.
+        """Download a version and the outer optimizer's state after it into slots, and check every byte.
 
-        Try the workers in the order of `hold.sources`. If the list is empty, pull from the server, which has version 0.
+        Try the workers in the order of `hold.sources`. If the list is empty, download from the server, which has
+        version 0.
 
         Args:
             hold: the version, its digests and its sources.
             slot: the slot for the version.
-            state: the slot for the outer state; None: the version has none.
+            state: the slot for the state; None: there is no state.
 
         Raises:
-            AtollError: one of `UNPULLED`: every source failed; the error is the last source's.
+            AtollError: every source failed. The error is the last source's, one of `UNPULLED`.
         """
         if not hold.sources:
             return self._initial(hold, slot)
@@ -372,10 +378,13 @@ class PeerTransfers:
         raise last
 
     def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> Version:
-        """Pull a version and its outer state from one worker, both at the same time."""
+        """Download a version and, at the same time, the outer optimizer's state after it, from one worker."""
         layout = self._plan.fragments[hold.fragment].version
         if state is not None and source.state is None:
-            raise Gone(f"The other worker has no outer state of version {hold.version}.", "Ask another worker.")
+            raise Gone(
+                f"The other worker has version {hold.version}, but not the outer optimizer's state after it.",
+                "Ask another worker.",
+            )
         with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
             coming = beside.submit(self._state_from, source.state, hold, state) if source.state and state else None
             digests = self._pulled(source.version, layout, slot, hold.digest)  # the end of the block waits for `coming`
@@ -383,13 +392,13 @@ class PeerTransfers:
         return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions, parts)
 
     def _state_from(self, source: str, hold: Hold, slot: Slot) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Pull the outer state from one worker, and check it against the digest that the server knows.
+        """Download the outer optimizer's state from one worker, and compare it with the digest from the server.
 
         Returns:
-            BLAKE3 of each region, and BLAKE3 of each part in which the outer state travelled.
+            BLAKE3 of each region of the state, and BLAKE3 of each part in which it was transferred.
 
         Raises:
-            PartCorrupt: the worker serves another outer state.
+            PartCorrupt: the worker serves the state of another version.
         """
         shape = self._plan.fragments[hold.fragment].shapes().state
         assert shape is not None
@@ -397,7 +406,7 @@ class PeerTransfers:
         regions = tuple(region_digest(slot.fd, region) for region in shape.regions)
         header = os.pread(slot.fd, len(shape.header), 0)
         if state_id(regions) != hold.state_digest or header != shape.header:
-            raise PartCorrupt(f"The outer state at {source} is not the one of version {hold.version}.")
+            raise PartCorrupt(f"The outer optimizer's state at {source} does not belong to version {hold.version}.")
         return regions, parts
 
     def _pulled(
@@ -408,18 +417,18 @@ class PeerTransfers:
         digest: str = "",
         on_part: Callable[[Part], None] = lambda _: None,
     ) -> tuple[bytes, ...]:
-        """Pull a file from the worker that serves it. Return BLAKE3 of each part.
+        """Download a file from the worker that serves it. Return BLAKE3 of each part.
 
         Args:
             source: the reference to the file.
             cut: the expected division of the file into parts.
             slot: the slot to write into.
-            digest: the expected digest of the file; empty: the digest in the reference, and the caller checks the
-                content.
+            digest: the expected digest of the file. If empty, only the digest in the reference is compared, and the
+                caller has to check the content.
             on_part: called with each part after it was written.
 
         Raises:
-            PartCorrupt: the worker serves another file.
+            PartCorrupt: the worker serves a file with another digest or other parts.
         """
         with self._peer_server.connected(source, self._idle_timeout_s) as (ref, transfer):
             what = f"the file at {ref.server}"
@@ -433,14 +442,15 @@ class PeerTransfers:
                 expected, parts = Manifest.of_cuts(cut, digests), cut.parts()
             if manifest != expected:
                 raise PartCorrupt(
-                    f"The file at {ref.server} is divided into other parts than expected.", "Check that worker."
+                    f"The worker at {ref.server} divides its file into other parts than expected.",
+                    "Check that this worker has the same release of Atoll.",
                 )
             path = routes.OBJECT_DATA.format(object=ref.object)
             transfer.pull(path, digests, parts, [SlotWriter(slot)], on_bytes=self._move, on_part=on_part)
         return digests
 
     def _initial(self, hold: Hold, slot: Slot) -> Version:
-        """Pull version 0 from the server."""
+        """Download version 0, the initial model, from the server."""
         layout = self._plan.fragments[hold.fragment].version
         manifest = self._http.get(routes.MANIFEST.format(fragment=hold.fragment, version=0), messages.Manifest)
         digests = tuple(bytes.fromhex(text) for text in manifest.part_digests)
@@ -453,11 +463,11 @@ class PeerTransfers:
         return Version(hold.fragment, 0, hold.digest, slot, None, digests, ())
 
     def update(self, collect: Collect, slot: Slot) -> tuple[Spool, float, str]:
-        """Pull an update into a slot, and inspect its values.
+        """Download an update into a slot, and check its values.
 
         Returns:
-            The update, its norm, and a text that says what is wrong with its values. If the values are sound, the text
-            is empty; otherwise the norm is 0.
+            The update, its norm, and a text. If the values are finite, the text is empty; otherwise the text says what
+            is wrong, and the norm is 0.
         """
         layout, inspection = self._plan.fragments[collect.fragment].update, self._inspections[collect.fragment]
         sums, bad = list[float](), list[str]()

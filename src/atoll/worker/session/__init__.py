@@ -1,1 +1,4 @@
-"""A worker's session with the server: join, heartbeats, tickets, retries, the ranks of one worker, and leaving."""
+"""A worker's session with the server: join, heartbeats, requests for rounds, retries, and leaving.
+
+Also the ranks of `torch.distributed` that form one worker.
+"""

@@ -1,15 +1,15 @@
-"""Deregister a worker at the server when its process ends, also after an error or a signal.
+"""Make a worker leave its run when its process ends, also after an error or a signal.
 
 SIGTERM and SIGHUP (the end of an ssh session) raise an exception in the script, as Ctrl-C does. When Python exits,
-every worker that is still joined leaves its run and reports the error. Python does not tell exit handlers the exit
-code, so `sys.exit` is replaced while a worker is joined, to remember the code. If no Python code runs at the end
-(SIGKILL, a crash of a library), `atoll worker` deregisters the worker, with the lease that the process wrote to a
-folder.
+every worker that is still joined leaves its run and tells the server the error. Python does not pass the exit code to
+exit handlers, so while a worker is joined, `sys.exit` is replaced by a function that remembers the code. If no Python
+code runs at the end (SIGKILL, a crash of a library), the command `atoll worker` makes the worker leave. For this, the
+process writes its lease, the token that the server gave the worker, to a folder.
 
-Python handles a signal only between two bytecode instructions. If native code hangs, Python never handles the signal;
-a thread watches for this case and ends the process. A second signal ends the process in any case. Python drops an
-exception that is raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives there is sent again
-until its exception reaches the script.
+Python handles a signal only between two bytecode instructions, so it never does if native code hangs. A thread watches
+for this case and ends the process. A second signal ends the process in any case. Python drops an exception that is
+raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives there is sent again until its exception
+reaches the script.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class EndedBySignal(SystemExit):
 
 
 def last_words(error: BaseException | None) -> str | None:
-    """Return the text that tells the server which error ended training.
+    """Return the text with which the server is told which error ended training.
 
-    Return None if training ended well, or the user interrupted it.
+    Return None if training ended well, or if the user interrupted it.
     """
     if isinstance(error, EndedBySignal):
         return str(error)
@@ -92,7 +92,7 @@ class Joined(Protocol):
     """An object that has joined a run, such as `Session`."""
 
     def leave(self, error: str | None = None) -> None:
-        """Deregister. A second call does nothing."""
+        """Leave the run. A second call does nothing."""
 
 
 _joined: weakref.WeakSet[Joined] = weakref.WeakSet()
@@ -107,8 +107,8 @@ class _Forking(threading.local):
     """The state of the calling thread while it forks.
 
     Attributes:
-        masks: the signal mask before each fork that is under way, outermost first; empty outside a fork. If a signal
-            handler of the script raises inside our fork handlers, old masks may stay here.
+        masks: for each fork that is in progress, the thread's signal mask before it, outermost fork first; empty
+            outside a fork. If a signal handler of the script raises an error during a fork, old masks may stay here.
         began_s: time at which the outermost fork began.
     """
 
@@ -120,7 +120,10 @@ _forking = _Forking()
 
 
 def watch_exit(joined: Joined) -> None:
-    """Make `joined` leave when this process ends, also by SIGTERM or SIGHUP. The script's own signal handlers stay."""
+    """Make `joined` leave its run when this process ends, also by SIGTERM or SIGHUP.
+
+    Signal handlers that the script has set are not replaced.
+    """
     global _pid, _exit
     if _pid != os.getpid():
         _pid = os.getpid()
@@ -138,7 +141,10 @@ def watch_exit(joined: Joined) -> None:
 
 
 def has_left(joined: Joined) -> None:
-    """Forget an object that has left. If none remains, restore `sys.exit`, `sys.unraisablehook` and signal handlers."""
+    """Stop watching an object that has left its run.
+
+    If no joined object remains, restore `sys.exit`, `sys.unraisablehook` and the signal handlers.
+    """
     _joined.discard(joined)
     if _joined:
         return
@@ -151,19 +157,19 @@ def has_left(joined: Joined) -> None:
 
 
 def what_ends() -> BaseException | None:
-    """Return the uncaught exception that ends this process; None after a normal end. Call it when Python exits."""
+    """Return the uncaught exception that ends this process; None after a normal end. Only valid while Python exits."""
     return getattr(sys, "last_value", None) or _exit
 
 
 class _Replaced:
     """A function of `sys` that is replaced while a worker is joined.
 
-    Each call of `replace` makes a new replacement, since other code may still wrap the previous one. If the previous
-    one were used again, it would call its own wrapper, which calls it, without end.
+    Each call of `replace` makes a new replacement. Other code may have wrapped the previous one; if that one were put
+    into `sys` again, it and its wrapper would call each other without end.
 
     Args:
         name: the function's name in `sys`.
-        made_of: makes the replacement from the function that it replaces.
+        made_of: returns the replacement, given the function that it replaces.
     """
 
     def __init__(self, name: str, made_of: Callable[[Any], Any]) -> None:
@@ -179,7 +185,7 @@ class _Replaced:
             setattr(sys, self._name, self._ours)
 
     def restore(self) -> None:
-        """Put the earlier function back, unless other code has replaced ours meanwhile."""
+        """Restore the function that `replace` replaced. If other code has replaced it since, do nothing."""
         if getattr(sys, self._name) is self._ours:
             setattr(sys, self._name, self._before)
 
@@ -195,9 +201,12 @@ def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -
 
 
 def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-    """Return a `sys.unraisablehook` that sends a signal again if Python dropped the signal's exception.
+    """Return a `sys.unraisablehook` for exceptions that Python drops: it sends a signal again if one was lost that way.
 
     The signal's exception is the dropped exception itself, or one in its chain of contexts.
+
+    Args:
+        before: the hook to call for all other exceptions.
     """
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
@@ -244,7 +253,9 @@ def _send_again(number: int) -> None:
 
 
 def _unwind_at_the_first(number: int) -> None:
-    """Make the next signal call `_unwind`. A second signal ends the process, even while native code hangs.
+    """Make the next signal with this number raise an exception in the script, and a further one end the process.
+
+    It ends the process even while native code hangs.
 
     glibc's `sysv_signal` makes the kernel reset the handler after one call. Without glibc, the handler stays set.
     """
@@ -257,9 +268,10 @@ def _unwind_at_the_first(number: int) -> None:
 
 
 def _watch_signals() -> None:
-    """Start a thread that watches for signals that Python does not handle.
+    """Start a thread that ends the process if a signal arrives but Python does not handle it.
 
-    If the program has set a wakeup descriptor, keep it and start no thread.
+    Python tells the thread about signals through a wakeup descriptor. If the program has set its own, keep that one and
+    start no thread.
     """
     before = signal.set_wakeup_fd(-1)
     if before != -1:
@@ -273,12 +285,12 @@ def _watch_signals() -> None:
 
 
 def _keep_from_forks(writer: int) -> None:
-    """Block signals around a fork until the child no longer writes to the parent's wakeup pipe.
+    """Block signals during a fork, until the child process no longer shares the parent's pipe for signals.
 
-    Otherwise an early signal to the child would be written to the parent's pipe. The child would miss it and live on.
+    Otherwise, Python in the child would report an early signal to the parent's pipe, and the child would not end.
 
     Args:
-        writer: the write end of the parent's wakeup pipe.
+        writer: the write end of the parent's pipe (its signal wakeup descriptor).
     """
 
     def hold() -> None:
@@ -344,7 +356,16 @@ def _leave_all() -> None:
 
 
 def note_lease(site: str, server: str, lease: str) -> None:
-    """Write a lease to the folder where `atoll worker` finds it. If that fails, log one warning and go on."""
+    """Write a worker's lease to a file in the folder `ATOLL_LEASES`, where `atoll worker` finds it.
+
+    With the lease, `atoll worker` can make the site leave if this process is killed. If the file cannot be written, log
+    a warning, once.
+
+    Args:
+        site: the site's name.
+        server: address of the server.
+        lease: the token that the server gave the worker on joining.
+    """
     from atoll.worker.log_lines import LOG
 
     global _said
@@ -358,13 +379,16 @@ def note_lease(site: str, server: str, lease: str) -> None:
     except OSError as error:
         if not _said:
             LOG.warning(
-                "%s: the lease could not be written to a file: %s. If this process is killed, %s", site, error, UNNOTED
+                "%s: this worker's lease could not be written to a file: %s. If this process is killed, %s",
+                site,
+                error,
+                UNNOTED,
             )
         _said = True
 
 
 def forget_lease(site: str, lease: str) -> None:
-    """Remove the file of a lease that was given back. If the file has the lease of a newer process, it stays."""
+    """Remove the file of a lease after the worker has left. If it already has a newer process's lease, it stays."""
     if folder := os.environ.get(LEASES):
         path = Path(folder, site)
         if path.exists() and path.read_text().splitlines()[1:] == [lease]:
@@ -388,11 +412,11 @@ def keep_last_status(http: Http) -> None:
 
 
 def leave_for(folder: Path, why: str) -> list[str]:
-    """Give back the leases that an ended process left in a folder. Return the names of the sites that left.
+    """Make the sites of a process that has ended leave the run. Return the names of the sites that left.
 
     Args:
-        folder: the folder that `ATOLL_LEASES` named for the process.
-        why: what ended the process; the server shows it.
+        folder: the folder that `ATOLL_LEASES` named for the process, with a file for each lease.
+        why: what ended the process; the server's status shows it.
     """
     from atoll.errors import AtollError
     from atoll.protocol import messages, routes

@@ -1,4 +1,4 @@
-"""The ranks of one worker: rank 0 asks the server, and every rank gets the same answer or the same error.
+"""The processes (ranks) of one worker: rank 0 talks to the server, and every rank gets the same answer or error.
 
 All ranks run the same code. They exchange only text and tensors; nothing is pickled.
 """
@@ -25,12 +25,12 @@ Said = dict[str, Any]
 
 
 class RankGroup:
-    """The processes of one worker, which train one model together by `torch.distributed`; often a single process.
+    """The processes of one worker, which train one model together with `torch.distributed`; often only one process.
 
     Args:
         rank: rank of this process.
         size: number of ranks.
-        device: device of the tensors that collectives move.
+        device: the device on which tensors must be for collective operations, such as a GPU for NCCL.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -41,7 +41,10 @@ class RankGroup:
 
     @classmethod
     def here(cls, model: nn.Module) -> RankGroup:
-        """Return this process's group: the ranks of `torch.distributed` if it is initialised, else a single rank.
+        """Return the worker's group: all ranks of `torch.distributed` if it is initialised, else this process alone.
+
+        Args:
+            model: the model that the worker trains.
 
         Raises:
             UsageError: the model is sharded by FSDP1, which hides the shapes of its parameters.
@@ -61,11 +64,11 @@ class RankGroup:
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def from_rank0(self, ask: Callable[[], T], kind: Any = Any) -> T:
-        """Return at every rank what `ask` returns at rank 0.
+        """Call `ask` at rank 0 only, and return its result at every rank.
 
         Args:
-            ask: the function to call at rank 0 only.
-            kind: the type of the value if it is not plain JSON: a dataclass, a message, or a union of them.
+            ask: the function to call.
+            kind: the type of the result if it is not plain JSON: a dataclass, a message, or a union of them.
 
         Raises:
             AtollError: `ask` raised an error at rank 0. Every rank raises the same error.
@@ -93,18 +96,19 @@ class RankGroup:
         return value
 
     def tick(self) -> None:
-        """Tell the ranks that wait in `from_rank0` to go on waiting, so that their collective does not time out.
+        """Keep the other ranks, which wait in `from_rank0`, from running into the timeout of `torch.distributed`.
 
-        Call it at rank 0 inside `ask`. From any other thread, and at other ranks, it does nothing.
+        Call this from time to time in a long `ask`, at rank 0. From any other thread, and at other ranks, it does
+        nothing.
         """
         if self._asking == threading.get_ident():
             self._text(json.dumps({"wait": True}))
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Call `work` at every rank. Return at every rank the list of all results, in the order of the ranks.
+        """Call `work` at every rank, and return at every rank the list of all results, in the order of the ranks.
 
         Args:
-            work: returns a value that JSON can hold.
+            work: the function; its result must consist of JSON values.
 
         Raises:
             AtollError: `work` failed at one of the ranks. Every rank raises the error. If several ranks failed, a
@@ -136,7 +140,7 @@ class RankGroup:
                 tensor.copy_(self.from_rank(tensor.detach(), 0))
 
     def from_rank(self, values: Tensor, rank: int) -> Tensor:
-        """Return the values of one rank at every rank, on the device of collectives.
+        """Broadcast the values of one rank; return them at every rank, on the group's device.
 
         Args:
             values: the values to send at that rank; elsewhere a tensor of the same shape and dtype.
@@ -149,15 +153,18 @@ class RankGroup:
         return there
 
     def total(self, count: int) -> int:
-        """Return the sum of every rank's `count`."""
+        """Return, at every rank, the sum of `count` over all ranks."""
         return sum(self.gather(lambda: count))
 
     def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Send one byte tensor to each rank, and return the byte tensor that came from each rank, on the CPU.
+        """Send bytes from each rank to each other rank (all-to-all). Return the bytes that came from each rank.
 
         Args:
-            outgoing: for each rank, the bytes to send, uint8.
+            outgoing: for each rank, a uint8 tensor with the bytes to send to it.
             sizes: for each rank, the number of bytes that it sends to this rank.
+
+        Returns:
+            For each rank, a uint8 tensor on the CPU.
         """
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         data = torch.cat(list(outgoing)).to(self._device)
@@ -167,7 +174,7 @@ class RankGroup:
         return list(torch.split(incoming.cpu(), list(sizes)))
 
     def _text(self, text: str) -> str:
-        """Return the text of rank 0 at every rank."""
+        """Return, at every rank, the `text` of rank 0."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         with _with_others():
@@ -179,7 +186,7 @@ class RankGroup:
         return there.cpu().numpy().tobytes().decode()
 
     def _texts(self, text: str) -> list[str]:
-        """Return the texts of all ranks at every rank."""
+        """Return, at every rank, the list of the `text` of each rank."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
@@ -198,13 +205,13 @@ ALONE = RankGroup(0, 1, torch.device("cpu"))
 
 @contextmanager
 def _with_others() -> Iterator[None]:
-    """Turn a `RuntimeError` of a collective in the block into `RunFailed`, which says that another rank ended."""
+    """Turn a `RuntimeError` of `torch.distributed` in the `with` block into `RunFailed`: another rank ended."""
     try:
         yield
     except RuntimeError as error:
         first = (str(error).splitlines() or [""])[0]
         raise RunFailed(
-            f"Another rank of this worker ended or does not answer: {first}", "See the last output of that rank."
+            f"Another rank of this worker ended or does not answer: {first}", "See the last output of the other ranks."
         ) from error
 
 
@@ -216,7 +223,12 @@ def _said(error: BaseException) -> Said:
 
 
 def _heard(rank: int, said: Said) -> Any:
-    """Return the value in a rank's result. If the result is an error, return an exception of the error's class."""
+    """Return the value in a rank's message. If the message is an error, return it as an exception of the same class.
+
+    Args:
+        rank: the number of the rank, for the text of the exception.
+        said: the message.
+    """
     if "error" not in said:
         return said["value"]
     kind = BY_CODE.get(said["error"])

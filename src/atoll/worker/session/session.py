@@ -1,7 +1,8 @@
-"""A worker's session with the server: its lease, its heartbeats, and calls that are retried until the server answers.
+"""A worker's session with the server: its registration, its heartbeats, and its calls with retries.
 
-If the connection is lost, calls are retried with backoff. If the lease is lost, the worker joins again and gets its
-open ticket back. If a newer process of the same site joins, this process ends.
+If the connection is lost, calls are retried, with growing pauses. If the server has forgotten the worker, the worker
+joins again and gets its open ticket (permission to submit an update) back. If a newer process joins with the same site
+name, this process ends.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from atoll.protocol.values import Lost, Next, next_of, require
 from atoll.runtime import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Http, unanswered
-from atoll.worker.log_lines import LOG, in_wait, told
+from atoll.worker.log_lines import LOG, error_text, in_wait
 from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import (
     GOODBYE_S,
@@ -65,7 +66,7 @@ SAY_EVERY_S = 15.0
 
 
 def give_up_s() -> float:
-    """Return how many seconds a worker tries to reach a server that does not answer.
+    """Return for how many seconds a worker keeps trying to reach a server that does not answer.
 
     The number is `ATOLL_GIVE_UP_S` if that is set, else `GIVE_UP_S`. A value of 0 becomes infinity.
 
@@ -85,12 +86,12 @@ def give_up_s() -> float:
 class OutageTimer:
     """Measures for how long the server has not answered one worker. Thread-safe.
 
-    The time begins with the first failed attempt after an answer. So time in which this process itself was stopped
-    does not count.
+    The time begins with the first failed attempt after the last answer. So time during which this process itself was
+    stopped (SIGSTOP, a sleeping laptop) is not taken for silence of the server.
 
     Args:
         server: address of the server, for messages.
-        clock: gives the time in seconds.
+        clock: returns the current time, in seconds.
 
     Attributes:
         was_answered: whether the server has ever answered.
@@ -108,7 +109,7 @@ class OutageTimer:
             self._since_s, self.was_answered = None, True
 
     def failed(self) -> None:
-        """Note that an attempt was not answered."""
+        """Note that the server did not answer an attempt."""
         with self._lock:
             self._since_s = self._clock() if self._since_s is None else self._since_s
 
@@ -120,7 +121,7 @@ class OutageTimer:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the server has not answered for `ATOLL_GIVE_UP_S`, so that the worker gives up."""
+        """Whether the server has not answered for the `ATOLL_GIVE_UP_S` seconds after which the worker gives up."""
         return self.seconds >= self._most_s
 
     @property
@@ -130,7 +131,7 @@ class OutageTimer:
         return f"This worker keeps trying{upto} (ATOLL_GIVE_UP_S)."
 
     def error(self) -> ServerLost:
-        """Return the error to raise when the worker gives the server up."""
+        """Return the error to raise when the worker gives up trying to reach the server."""
         return ServerLost(
             f"{self._server} has not answered for {duration(self.seconds)}; this worker stops trying.",
             "If the run has ended, its model is in the server's exports. Else start the server, then this "
@@ -146,22 +147,23 @@ class Session:
         channel: the calls to the server.
         site: the site's name.
         labels: labels of the worker, shown in the status.
-        ranks: the ranks of the worker. Rank 0 joins, sends heartbeats and asks; every rank gets the answers.
+        ranks: the processes of the worker. Rank 0 joins, sends heartbeats and makes calls; every rank gets the answers.
 
     Attributes:
         info: description of the run.
-        split: fragments of the run.
-        schema: schema of the run's model.
-        heartbeat: the next heartbeat; changed by `tell`.
+        split: how the model is divided into fragments.
+        schema: names, shapes and dtypes of the run's model.
+        heartbeat: the content of the next heartbeat; changed by `tell`.
         counters: bytes and retries so far.
-        optimizers: the optimizers that train in this process, as far as they are known.
+        optimizers: those optimizers of this process that were passed to Atoll.
         on_wait: called from time to time while the worker waits for the server or for other workers.
-        durable_versions: for each fragment, the newest version that survives a power loss of the server.
+        durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
+            server.
         peer_address: in a swarm, the address where other workers reach this one; else empty.
-        told_of_state: returns the join message's fields about the algorithm's state; an empty dict if there is no
-            state.
+        state_fields: returns the fields of the join message about the state that the algorithm keeps at the site; empty
+            if it keeps none.
         before_leave: called first when the worker leaves.
-        cleanup: exit stack that is closed after the worker has left.
+        cleanup: the exit stack that is closed after the worker has left.
 
     Raises:
         VersionSkew: worker and server speak different protocols.
@@ -189,7 +191,7 @@ class Session:
         self.on_wait: Callable[[], None] = ranks.tick
         self.durable_versions: dict[int, int | None] = {}
         self.peer_address = ""
-        self.told_of_state: Callable[[], dict[str, Any]] = dict
+        self.state_fields: Callable[[], dict[str, Any]] = dict
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
         self._closing = Latch()  # no `threading.Event`: a signal in its `wait` could block `leave`
@@ -204,18 +206,21 @@ class Session:
         if info.protocol != routes.PROTOCOL:
             older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
             raise VersionSkew(
-                f"This worker uses protocol {routes.PROTOCOL}, {self.channel.server} uses protocol {info.protocol}.",
+                f"This worker uses protocol version {routes.PROTOCOL}, but the server {self.channel.server} uses "
+                f"protocol version {info.protocol}.",
                 f"Upgrade Atoll at {older}.",
             )
         return info, split_of(self.patiently(self.channel.schema, None, "read the schema"), info)
 
     @property
     def http(self) -> Http:
-        """The HTTP connections to the server, for the calls of tasks, objects and swarms."""
+        """The HTTP connections to the server, also used for tasks, for objects (large files), and in swarms."""
         return self.channel.http
 
     def require_here(self) -> None:
-        """Raise an error if this worker has left. Call it before changing files: a thread may outlive the leave.
+        """Raise an error if this worker has left the run.
+
+        Call this before changing the site's files, since a thread may still run after the worker has left.
 
         Raises:
             ServerUnreachable: the worker has left.
@@ -227,17 +232,17 @@ class Session:
     # -- heartbeats
 
     def tell(self, **changes: Any) -> None:
-        """Change fields of the next heartbeat. A change of `state` is sent soon. Safe from any thread."""
+        """Change fields of the next heartbeat. If `state` changes, the heartbeat is sent soon. Safe from any thread."""
         with self._telling:
             before, self.heartbeat = self.heartbeat.state, self.heartbeat.model_copy(update=changes)
         if self.heartbeat.state != before:
             self._news.set()
 
     def warn(self, fragment: int, warnings: list[str]) -> None:
-        """Replace the warnings about a fragment in the next heartbeat.
+        """Replace the warnings about a fragment, which the next heartbeat reports to the server.
 
         Args:
-            fragment: the fragment's number, or one of the keys below zero, such as `OF_THE_OPTIMIZER`.
+            fragment: the fragment's number; or for other warnings, a negative key such as `OF_THE_OPTIMIZER`.
             warnings: the new warnings; an empty list removes the old ones.
         """
         with self._telling:
@@ -247,8 +252,8 @@ class Session:
     def beat(self) -> bool:
         """Send a heartbeat. Return whether the server accepted it.
 
-        If the lease is lost, join again. The timeout is half a heartbeat interval: if a connection is half open, there
-        is time for another heartbeat before the lease expires.
+        If the server has forgotten the worker, join again. The timeout is half a heartbeat interval, so that if a
+        connection is dead, there is time for another heartbeat before the server takes the worker for lost.
         """
         lease = self.channel.lease
         try:
@@ -268,7 +273,7 @@ class Session:
         return False
 
     def end(self) -> None:
-        """Tell the server that this worker submits no more updates, so that no round waits for the worker."""
+        """Tell the server that this worker submits no more updates, so that no round waits for one."""
         self.tell(ends=True, state="waiting for the last results")
         self.beat()
 
@@ -307,8 +312,10 @@ class Session:
         """Join the run, and start the heartbeats.
 
         Args:
-            sync_every: the worker's own H; None: the run's. The server refuses a value that differs from the run's.
-            num_fragments: the worker's own number of fragments; None: the run's. Checked as `sync_every` is.
+            sync_every: the number of local steps between synchronisations that the script expects; None: that of the
+                run. The server refuses a value that differs from the run's.
+            num_fragments: the number of fragments that the script expects; None: that of the run. The server refuses a
+                value that differs from the run's.
         """
         self._sync_every, self._num_fragments = sync_every, num_fragments
         every_s = self.info.waiting_heartbeat_s
@@ -324,16 +331,20 @@ class Session:
             self._beat.start()
 
     def _watch_calls(self, ask: Callable[[], object], every_s: float) -> None:
-        """Start the thread that breaks off calls when the network is silent.
+        """Start the thread that breaks off waiting calls if the server no longer answers.
 
         Args:
-            ask: a call that shows whether the server answers.
+            ask: a call with which the thread finds out whether the server answers.
             every_s: seconds between two such calls.
         """
         self.channel.watch.begin(lambda: is_answered(self.channel, ask), every_s)
 
     def _join(self, max_retries: int | None = None) -> str:
-        """Join the run, or join it again. Return the new lease."""
+        """Join the run, or join it again. Return the new lease: the token that the server gives the worker.
+
+        Args:
+            max_retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+        """
         message = messages.Join(
             protocol=routes.PROTOCOL,
             site=self.site,
@@ -345,33 +356,33 @@ class Session:
             num_fragments=self._num_fragments,
             labels=self._labels,
             peer=self.peer_address,
-            **self.told_of_state(),
+            **self.state_fields(),
         )
         joined = self.patiently(lambda: self.channel.join(message), max_retries, "join")
         self.channel.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.channel.server, joined.lease)
         if joined.displaces is not None:
             LOG.info(
-                "%s: replaces the process on %s that last joined as this site. If that process still runs, "
-                "give one of the two another site name.",
+                "%s: this process replaces the one on host %s that last joined under this site name. If that process "
+                "still runs, give one of the two another site name.",
                 self.site,
                 joined.displaces or "an unnamed host",
             )
         return joined.lease
 
     def rejoin(self, lost: str) -> None:
-        """Join again with one attempt, unless another thread has already replaced the lease `lost`.
+        """Join the run again, without retries. If another thread has already done this, do nothing.
 
         Args:
-            lost: the lease that is no longer valid.
+            lost: the lease (the server's token for this worker) that is no longer valid.
 
         Raises:
-            ServerLost: the server now has another run, to which this worker's progress does not belong.
+            ServerLost: the server now has another run, which this worker's local progress does not belong to.
             LeaseLost: this is not rank 0. Only rank 0 joins again, for all ranks.
             TRANSIENT: the attempt failed.
         """
         if not self.ranks.is_first:
-            raise LeaseLost(f"The server no longer knows {self.site}.")
+            raise LeaseLost(f"The server no longer knows the worker {self.site}.")
         with self._join_lock:
             if self._fatal is None and self.channel.lease == lost:
                 self.reconnections += 1
@@ -384,7 +395,7 @@ class Session:
                     raise
 
     def leave(self, error: str | None = None) -> None:
-        """Send a last heartbeat, deregister and stop the heartbeats. Wait only seconds for the server. Idempotent.
+        """Leave the run: stop the heartbeats and tell the server. Wait only a few seconds for its answer. Idempotent.
 
         Args:
             error: the error that ended training; None: training ended well.
@@ -411,7 +422,7 @@ class Session:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 keep_last_status(self.http)
-                self.channel.leave(told(error) if error else None, GOODBYE_S)
+                self.channel.leave(error_text(error) if error else None, GOODBYE_S)
             forget_lease(self.site, self.channel.lease)
         except (AtollError, OSError) as problem:
             LOG.debug("%s: could not tell the server that this worker leaves: %s", self.site, problem)
@@ -422,16 +433,16 @@ class Session:
     # -- calls
 
     def call(self, ask: Callable[[], T], what: str, *, retries: int | None = None, kind: Any = Any) -> T | Lost:
-        """Make a call at rank 0, with retries, and return the answer at every rank.
+        """Make a call to the server at rank 0, with retries, and return the answer at every rank.
 
         Args:
-            ask: one attempt at the call.
-            what: completes "cannot …" in the log.
-            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
-            kind: type of the answer if it is not plain JSON.
+            ask: makes the call once.
+            what: what the call is for, to complete "cannot …" in the log.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+            kind: the type of the answer if it is not plain JSON.
 
         Returns:
-            The answer, or `Lost` after the last retry.
+            The answer; `Lost` if the last retry failed.
         """
         return self._for_all_ranks(lambda: self.patiently(ask, retries, what), kind)
 
@@ -442,12 +453,12 @@ class Session:
             return Lost(error)
 
     def move(self, work: Callable[[], None], what: str, *, retries: int | None = None) -> Lost | None:
-        """Have every rank transfer its own tensors. Repeat until all ranks succeed; rank 0 decides when to stop.
+        """Let every rank transfer its own tensors. Repeat until all ranks have succeeded, or rank 0 stops the attempts.
 
         Args:
-            work: one attempt at the transfer.
-            what: completes "cannot …" in the log.
-            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            work: makes the transfer of the calling rank once.
+            what: what the transfer is for, to complete "cannot …" in the log.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
 
         Returns:
             `Lost` if a rank failed in the last attempt, else None.
@@ -466,16 +477,16 @@ class Session:
             return Lost(error)
 
     def patiently(self, ask: Callable[[], T], max_retries: int | None, what: str) -> T:
-        """Make a call with retries, in this process alone, and return the answer.
+        """Make a call to the server with retries, in this process alone, and return the answer.
 
         Args:
-            ask: one attempt at the call.
-            max_retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
-            what: completes "cannot …" in the log.
+            ask: makes the call once.
+            max_retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+            what: what the call is for, to complete "cannot …" in the log.
 
         Raises:
             TRANSIENT: the last retry failed.
-            ServerLost: `max_retries` is None, and the server has not answered for too long.
+            ServerLost: `max_retries` is None, and the server has not answered for `ATOLL_GIVE_UP_S`.
         """
         attempts = _Attempts(self, max_retries, what)
         while True:
@@ -488,12 +499,12 @@ class Session:
                 attempts.failed(error)
 
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
-        """Wait for a round; return this worker's ticket, or the answer that the run is finished.
+        """Wait for the next round. Return the ticket (permission to submit an update), or that the run is finished.
 
         Args:
             fragment: the fragment's number.
-            wait_s: seconds after which `Wait` is returned; None: wait until a round opens.
-            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            wait_s: seconds after which `Wait` is returned instead; None: wait until a round opens.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         ask = partial(self._wait_for_ticket, fragment, wait_s, retries)
         reply = self._for_all_ranks(ask, messages.TicketReply)
@@ -520,31 +531,39 @@ class Session:
                 LOG.info("%s: %s", self.site, in_wait(said - begin, reply))
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
-        """Return the outcome of a ticket. A ticket that the server no longer knows counts as expired."""
+        """Return what became of the update of a ticket: whether it is waiting, counted, refused or expired.
+
+        If the server no longer knows the ticket, the outcome is "expired".
+
+        Args:
+            ticket: the ticket under which the update was submitted.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+        """
         what = "ask for the result of the update"
         return self.call(lambda: self.channel.ticket(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
-        """Return the outcome of a ticket, retrying as long as ATOLL_GIVE_UP_S says.
+        """Return what became of the update of a ticket, as `outcome` does, but raise an error if the server is lost.
 
         Raises:
-            TRANSIENT: this worker left during the call, or gave the server up.
+            TRANSIENT: this worker left during the call.
+            ServerLost: the server has not answered for `ATOLL_GIVE_UP_S`.
         """
         return require(self.outcome(ticket))
 
     def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
-        """Return the indices of the parts that the server has already received with these digests.
+        """Return the indices of those parts of an update that the server already has, with the right digests.
 
         Args:
-            ticket: ticket of the update.
+            ticket: the ticket under which the update is submitted.
             digests: BLAKE3 of each part, by the part's index.
 
         Raises:
-            TicketClosed: the round went on without this update.
+            TicketClosed: the round closed without this update.
         """
         state = self.channel.ticket(ticket)
         if state.outcome.state == "expired":
-            raise TicketClosed(f"The round of ticket {ticket} closed without this update: {state.outcome.reason}.")
+            raise TicketClosed(f"The round closed without this worker's update: {state.outcome.reason}.")
         if state.outcome.is_in:
             return digests.keys()
         return {
@@ -554,7 +573,7 @@ class Session:
         }
 
     def _failed(self, error: AtollError) -> None:
-        """Note a failed attempt. All errors but an unreachable server and a stalled transfer count as answers."""
+        """Note a failed attempt. Any error except an unreachable server or a stalled transfer counts as an answer."""
         if isinstance(error, ServerUnreachable | TransferStalled):
             self.silence.failed()
         else:
@@ -566,12 +585,14 @@ class Session:
 
 
 class _Attempts:
-    """The attempts at one call: waits between two attempts, joins again if the lease is lost, and decides when to stop.
+    """The attempts at one call to the server: waits between attempts, and decides when to stop.
+
+    If the server has forgotten the worker, it first joins the run again.
 
     Args:
         session: the session that makes the call.
-        most: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
-        what: completes "cannot …" in the log.
+        most: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+        what: what the call is for, to complete "cannot …" in the log.
     """
 
     def __init__(self, session: Session, most: int | None, what: str) -> None:
@@ -581,11 +602,11 @@ class _Attempts:
         self._error: AtollError | None = None
 
     def begin(self) -> str:
-        """Wait until the next attempt may begin; return the lease for it.
+        """Wait until the next attempt may begin. Return the lease (the server's token for this worker) to make it with.
 
         Raises:
             TRANSIENT: the last retry failed.
-            ServerLost: the server has not answered for too long.
+            ServerLost: the server has not answered for `ATOLL_GIVE_UP_S`.
             LeaseLost: the site cannot join again.
         """
         session = self._session
@@ -607,11 +628,11 @@ class _Attempts:
                 self._error = error
 
     def failed(self, error: AtollError) -> None:
-        """Note the error of a failed attempt. The next `begin` waits, or raises the error."""
+        """Note that an attempt failed with this error. The next `begin` waits, or raises the error."""
         self._error = error
 
     def succeeded(self) -> None:
-        """Note that the attempt was answered, and log it after failures."""
+        """Note that the server answered the attempt. If earlier attempts failed, log that the server answers again."""
         self._session._answered()
         if self._count:
             LOG.info("%s: the server answers again; continuing to %s", self._session.site, self._what)
@@ -645,22 +666,27 @@ class _Attempts:
 
 
 def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
-    """Return the fragments of a run.
+    """Return how the run's model is divided into fragments, as the server describes it.
+
+    Args:
+        message: the schema of the model, from the server.
+        info: the run's description, from the server.
 
     Raises:
-        VersionSkew: the schema does not match the run's description.
+        VersionSkew: `message` and `info` do not agree.
     """
     split = message.to_split()
     if split.count != info.fragments or split.schema.digest != info.schema_digest:
         raise VersionSkew(
-            "The schema from the server does not match the digest in its run description.",
-            "Upgrade Atoll on both sides.",
+            "The server describes its model in a way that this worker does not understand: the schema (names, shapes "
+            "and dtypes) does not match the digest in the run's description.",
+            "Install the same release of Atoll at the server and at this worker.",
         )
     return split
 
 
 def is_answered(channel: Channel, ask: Callable[[], object]) -> bool:
-    """Make a call, and return whether the server answered at all, even with an error."""
+    """Make a call, and return whether the server answered it; an answer that is an error counts, too."""
     try:
         ask()
     except (ServerUnreachable, TransferStalled):

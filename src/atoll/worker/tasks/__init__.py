@@ -1,1 +1,1 @@
-"""Tasks at a site: the handlers that answer a workflow's tasks, and the evaluation of models on the site's data."""
+"""Tasks at a site: call the handlers for the tasks of workflows, and evaluate models on the site's data."""

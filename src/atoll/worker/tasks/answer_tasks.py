@@ -1,4 +1,4 @@
-"""`atoll.tasks`: answer the tasks that a workflow at the server sends.
+"""`atoll.tasks`: answer the tasks that a workflow sends. A workflow is the user's own code at the server.
 
     with atoll.tasks("http://host:8512", site="clinic-a") as worker:
 
@@ -11,9 +11,10 @@
         for task in worker.tasks():            # or, in a loop of your own
             task.answer({"w": task.payload["w"] + 1})
 
-A process that is killed and started again gets its open task again. While the server does not answer, the worker waits.
+If the process is killed and started again, the server sends the unanswered task again. While the server does not
+answer, the worker waits.
 
-This file has the registration of handlers, the loop that calls them, and the prefetching of payloads.
+This file contains the registration of handlers, the loop that calls them, and the prefetching of payloads.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle
 from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import default_site, require_joined, require_site
 from atoll.worker.exchange.encode_update import AnswerFilters
-from atoll.worker.log_lines import LOG, ensure_lines, told
+from atoll.worker.log_lines import LOG, ensure_lines, error_text
 from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import OF_EVALUATIONS, Session
@@ -74,12 +75,13 @@ PAUSE_S = 1.0
 
 @dataclass(eq=False)
 class _Next:
-    """A prefetched task.
+    """A task with tensors that are downloaded in advance, while the site still works on the task before.
 
     Attributes:
         task: the task's id.
-        stored: gives the task's tensors once they are on disk; None if the task has none, or if the pull failed.
-        abort: set to end the pull.
+        stored: has the task's tensors as its result when they are on disk; None if the task has none, or if the
+            download failed.
+        abort: set this event to end the download.
     """
 
     task: str
@@ -88,10 +90,10 @@ class _Next:
 
 
 class Ahead:
-    """The prefetcher: a thread that asks for the next task, and pulls its tensors to disk.
+    """The prefetcher: a thread that asks the server for the next task, and downloads its tensors to disk.
 
     Args:
-        connection: the site's session.
+        connection: the site's session with the server.
     """
 
     def __init__(self, connection: Session) -> None:
@@ -102,7 +104,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def take(self, task: str) -> Stored | None:
-        """Return the prefetched tensors of a task; None if there are none. If their pull has begun, wait for its end.
+        """Return the prefetched tensors of a task; None if there are none. If they are still arriving, wait for them.
 
         Args:
             task: the id of the task that the server has sent.
@@ -127,7 +129,7 @@ class Ahead:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop prefetching. Idempotent. A request that still waits for a task ends by itself."""
+        """Stop prefetching. Idempotent. If a request is waiting for the server, the thread ends after the answer."""
         with self._news:
             self._closing = True
             if self._next is not None:
@@ -179,12 +181,13 @@ class Ahead:
 
 @public_api
 class Task:
-    """One task for this site. The server sends a task again until this site has answered it.
+    """One task for this site. Until the site has answered it, the server sends it again after an interruption.
 
     Attributes:
         name: name of the task: `train`, `validate`, `submit_model`, or a name that the workflow chose.
-        id: id of the task; the same for all sites of a broadcast.
-        payload: the payload that the workflow sent; references in it are not resolved.
+        id: id of the task; the same for all sites if the workflow sent the task to several.
+        payload: the payload that the workflow sent. A `TensorRef` in it, a reference to tensors at another address, is
+            left as it is.
     """
 
     def __init__(self, connection: Session, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
@@ -203,7 +206,7 @@ class Task:
             payload: any nesting of dicts, lists and tuples with tensors, arrays and plain values.
 
         Returns:
-            Whether the server took the answer; False if the task was over.
+            Whether the server accepted the answer; False if the workflow no longer waits for it.
 
         Raises:
             UsageError: a value in the payload cannot be sent, or a filter failed. Nothing was sent.
@@ -214,8 +217,8 @@ class Task:
         return self.deliver(answer)
 
     def written(self, packed: Packed) -> tm.TaskAnswer | Draft:
-        """Apply the filters to an answer; return it ready to send: as a message, or as a draft on disk to upload."""
-        with self._filters.behind(packed, self.name) as packed:
+        """Apply the filters to an answer. Return the message to send, or, for large answers, a draft to upload."""
+        with self._filters.applied(packed, self.name) as packed:
             way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
             if way.warning and self.name not in self._warned:
                 self._warned.add(self.name)
@@ -225,7 +228,7 @@ class Task:
             return written(packed, way.cut, None)
 
     def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
-        """Send an answer that `written` returned; upload a draft first. Return whether the server took the answer."""
+        """Send an answer that `written` returned; upload a draft first. Return whether the server accepted it."""
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
@@ -237,19 +240,19 @@ class Task:
 
     @public_api
     def fail(self, error: BaseException | str) -> bool:
-        """Answer that this site failed at the task.
+        """Answer that this site could not do the task.
 
         Args:
             error: the reason, which the workflow gets as text.
 
         Returns:
-            Whether the server took the answer; False if the task was over.
+            Whether the server accepted the answer; False if the workflow no longer waits for it.
         """
-        return self._send(tm.TaskAnswer(error=told(error) or "no reason was given"))
+        return self._send(tm.TaskAnswer(error=error_text(error) or "no reason was given"))
 
     @property
     def described(self) -> str:
-        """The task's name and the beginning of its id, for errors."""
+        """The task's name and the beginning of its id, for error messages."""
         return f"task {self.name!r} ({self.id[:8]})"
 
     def _send(self, answer: tm.TaskAnswer) -> bool:
@@ -273,7 +276,10 @@ site's disk is full, or the answer is too large for the server. The site then an
 
 
 def say_evaluation_follows(connection: Session) -> None:
-    """If the run ends with an evaluation that asks this site, warn that the script must open `atoll.tasks` for it."""
+    """Warn if the run ends with an evaluation at this site: a DiLoCo loop cannot answer its tasks.
+
+    The warning says that the script must open `atoll.tasks` after the loop.
+    """
     if connection.evaluates:
         told = (
             f"the run ends with a cross-site evaluation that asks site {connection.site}, but a DiLoCo loop "
@@ -287,17 +293,17 @@ def say_evaluation_follows(connection: Session) -> None:
 
 @public_api
 class TaskWorker:
-    """A worker that answers tasks, created by `atoll.tasks`. Use it as a context manager.
+    """A worker that answers tasks; `atoll.tasks` returns it. Use it as a context manager.
 
-    `atoll.join` creates a `Worker`, which answers tasks in the same way, and takes part in rounds, too.
+    The `Worker` that `atoll.join` returns can do the same, and also takes part in rounds of training.
 
     Args:
         site: the site's name.
         session: the site's session; None: no server sends tasks, so the handlers are never called.
         filters: filters that are applied to the site's answers.
         pulls_ahead: whether to prefetch the tensors of the next task while a handler runs.
-        local: returns the model that the site has trained last, read from its file; None if there is none.
-        folder: the folder for models while they are evaluated; by default that of temporary files.
+        local: returns the model that the site submitted last, read from a file; None: this process trains no model.
+        folder: the folder for models while they are evaluated; by default that for temporary files.
     """
 
     _joined_by = "atoll.tasks"  # the call that takes part again after this worker has left
@@ -350,13 +356,13 @@ class TaskWorker:
 
     @public_api
     def task(self, name: str) -> Callable[[H], H]:
-        """Return a decorator that registers a function as the handler of tasks with a name.
+        """Return a decorator that registers a function as the handler of tasks with this name.
 
-        The function takes a payload and returns a payload. If it raises an error, the site answers with that error,
-        and the worker continues with the next task.
+        The function takes the task's payload and returns the answer's payload. If the function raises an error, the
+        site sends this error as its answer, and the worker continues with the next task.
 
         Raises:
-            UsageError: there is a handler for that name already.
+            UsageError: there is already a handler for this name.
         """
 
         def decorate(handler: H) -> H:
@@ -369,14 +375,17 @@ class TaskWorker:
 
     @public_api
     def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
-        """Register the function that evaluates models of the run on this site's data. Usable as a decorator.
+        """Register the function that evaluates models on this site's data. Usable as a decorator.
 
-        The site then also sends its own model to be evaluated by other sites; `submits` chooses which model.
+        It may also be called directly. If the run asks for it, the site then also sends its own model, so that other
+        sites can evaluate it. By default, this is the model that the site submitted last; `submits` can choose another
+        one.
 
         Args:
             function: takes a model and returns metrics: name → number.
-            model: a module into which each model is loaded, in place, before the function gets it. Must not be the
-                module that `submits` returns. None: the function gets a `LazyState`, name → tensor on disk.
+            model: a module into which each model is loaded, in place, before the function gets this module. It must not
+                be the module that `submits` returns. None: the function gets a `LazyState`, a mapping name → tensor on
+                disk.
 
         Raises:
             UsageError: a function is registered already.
@@ -385,7 +394,8 @@ class TaskWorker:
             return lambda decorated: self.evaluates(decorated, model=model)
         if self._evaluates:
             raise UsageError(
-                "Task 'validate' already has a handler.", "Register only one function with worker.evaluates."
+                "A function that evaluates models (a handler of task 'validate') is already registered.",
+                "Register only one, with worker.evaluates.",
             )
         self._models.filled = model
         self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model)
@@ -393,19 +403,19 @@ class TaskWorker:
         return function
 
     def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Register the function that returns the model for evaluation by other sites. Usable as a decorator.
+        """Register the function that returns this site's model for evaluation by other sites. Usable as a decorator.
 
-        Without such a function, the site sends the model that it submitted last, before filters and codec.
+        Without such a function, the site sends the model that it submitted last, as it was before filters and encoding.
 
         Args:
-            function: returns a module, a mapping name → tensor, or a `LazyState`; None if the site sends no model.
+            function: returns a module, a mapping name → tensor, or a `LazyState`.
         """
         self._models.give = function
         self._builtin[SUBMIT] = self._models.submit
         return function
 
     def note(self, text: str) -> None:
-        """Report what this site is doing. The status shows the text, and the server counts the report as progress."""
+        """Report what this site is doing. The server's status shows the text, and the report counts as progress."""
         if self._session is not None:
             self._session.tell(state=text[:64])
 
@@ -418,7 +428,8 @@ class TaskWorker:
         """Answer tasks with the registered handlers until the last workflow has ended.
 
         Raises:
-            UsageError: no handler is registered, or `evaluates` was not called although the run evaluates at this site.
+            UsageError: no handler is registered; or the run evaluates models at this site, but `evaluates` was not
+                called.
         """
         self._require_evaluator()
         if not self._answers_any:
@@ -440,7 +451,7 @@ class TaskWorker:
         return VALIDATE in self._builtin or VALIDATE in self._handlers
 
     def _require_joined(self) -> None:
-        """Refuse to use a worker that has left its run."""
+        """Raise an error if this worker has left its run."""
         require_joined(self._session is not None and self._session.has_left, self.site, self._joined_by)
 
     def _require_evaluator(self) -> None:
@@ -451,13 +462,14 @@ class TaskWorker:
         """
         if self._session is not None and self._session.evaluates and not self._evaluates:
             raise UsageError(
-                f"The run ends with a cross-site evaluation, but site {self.site} has no function for it.",
-                "Register one with worker.evaluates(function) before the loop, or leave the site out of the "
-                "evaluation's sites.",
+                f"The run ends with a cross-site evaluation, but site {self.site} has no function that evaluates "
+                "models.",
+                "Register one with worker.evaluates(function) before the loop, or leave this site out of the sites of "
+                "the evaluation.",
             )
 
     def _serve(self, *, rounds: bool) -> bool:
-        """Answer tasks with the handlers until rounds begin, or until the last workflow has ended.
+        """Answer tasks with the handlers until rounds of training begin, or until the last workflow has ended.
 
         Args:
             rounds: whether to stop when rounds begin. If False, go on until the last workflow has ended.
@@ -469,8 +481,8 @@ class TaskWorker:
             handler = self._handlers.get(task.name) or self._builtin.get(task.name)
             if handler is None:
                 known = ", ".join(sorted({*self._handlers, *self._builtin})) or "none"
-                LOG.error("%s: there is no handler for task %r, only for: %s", self.site, task.name, known)
-                task.fail(f"there is no handler for task {task.name!r}, only for: {known}")
+                LOG.error("%s: this site has no handler for task %r, only for: %s", self.site, task.name, known)
+                task.fail(f"this site has no handler for task {task.name!r}, only for: {known}")
                 continue
             try:
                 packed = pack(handler(task.payload))  # if the answer cannot be packed, the handler has failed
@@ -491,7 +503,7 @@ class TaskWorker:
         return self._rounds_begin
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
-        """Yield each task of this site with its payload, until the last workflow has ended or rounds begin.
+        """Yield each task of this site with its payload, until the last workflow has ended or rounds of training begin.
 
         Args:
             rounds: whether to stop when rounds begin.
@@ -528,7 +540,9 @@ class TaskWorker:
                     task.fail(never_came(session, task, error))
                     continue
                 stalled = task.id if isinstance(error, TransferStalled) else stalled
-                LOG.warning("%s: task %r was not received, asking again: %s", self.site, task.name, error)
+                LOG.warning(
+                    "%s: the tensors of task %r did not arrive; asking for them again: %s", self.site, task.name, error
+                )
                 continue
             except (Gone, BadRequest, PartCorrupt, TransferError) as error:
                 if isinstance(error, Gone) and lost != task.id:
@@ -557,7 +571,7 @@ class TaskWorker:
 
 
 def never_came(session: Session, task: Task, why: TransferStalled) -> TransferStalled:
-    """Log and return the error for a task: its tensors stalled twice. The error names task, site and server."""
+    """Log and return an error that says that the download of a task's tensors stalled twice."""
     server = session.http.server
     error = TransferStalled(
         f"The tensors of {task.described} cannot be downloaded from {server} to site {session.site}: {why.message}",
@@ -576,22 +590,22 @@ def tasks(
     request_task_tensors: bool = True,
     filters: ByTask = (),
 ) -> TaskWorker:
-    """Join a run as a worker that answers the tasks of its workflows.
+    """Join a run as a worker that answers the tasks of the run's workflows.
 
     Args:
         server: address of the server; by default `ATOLL_SERVER`.
         site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
-        labels: labels of this worker, shown in the status.
-        request_task_tensors: True: pull a task's tensors after the task has arrived. False: prefetch the tensors of the
-            next task to disk while a handler runs. The payloads are the same.
+        labels: labels of this worker, shown in the server's status.
+        request_task_tensors: True: download a task's tensors when the task arrives. False: while a handler runs,
+            already download the tensors of the next task to disk. The payloads are the same.
         filters: filters that are applied to every answer of this site, in this order, before it is sent; or a mapping
-            from the name of a task to its filters.
+            task name → filters.
 
     Returns:
         The worker. Use it as a context manager, which leaves the run at the end.
 
     Raises:
-        UsageError: no server is named, or an entry of `filters` is no filter.
+        UsageError: no server address is given or set, or an entry of `filters` is no filter.
         ServerUnreachable: the server does not answer.
         VersionSkew: server and worker use different versions of the protocol.
     """
@@ -599,7 +613,7 @@ def tasks(
     server = server_of(server)
     if not server:
         raise UsageError(
-            "Tasks come from a server, but no server address is set.", "Pass the server's address, or set ATOLL_SERVER."
+            "atoll.tasks has no server to get tasks from.", "Pass the server's address, or set ATOLL_SERVER."
         )
     for_tasks(filters)  # check the filters before any request
     site = require_site(site or default_site())

@@ -1,6 +1,6 @@
-"""Cross-site evaluation at a site: evaluate models of the run, and send the site's own model to the server.
+"""Cross-site evaluation at a site: evaluate models on the site's data, and send the site's own model to the server.
 
-Each model is pulled to disk, and deleted after its evaluation.
+Each model is downloaded to disk, and deleted after its evaluation.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Models:
         site: the site's name.
         session: the site's session; None: no server asks for evaluations.
         filters: filters that are applied to the site's own model before it is sent.
-        local: returns the model that the site has trained last; None if there is none.
-        folder: the folder for models while they are evaluated; None: that of temporary files.
+        local: returns the model that the site submitted last; None: this process trains no model.
+        folder: the folder for models while they are evaluated; None: that for temporary files.
 
     Attributes:
-        give: the function of `submits`, which returns the site's model; None: use `local`.
+        give: the script's function that returns the site's model, set by `TaskWorker.submits`; None: use `local`.
         filled: the module into which models are loaded for evaluation, if any.
     """
 
@@ -71,10 +71,10 @@ class Models:
         return self._session
 
     def evaluate(self, function: Evaluate, model: nn.Module | None, payload: Any) -> dict[str, Any]:
-        """Handle the task `validate`: pull a model, evaluate it, and return metrics and seconds.
+        """Handle the task `validate`: download a model, evaluate it, and return its metrics and the seconds needed.
 
         Args:
-            function: the function of `evaluates`.
+            function: the script's function that evaluates a model, set by `TaskWorker.evaluates`.
             model: the module to load the model into; None: pass a `LazyState` to the function.
             payload: the task's payload, with the key and the name of the model.
         """
@@ -104,19 +104,21 @@ class Models:
             )
         except ValidationError:
             raise BadRequest(
-                "The evaluation task does not say which model to evaluate.", "Use the same Atoll version on both sides."
+                "The server's evaluation task does not say which model to evaluate.",
+                "Install the same release of Atoll at the server and at this site.",
             ) from None
         timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
         state = fetch_lazily(ref, self._folder, idle_timeout_s=timeout_s, counters=connection.counters)
         if not isinstance(state, LazyState):
             raise BadRequest(
-                "The model to evaluate is not a flat dict of tensors.", "Check what the site that sent it submits."
+                "The model to evaluate is not a flat dict of tensors.",
+                "Check what the function of worker.submits returns at the site that sent this model.",
             )
         return state
 
     def submit(self, payload: Any) -> dict[str, Any]:
         """Handle the task `submit_model`: upload the site's model, and return its key at the server."""
-        with self._filters.behind(self._packed(), "submit_model") as packed:
+        with self._filters.applied(self._packed(), "submit_model") as packed:
             draft = written(packed, chosen_cut(packed, None), self._folder)
             ref = uploaded(self._connection, draft, "model")
         return {"model": key_of(ref).model_dump()}  # no address: other sites may reach the server at another one
@@ -126,7 +128,7 @@ class Models:
             given = self.give()
             if given is None:
                 raise UsageError(
-                    f"The function of worker.submits at site {self._site} returned None instead of a model."
+                    f"The function given to worker.submits at site {self._site} returned None instead of a model."
                 )
             if given is self.filled:
                 raise UsageError(
@@ -147,11 +149,11 @@ STALLS = 2
 
 
 def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
-    """Upload a draft to the server, then close the draft; return a reference to the object.
+    """Upload an answer or a model that is too large for a message. Return a reference to the object at the server.
 
     Args:
-        connection: the site's session.
-        draft: the object to upload.
+        connection: the site's session with the server.
+        draft: the object to upload, on disk; closed at the end.
         what: what the object is, for errors.
 
     Raises:
@@ -180,13 +182,13 @@ def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
 
 
 def reference_to(connection: Session, key: tm.ObjectKey) -> TensorRef:
-    """Return a reference for the key of an object at the server."""
+    """Return a reference with which an object at the server can be downloaded, given the object's key."""
     http, secret = connection.http, key.secret
     return TensorRef(http.host, http.port, http.secure is not None, key.object, secret, key.digest, key.expires_at)
 
 
 def key_of(ref: TensorRef) -> tm.ObjectKey:
-    """Return the key by which the server finds an object that this site has uploaded."""
+    """Return the key under which the server knows an object that this site has uploaded."""
     return tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
 
 
@@ -231,14 +233,17 @@ def fill_(model: nn.Module, state: LazyState, name: str) -> None:
 
 
 def measured(metrics: Any) -> dict[str, float]:
-    """Return the metrics of an evaluation as floats, which may be infinite or NaN.
+    """Return the metrics that the script's function returned, as floats, which may be infinite or NaN.
 
     Raises:
         UsageError: `metrics` is no dict of names and numbers, or empty.
     """
     if not isinstance(metrics, Mapping) or not metrics:
         what = "nothing" if metrics is None or metrics == {} else f"a {type(metrics).__name__}"
-        raise UsageError(f"The function of worker.evaluates returned {what}.", 'Return a dict: {"loss": 0.1}.')
+        raise UsageError(
+            f"The function given to worker.evaluates returned {what}, not metrics.",
+            'Return a dict of metric name → number, such as {"loss": 0.1}.',
+        )
     found: dict[str, float] = {}
     for key, value in metrics.items():
         try:
@@ -259,10 +264,12 @@ LOCAL_MODEL = "local.safetensors"
 
 
 def keep_local(place: Participation, tensors: Tensors, round_number: int) -> None:
-    """Write the model that is submitted in this round to `LOCAL_MODEL`. If that fails, log a warning and go on.
+    """Store the model that is submitted in this round in the site's folder, for a later evaluation by other sites.
+
+    The file is `LOCAL_MODEL`. If it cannot be written, log a warning and go on.
 
     Args:
-        place: the participation of the site.
+        place: the site's part in the run.
         tensors: the model's tensors by name.
         round_number: the number of the round.
     """
@@ -275,7 +282,7 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
     except OSError as error:
         path.unlink(missing_ok=True)  # otherwise an older model would be sent as that of this round
         LOG.warning(
-            "%s: the model of round %d could not be stored for later workflows: %s",
+            "%s: the model of round %d could not be stored for a later evaluation by other sites: %s",
             place.site,
             round_number,
             error.strerror,
@@ -283,14 +290,18 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
 
 
 def local_model(place: Participation) -> Packed:
-    """Return the site's last submitted model, packed for sending. Its tensors are read from the file piece by piece.
+    """Return the model that the site submitted last, ready for sending. Its tensors are read from disk piece by piece.
+
+    Args:
+    place: the site's part in the run.
 
     Raises:
-        UsageError: there is no file, or the site has filters, which the file would bypass.
+        UsageError: no model was stored; or the site has filters, but the model was stored before they were applied.
     """
     if place.exchange.local.filters:
         raise UsageError(
-            f"Site {place.site} has filters, and its stored model would leave the site without passing them.",
+            f"Site {place.site} has filters, but its stored model was saved before the filters were applied, so it "
+            "is not sent.",
             "Register worker.submits(function): the filters are applied to the model that the function returns.",
         )
     path = place.folder / LOCAL_MODEL

@@ -3,10 +3,11 @@
 DiLoCo: Distributed Low-Communication Training of Language Models (Douillard et al., arXiv 2311.08105), Algorithm 1:
 every worker takes H inner steps from θ(t−1); the outer gradient is the mean of θ(t−1) − θ_i(t).
 
-A post-step hook of the optimizer counts the steps. After every H steps, the hook forms the pseudo-gradient, submits it,
-waits for the next version, and pulls that version into the parameters. The inner optimizer keeps its state. If the
-server cannot be reached, the synchronisation is skipped, and training continues. The next pseudo-gradient then contains
-all local steps since the last synchronisation.
+A post-step hook of the optimizer counts the steps. After every H steps, the hook submits the pseudo-gradient (the
+change of the parameters since the last synchronisation), waits for the next version of the global model, and loads that
+version into the parameters. The inner optimizer keeps its state. If the server cannot be reached, the synchronisation
+is skipped, and training continues. The next pseudo-gradient then contains all local steps since the last
+synchronisation.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ _OTHER_ALGORITHM = (
 
 @dataclass(frozen=True)
 class SyncProgress:
-    """What rank 0 tells every rank about the synchronisations.
+    """What rank 0 tells every other rank of the worker about the synchronisations.
 
     Attributes:
         sync_every: local steps between two synchronisations, H.
-        next_step: the next step after which an update may be due or a result may have to be merged.
+        next_step: the next local step after which an update may be due or a received result may have to be merged.
         finished: whether the run is over.
         lost: whether the server has not answered for so long that the worker has given it up.
     """
@@ -96,15 +97,15 @@ _claiming = threading.Lock()
 
 
 def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Claim optimizers and trained parameters for one loop. Two loops over the same ones would wait for each other.
+    """Reserve optimizers and parameters for one DiLoCo loop: two loops that share them would wait for each other.
 
     Args:
         loop: the loop.
         optimizers: the loop's optimizers.
-        parameters: the parameters of the loop's model, by name. Frozen ones are claimed only if an optimizer has them.
+        parameters: the parameters of the loop's model, by name. Frozen ones are reserved only if an optimizer has them.
 
     Raises:
-        UsageError: another active loop has claimed one of them.
+        UsageError: another active loop has reserved one of them.
     """
     held = held_by(optimizers)
     names = {id(each): name for name, each in parameters.items() if each.requires_grad or id(each) in held}
@@ -121,7 +122,7 @@ def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str
 
 
 def release(loop: object) -> None:
-    """Release the claims of a loop. Idempotent."""
+    """Give up what `claim` reserved for a loop. A second call does nothing."""
     with _claiming:
         _active.pop(loop, None)
 
@@ -133,7 +134,7 @@ _REMEDY = (
 
 
 def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer]) -> Tensors:
-    """Return the model's current tensors; `before` itself if no tensor was replaced.
+    """Return the model's current tensors by name; `before` itself if no tensor was replaced since then.
 
     Args:
         model: the model.
@@ -185,7 +186,7 @@ def _form(tensor: Tensor) -> str:
 
 @public_api
 class DiLoCo:
-    """Low-communication training around any training loop. A hook on `optimizer.step()` does the synchronisation.
+    """Low-communication training, DiLoCo, of any training loop. A hook on `optimizer.step()` synchronises the model.
 
     Args:
         model: the model, trained in place; on entry, its parameters are set to the global model.
@@ -195,19 +196,21 @@ class DiLoCo:
             trains alone.
         sync_every: local steps between two synchronisations, H; by default that of the run. A value that differs from
             the run's is refused.
-        num_fragments: number of fragments, K, that are synchronised in turn; by default that of the run. A value that
-            differs from the run's is refused.
+        num_fragments: number of fragments, K, into which the model is divided, to synchronise one at a time; by default
+            that of the run. A value that differs from the run's is refused.
         site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
         weight: this worker's weight in the mean: a number, or a function called at every synchronisation.
-        metrics: a function called at the start and after every synchronisation, while the model is the global version.
-            Returns finite numbers by name, which are averaged over the workers and recorded for that version.
-        folder: the folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
-        labels: labels of this worker, shown in the status.
+        metrics: a function that returns finite numbers by name. It is called at the start and after every
+            synchronisation, while `model` has the weights of the global model. The server averages the numbers over the
+            workers and records them for this version of the global model.
+        folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
+            else `.atoll`.
+        labels: labels of this worker, shown in the server's status.
         filters: filters that are applied to every update of this site, in this order, before it is sent.
-        max_sync_retries: attempts to reach a lost server before a synchronisation is skipped; by default
-            `ATOLL_MAX_SYNC_RETRIES`, else 6. If the network silently drops packets, there is only one attempt, of
-            about 15 s.
-        require_server: refuse to train alone if no server is configured.
+        max_sync_retries: how often to try again to reach a lost server before a synchronisation is skipped; by default
+            `ATOLL_MAX_SYNC_RETRIES`, else 6. If the network silently drops packets, there is only one attempt, of about
+            15 s.
+        require_server: whether to raise an error if no server is configured, instead of training alone.
     """
 
     @public_api
@@ -273,14 +276,15 @@ class DiLoCo:
 
     @public_api
     def start(self) -> DiLoCo:
-        """Join the run, pull the global model into the parameters, and hook the optimizer.
+        """Join the run, load the global model into the parameters, and hook the optimizer.
 
         Raises:
             ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
-            ServerUnreachable: another program answers at the server's address.
-            SchemaMismatch: the run trains another model.
-            UsageError: this object was started before, another DiLoCo trains the same parameters, the loaded checkpoint
-                disagrees with the site's folder, or this process is part of a simulation.
+            ServerUnreachable: a program that is no Atoll server answers at the server's address.
+            SchemaMismatch: the run trains a model with other tensors.
+            UsageError: this object was started before; another `DiLoCo` trains the same parameters; the loaded
+                checkpoint is of another run or site, or newer than the site's folder; or this process is part of a
+                simulation.
         """
         ensure_lines()
         require_real("atoll.DiLoCo")
@@ -306,7 +310,7 @@ class DiLoCo:
         return self
 
     def _take_back(self, error: BaseException) -> None:
-        """Undo a failed start: remove the hook and leave the run if it was joined, so that `start` can be retried."""
+        """Undo a start that failed with this error: remove the hook and leave the run. `start` can then be retried."""
         self._unhook()
         place, self._place, self._sync, self._progress = self._place, None, None, None
         if place is not None:
@@ -363,11 +367,11 @@ class DiLoCo:
         return self._shards
 
     def _over_ranks(self, work: Callable[[], T], kind: object) -> T:
-        """Run `work` at every rank if the model is sharded, else only at rank 0; return its result at every rank.
+        """Call `work` at every rank if the model is sharded, else only at rank 0; return its result at every rank.
 
         Args:
-            work: a function that uses the network.
-            kind: the type of its result, for sending the result from rank 0 to the other ranks.
+            work: a function that communicates with the server.
+            kind: the type of its result, needed to send the result from rank 0 to the other ranks.
         """
         return work() if self._shards is not None else self._ranks.from_rank0(work, kind)
 
@@ -379,17 +383,17 @@ class DiLoCo:
         return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost)
 
     def _learn(self, progress: SyncProgress) -> None:
-        """Store the progress that rank 0 has sent, and copy the model of rank 0 into this rank's."""
+        """Store the progress that rank 0 has sent. Unless the model is sharded, also copy rank 0's model here."""
         self._progress, self.sync_every = progress, progress.sync_every
         self._spread()
 
     def _spread(self) -> None:
-        """Send the model of rank 0 to every rank, unless the model is sharded."""
+        """Copy the model of rank 0 into that of every rank, unless the model is sharded."""
         if self._shards is None:
             self._ranks.spread_(self._tensors.values())
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Remove the hook and leave the run. Local steps since the last synchronisation stay in the model.
+        """Remove the hook and leave the run. Local steps since the last synchronisation are not undone.
 
         Args:
             error: the error that ended training, if any.
@@ -412,7 +416,8 @@ class DiLoCo:
         place.leave(last_words(error))
         counters = place.session.counters
         LOG.info(
-            "%s: %d steps, %d rounds%s, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
+            "%s: left the run after %d steps and %d rounds%s; %d synchronisations skipped, %d retries, "
+            "%d reconnections; sent %s, received %s, waited %.1f s",
             place.site,
             self.step,
             sync.rounds,
@@ -437,7 +442,8 @@ class DiLoCo:
             raise
         if self.step == 0 and error is None:
             LOG.warning(
-                "%s: no optimizer step was seen. Call step() of the optimizer that was passed to DiLoCo.", place.site
+                "%s: nothing was trained: step() of the optimizer that was passed to DiLoCo was never called.",
+                place.site,
             )
         elif not sync.finished:
             if self.lost:
@@ -452,39 +458,46 @@ class DiLoCo:
             return
         if self.lost or steps > self.step - sync.newest_step or (sync.skipped and steps >= turn):
             LOG.warning(
-                "%s: the %d steps after step %d were not sent; only this script's model contains them",
+                "%s: the %d local steps after step %d were not sent to the server; only this script's model contains "
+                "them",
                 place.site,
                 steps,
                 counted,
             )
         else:
-            LOG.info("%s: the %d steps after the last synchronisation are in the local model only", place.site, steps)
+            LOG.info(
+                "%s: the %d local steps after the last synchronisation are in this script's model only",
+                place.site,
+                steps,
+            )
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
-        """Return Atoll's entry for a trainer's checkpoint: the run, the site and its versions; empty without a run.
+        """Return Atoll's entry for a checkpoint: the run, the site, and the versions that it trains from.
 
-        The trainer saves parameters, optimizer and schedule itself.
+        Without a run, the entry is empty.
+
+        The script or framework itself must save parameters, optimizer and schedule.
         """
         return checkpoint_of(self._place) if self._place is not None else dict(self._checkpoint)
 
     @public_api
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load Atoll's entry from a checkpoint. `start` will fail if the entry disagrees with the site's folder.
+        """Load Atoll's entry from a checkpoint. `start` then checks it against the run and against the site's folder.
 
         Raises:
-            UsageError: this object was started already, or `state` is not from `state_dict`.
+            UsageError: this object has already been started, or `state` was not returned by `state_dict`.
         """
         if self._started:
             raise UsageError(
-                "This DiLoCo object has already started.",
+                "This DiLoCo object has already started, so it is too late to load a checkpoint.",
                 "Call load_state_dict before start() or before the `with` block.",
             )
         self._checkpoint = require_checkpoint(state)
 
     @public_api
     def follow(self, optimizer: Given) -> None:
-        """Hook another optimizer instead of the current one, and look up the model's parameters again.
+        """Hook another optimizer in place of the current one, and look up the model's parameters again.
 
         Integrations call this when a framework creates a new optimizer or moves the parameters.
         """
@@ -499,9 +512,9 @@ class DiLoCo:
 
     @public_api
     def report(self, **metrics: float) -> None:
-        """Report metrics of this worker. The status shows them, and the next update carries them.
+        """Report metrics of this worker. The server's status shows them, and the next update includes them.
 
-        The server averages them over the workers. Each reported value goes into one update only.
+        The server averages the metrics of the updates of a round. Each reported value goes into one update only.
 
         Args:
             metrics: finite numbers by name.
@@ -511,10 +524,13 @@ class DiLoCo:
             self._place.session.tell(metrics=dict(self._reports.newest))
 
     def credit(self, metrics: dict[str, float]) -> bool:
-        """Record metrics that were measured just now, if the model is a global version; return whether it is.
+        """Record metrics that a framework has just measured, if the model has the weights of the global model.
 
-        The model is a global version after a synchronisation, until the next step. Integrations call this, because a
-        framework decides itself when it evaluates.
+        It has them after a synchronisation, until the next step. Integrations call this, because a framework itself
+        decides when to evaluate.
+
+        Returns:
+            Whether the metrics were recorded.
         """
         place, sync = self._place, self._sync
         if place is None or sync is None or place.session.info.streams or self.step != sync.base_step:
@@ -529,7 +545,8 @@ class DiLoCo:
     def finished(self) -> bool:
         """Whether the training loop may end, because the run is over or the server is lost.
 
-        A loop that continues trains only its local model. It tries to reach a lost server at every synchronisation.
+        A loop that continues after the run trains only its local model. A loop that continues without the server tries
+        to reach it again at every synchronisation.
         """
         return self.over or self.lost
 
@@ -540,7 +557,7 @@ class DiLoCo:
 
     @property
     def lost(self) -> bool:
-        """Whether the server has not answered for so long that the worker has given it up."""
+        """Whether the server has not answered for so long that the worker gave up (see `ATOLL_GIVE_UP_S`)."""
         return self._progress is not None and self._progress.lost
 
     @property
@@ -559,9 +576,10 @@ class DiLoCo:
 
     @property
     def sync_metrics(self) -> dict[str, float]:
-        """Counters so far: rounds, retries, reconnections, bytes and seconds waited; and the last update's staleness.
+        """Counters so far: rounds, skipped synchronisations, retries, reconnections, bytes and seconds waited.
 
-        If the model is sharded, the bytes are those of this rank.
+        Also the staleness of the last counted update: how many versions older than the newest its base was. If the
+        model is sharded, the bytes are those of this rank.
         """
         session, sync = self._place.session if self._place is not None else None, self._sync
         merges = {}
@@ -588,10 +606,10 @@ class DiLoCo:
             warn_of_unheld_parameters(self._optimizers, parameters, self._named)
 
     def _find_tensors(self) -> None:
-        """Look up the model's tensors or shards in this process, and claim them for this loop.
+        """Look up the model's tensors or shards in this process, and reserve them for this loop.
 
         Raises:
-            UsageError: another loop has claimed them, or filters are given and the model is sharded.
+            UsageError: another loop has reserved them, or filters are given although the model is sharded.
         """
         claim(self, self._optimizers, named_parameters(self.model))
         self._shards = None
@@ -600,7 +618,7 @@ class DiLoCo:
             return
         if self._filters:
             raise UsageError(
-                "Filters need whole tensors, but this model is sharded over ranks (FSDP2).",
+                "filters are given, but filters need whole tensors, and this model is sharded over ranks (FSDP2).",
                 "Leave filters out, or train with DistributedDataParallel.",
             )
         self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.size)
@@ -611,7 +629,8 @@ class DiLoCo:
         """Look up the model's tensors again, since a script may have replaced buffers or moved parameters.
 
         Raises:
-            UsageError: a tensor was added, removed or changed in form, or no optimizer trains a new parameter.
+            UsageError: a tensor was added, removed, or replaced by one of another dtype or shape; or no optimizer
+                trains a new parameter.
         """
         if not any(map(is_sharded, self.model.parameters())):
             self._tensors = replaced(self.model, self._tensors, self._optimizers)
@@ -646,7 +665,10 @@ class DiLoCo:
         self._pace = (self.step, time.monotonic())
 
     def _act(self) -> SyncProgress | None:
-        """Merge results and submit the fragment that is due; return the progress, or None if nothing was due."""
+        """After a step: merge received results, and submit the fragment that is due.
+
+        Return the new progress; None if nothing was merged or due.
+        """
         assert self._sync is not None
         return self._now() if self._sync.after_step(self.step) else None
 
@@ -682,7 +704,7 @@ def _require_uncorrected(place: Participation) -> None:
     """Refuse a run with an algorithm that `DiLoCo` does not support.
 
     Raises:
-        UsageError: the algorithm corrects local steps, or its updates carry more groups than parameters and buffers.
+        UsageError: the algorithm corrects local steps, or it needs further tensors in the updates besides the model.
     """
     info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_extra]
     if all(each.local.rule is None for each in place.exchanges) and not beside:
@@ -703,9 +725,13 @@ WITHOUT = "To resume from the server's state instead, leave the checkpoint out."
 
 
 def checkpoint_of(place: Participation) -> dict[str, Any]:
-    """Return the entry for a checkpoint, as JSON values.
+    """Return Atoll's entry for a checkpoint, as JSON values.
 
-    The entry holds the run's id, the site's name, and the version of each fragment that the site trains from.
+    The entry holds the run's id, the site's name, and for each fragment the number of the version that the site trains
+    from.
+
+    Args:
+        place: the site's part in the run.
     """
     notes = [exchange.base.note for exchange in place.exchanges]
     versions = [note.version if note is not None and note.complete else -1 for note in notes]
@@ -713,20 +739,20 @@ def checkpoint_of(place: Participation) -> dict[str, Any]:
 
 
 def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `state`: an entry that `checkpoint_of` returned, or an empty mapping.
+    """Return a copy of `state`, which must be an entry that `checkpoint_of` returned, or empty.
 
     Raises:
         UsageError: `state` has other keys.
     """
     if state and state.keys() != KEYS:
         raise UsageError(
-            f"This state_dict does not come from Atoll: it has the keys {', '.join(map(repr, state))}.", WITHOUT
+            f"This state_dict was not written by Atoll: it has the keys {', '.join(map(repr, state))}.", WITHOUT
         )
     return dict(state)
 
 
 def require_same_run(state: Mapping[str, Any], run: str, site: str) -> None:
-    """Check that a checkpoint belongs to this run and site. An empty checkpoint passes.
+    """Check that Atoll's entry of a checkpoint belongs to this run and site. An empty entry belongs to every run.
 
     Raises:
         UsageError: the checkpoint belongs to another run or site. The message names both.
@@ -740,9 +766,14 @@ def require_same_run(state: Mapping[str, Any], run: str, site: str) -> None:
 
 
 def require_agrees(state: Mapping[str, Any], place: Participation) -> None:
-    """Check that the site's folder is not older than a checkpoint. Call this before pulling.
+    """Check that the site's folder is not older than a checkpoint. Call this before a new version is downloaded.
 
-    A newer folder is accepted: the site continued after the checkpoint, and will take the newest version.
+    A newer folder is accepted: the site trained on after the checkpoint was written, and now continues from the newest
+    version.
+
+    Args:
+    state: Atoll's entry of the checkpoint, as `checkpoint_of` returns it.
+    place: the site's part in the run.
 
     Raises:
         UsageError: the checkpoint belongs to another run or site, or the folder has an older version.
@@ -755,8 +786,8 @@ def require_agrees(state: Mapping[str, Any], place: Participation) -> None:
         if now < then:
             has = f"version {now}" if now >= 0 else "no version"
             raise UsageError(
-                f"The checkpoint starts from version {then} of fragment {fragment}, but the site's folder "
-                f"{str(place.folder)!r} has {has}. Either the folder is another one, or it was restored from "
-                "an older backup.",
+                f"The checkpoint was written when the site trained from version {then} of fragment {fragment}, but "
+                f"the site's folder {str(place.folder)!r} has {has}. So this is another folder, or an older backup "
+                "of it.",
                 f"Use the folder that the site had when the checkpoint was written. {WITHOUT}",
             )

@@ -54,12 +54,12 @@ Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 
 @public_api
 class Round:
-    """One round of a federated run: the version to train from, and the ticket to submit under.
+    """One round of a federated run, at one site: load the global model, train it, and submit the result.
 
     Attributes:
-        done: whether `submit` has returned. Then the round is over for this worker.
-        params: name → CPU tensor or numpy array, set by `atoll.functional.receive`. Empty if `receive` filled a model,
-            and after `send` with `clear_cache`.
+        done: whether `submit` has returned, so that the round is over for this worker.
+        params: the global model as a dict name → CPU tensor or numpy array, set by `atoll.functional.receive`. Empty if
+            `receive` filled a model instead, and after `send` with `clear_cache`.
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
     """
 
@@ -72,25 +72,25 @@ class Round:
 
     @property
     def number(self) -> int:
-        """The number of the round, from 1. If the round is already over, `load_into` switches to the newest round."""
+        """The number of the round, from 1. It changes if `load_into` finds that a newer round is open."""
         return self._ticket.round
 
     @property
     def version(self) -> int:
-        """The number of the version to train from."""
+        """The number of the version of the global model to train from."""
         return self._ticket.base.number
 
     @property
     def base(self) -> VersionRef:
-        """The reference of the version to train from: its fragment, number and digest."""
+        """The version of the global model to train from: its fragment, number and digest."""
         return self._ticket.base
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Pull the global model into `model`, in place, and return `model`. A second call drops what was trained since.
+        """Load the global model into `model`, in place, and return `model`. A second call undoes the training since.
 
         Raises:
-            SchemaMismatch: `model` has another schema than the run; nothing was transferred.
+            SchemaMismatch: `model` has other tensors than the run's model. Nothing was downloaded.
         """
         tensors = self._backend.tensors_of(model)
         if self._hooks is not None:
@@ -105,7 +105,10 @@ class Round:
 
     @public_api
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
-        """Hook the optimizer: count its steps, and apply the local correction of the run's algorithm, if it has one.
+        """Hook the optimizer, to count its steps and to apply the correction of local steps that the algorithm needs.
+
+        Examples are the proximal term of FedProx and the control variates of SCAFFOLD. For algorithms without a
+        correction, the hook only counts.
 
         Args:
             model: the model that `load_into` filled. Call `correct` before training it.
@@ -113,10 +116,11 @@ class Round:
                 An algorithm that divides by the learning rate allows only one.
 
         Returns:
-            The hooks, which stay until the round is submitted. In a `with` statement, they are removed at its end.
+            The hooks, which are removed when the round is submitted. In a `with` statement, they are removed at its
+            end.
 
         Raises:
-            UsageError: the global model was not pulled, or `correct` was called before in this round.
+            UsageError: `load_into` was not called, or `correct` was already called in this round.
         """
         self._require_base()
         local = self._backend.local
@@ -133,7 +137,7 @@ class Round:
 
     @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return the global tensors of a group that the algorithm adds to the model.
+        """Return a group of tensors that the algorithm adds to the global model, such as SCAFFOLD's control variate.
 
         Args:
             group: name of the group.
@@ -142,14 +146,16 @@ class Round:
             Name of a parameter → new CPU tensor of the parameter's shape; empty if the run has no such group.
 
         Raises:
-            UsageError: the global model was not pulled.
+            UsageError: the global model was not loaded.
         """
         self._require_base()
         return self._backend.global_state(group)
 
     @public_api
     def own_state(self, group: str) -> dict[str, Tensor]:
-        """Return the tensors that the algorithm keeps at this site in one group; zeros until an update has counted.
+        """Return a group of tensors that the algorithm keeps at this site, such as SCAFFOLD's local control variate.
+
+        They are zeros until an update of this site has been aggregated.
 
         Args:
             group: name of the group.
@@ -167,10 +173,10 @@ class Round:
 
     @public_api
     def state_dict(self, framework: str = "torch") -> dict[str, Any]:
-        """Pull the global model, and return its tensors by name in new memory, including tied tensors.
+        """Download the global model. Return its tensors by name in new memory; tied tensors under each of their names.
 
         Args:
-            framework: "torch" for CPU tensors, "numpy" for arrays. NumPy gets bf16 and 8-bit floats as fp32.
+            framework: "torch" for CPU tensors, "numpy" for arrays, with bf16 and 8-bit floats as fp32.
         """
         require_framework(framework)
         tensors = self._new_tensors()
@@ -192,23 +198,24 @@ class Round:
         steps: int = 0,
         groups: Mapping[str, Arrays] | None = None,
     ) -> None:
-        """Submit the trained model; return when the server has the update in its journal.
+        """Submit the trained model. Return when the server has recorded the update on disk.
 
         Args:
-            model: a module with the run's schema; or a mapping of names to tensors, numpy arrays, or objects with
-                DLPack or `__array__`. It is not changed.
+            model: a module with the same tensors as the run's model; or a mapping of names to tensors, numpy arrays, or
+                objects with DLPack or `__array__`. It is not changed.
             weight: this update's weight in the mean: samples, tokens, or any positive number.
             metrics: finite numbers by name; the server averages them over the workers, by weight.
-            steps: local optimizer steps in the round; shown in the status, and FedNova's divisor. By default the steps
-                that `correct` counted.
-            groups: tensors that the update carries beside the model, by group; for each group, name of a parameter →
-                tensor of the parameter's shape. Only if `correct` is not used. Give `steps`, too.
+            steps: number of local optimizer steps in the round. The server's status shows it, and FedNova divides by
+                it. By default the steps that `correct` counted.
+            groups: the tensors that the run's algorithm needs in the update besides the model, if your loop computes
+                them itself instead of calling `correct`: group name → parameter name → tensor of the parameter's shape.
+                Give `steps`, too.
 
         Raises:
-            UsageError: the round was submitted before, or the global model was not pulled.
+            UsageError: the round was already submitted, or the global model was not loaded.
             UsageError: an entry of the mapping is no array; `weight`, `steps` or a metric is no valid number; or
                 `groups` are not those that the run needs. The message names the wrong entry.
-            SchemaMismatch: `model` has another schema than the run.
+            SchemaMismatch: `model` has other tensors than the run's model.
         """
         if self.done:
             raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
@@ -226,13 +233,17 @@ class Round:
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
 
     def _finish(self, given: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
-        """Return the function that provides the update's groups beside the model; None if it has no such groups.
+        """Return a function that computes the tensors that the update needs besides the model; None if it needs none.
 
-        The hooks of `correct` have measured the groups, or a loop that implements the algorithm by hand has `given`
-        them.
+        Either the hooks of `correct` have measured the groups; or the script computed the groups itself, and has given
+        them to `submit`.
+
+        Args:
+        given: the argument `groups` of `submit`. steps: number of local steps in the round.
 
         Raises:
-            UsageError: the round lacks the algorithm's correction, or `given` does not fit the run or this round.
+            UsageError: the algorithm needs a correction that was not used, or `given` does not fit the run or this
+                round.
         """
         local = self._backend.local
         if local is None:  # nothing is sent
@@ -252,8 +263,8 @@ class Round:
             )
         if not groups:
             raise UsageError(
-                f"submit(groups=...) was called in round {self.number}, but {algorithm} has no groups besides "
-                "the model.",
+                f"submit(groups=...) was called in round {self.number}, but {algorithm} needs no tensors "
+                "besides the model.",
                 "Leave groups out.",
             )
         if corrects:
@@ -289,14 +300,14 @@ class Round:
 
 @public_api
 class Worker(TaskWorker):
-    """One site's participation in a federated run, created by `atoll.join`. Iterate over it to get the rounds.
+    """One site's participation in a federated run; `atoll.join` returns it. Iterate over it to get the rounds.
 
-    If handlers are registered, the loop also answers tasks of the run's other workflows, before the first round and
-    after the last one. Without a server, the loop has one round, and nothing is sent.
+    The loop also answers tasks of the run's other workflows, before the first round and after the last one, if handlers
+    for them are registered. Without a server, the loop has one round, and nothing is sent.
 
     Args:
-        backend: provides the rounds, and takes the updates.
-        place: the participation in a server's run, to answer tasks; None without a server.
+        backend: provides the rounds, and sends the updates.
+        place: the site's part in a server's run, needed to answer tasks; None without a server.
     """
 
     _joined_by = "atoll.join"
@@ -324,7 +335,7 @@ class Worker(TaskWorker):
         """Leave the run. Idempotent.
 
         Args:
-            error: the error that ended local training, if any; the server gets its text.
+            error: the error that ended local training; the server gets its text. None: training ended well.
         """
         if not self._has_ended:
             self._has_ended = True
@@ -333,13 +344,13 @@ class Worker(TaskWorker):
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Pull the newest global model into `model`, in place, and return `model`.
+        """Load the newest global model into `model`, in place, and return `model`.
 
-        After the last round, the newest model is the run's result. An open round keeps its base version, so that its
-        update can still be submitted. Without a server, the model stays as it is.
+        After the last round, the newest model is the run's result. During a round, the round's own version is kept on
+        disk, so that an update can still be submitted. Without a server, the model stays as it is.
 
         Raises:
-            SchemaMismatch: `model` has another schema than the run.
+            SchemaMismatch: `model` has other tensors than the run's model.
             UsageError: this worker has left its run.
         """
         self._require_joined()
@@ -349,7 +360,7 @@ class Worker(TaskWorker):
 
     @public_api
     def next_round(self, wait_s: float | None = None) -> Round | None:
-        """Wait for the next round. An alternative to iterating over the worker.
+        """Wait for the next round, and return it. An alternative to iterating over the worker.
 
         Args:
             wait_s: longest time to wait, in seconds; None: no limit.
@@ -364,7 +375,7 @@ class Worker(TaskWorker):
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
         if self is _seat:
-            raise UsageError(f"Site {self.site} is simulated and has no connection to a server.", "Use a real worker.")
+            raise UsageError(f"Site {self.site} is simulated, so it gets no tasks from a server.", "Use a real worker.")
         return super()._tasks(rounds=rounds)
 
     def __iter__(self) -> Iterator[Round]:
@@ -401,7 +412,7 @@ class Worker(TaskWorker):
                 )
 
     def _end_of_rounds(self, reply: Next) -> None:
-        """Answer the tasks that come after the rounds, and log that the run is finished."""
+        """Answer the tasks that come after the last round, and log that the run is finished."""
         if reply.tasks and not self._answers_any:
             LOG.warning(
                 "%s: the rounds are over, but the run continues with tasks, and this site has no handler for "
@@ -422,7 +433,7 @@ _seat: Worker | None = None
 
 @contextmanager
 def taken_by(seat: Worker) -> Iterator[None]:
-    """Within the block, make `join` return this simulated site's worker, and set `ATOLL_SITE` to the site's name."""
+    """Let `atoll.join` return this simulated site's worker inside the `with` block, and set `ATOLL_SITE`."""
     global _seat
     _seat, before = seat, os.environ.get("ATOLL_SITE")
     os.environ["ATOLL_SITE"] = seat.site
@@ -437,23 +448,23 @@ def taken_by(seat: Worker) -> Iterator[None]:
 
 
 def seat_here() -> Worker | None:
-    """Return the worker of the simulated site that this process is training now; None outside of simulations."""
+    """Return the worker of the simulated site that this process is training; None outside of simulations."""
     return _seat
 
 
 def require_real(what: str) -> None:
-    """Refuse a training loop that a simulation does not support: such a loop would train alone and never end.
+    """Raise an error if a training loop that a simulation does not support is started in a simulation.
 
     Args:
-        what: name of the loop, for the message.
+        what: name of the loop, for the message: "atoll.DiLoCo".
 
     Raises:
         UsageError: this process trains a simulated site.
     """
     if _seat is not None:
         raise UsageError(
-            f"{what} cannot run in a simulation: it counts its own steps, but a simulated site gets one round "
-            "at a time.",
+            f"{what} cannot run in a simulation: it synchronises after a number of its own steps, but a simulated "
+            "site is trained for one round at a time.",
             "Write the script as a loop over rounds with atoll.join, or run it with real workers.",
         )
 
@@ -474,18 +485,19 @@ def join(
         server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`. If neither is given, the script
             runs alone.
         site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
-        folder: the folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
-        labels: labels of this worker, shown in the status.
+        folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
+            else `.atoll`.
+        labels: labels of this worker, shown in the server's status.
         filters: filters that are applied to every update of this site, in this order, before it is sent.
-        require_server: refuse to train alone if no server is configured.
+        require_server: whether to raise an error if no server is configured, instead of training alone.
 
     Returns:
-        The worker; without a server, it has one round.
+        The worker. Without a server, it has one round, and sends nothing.
 
     Raises:
         ConfigError: no server is configured although one is required, or an ATOLL_ variable is misspelt.
         ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
-        ServerUnreachable: another program answers at the server's address.
+        ServerUnreachable: a program that is no Atoll server answers at the server's address.
         StateLocked: another process on this machine takes part as the same site.
     """
     if (seat := seat_here()) is not None:
@@ -511,16 +523,19 @@ def _run_of(seat: Worker) -> LocalFragment:
 
 
 def takes_part(server: str | None) -> bool:
-    """Return whether `join` with this address would take part in a run: of a server, or of a simulation."""
+    """Return whether `atoll.join` with this server address would take part in a run of a server or of a simulation.
+
+    Otherwise the script would train alone.
+    """
     return bool(server) or seat_here() is not None
 
 
 def run_here(server: str | None, site: str) -> messages.RunInfo | None:
-    """Return the description of the run that `join` would take part in; None if the script would train alone.
+    """Return the description of the run that `atoll.join` would join; None if the script would train alone.
 
     Raises:
         VersionSkew: server and worker use different versions of the protocol.
-        ServerLost, ServerUnreachable: as `join`.
+        ServerLost, ServerUnreachable: as for `atoll.join`.
     """
     if (seat := seat_here()) is not None:
         return _run_of(seat).info

@@ -1,9 +1,9 @@
-"""Choose the fragment to synchronise next. Every worker uses the same rule, so that no two wait for each other.
+"""Choose the fragment to synchronise next. All workers use the same rule, so that no two wait for each other.
 
-In synchronous runs, the next fragment is the one with the lowest (round, number) among the fragments that this worker
-has not submitted. Usually, this is the cycle 0 … K−1. If a synchronisation is skipped or a worker joins later, all
-workers still follow the same order. So the workers that the lowest open (round, number) waits for will submit to it
-next. This file has no IO.
+A model has K fragments, with numbers from 0 to K−1; each has its own rounds. In synchronous runs, the next fragment is
+the one with the lowest pair (round, fragment number) among those that this worker has not submitted. Usually, this
+gives the cycle 0 … K−1. All workers follow this order, even after a synchronisation was skipped or a worker joined
+later. So the open round with the lowest pair always gets the updates that it waits for. This file has no IO.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from atoll.protocol import messages
 
 @dataclass(frozen=True)
 class SyncRules:
-    """The run's rules for synchronising fragments.
+    """The run's rules for synchronising the fragments of a model.
 
     Attributes:
         every: H, local steps between two synchronisations of one fragment.
         fragments: K, number of fragments.
         tau: τ, local steps between forming an update and merging its result.
-        alpha: α, share of the local parameters in a merge.
-        max_inflight: number of this worker's updates that may be in flight at a time.
-        waits: whether the run is synchronous: a round waits for its workers.
-        on_missed: what happens to local steps if the head moved on without them: "rebase" carries them over to the new
-            head, "reset" discards them.
+        alpha: α, share of the local parameters when a result is merged: w ← (1−α)·global + α·local.
+        max_inflight: number of this worker's updates that may be in flight at a time: formed, but their results not
+            merged.
+        waits: whether the run is synchronous: a round waits for the updates of its workers.
+        on_missed: what happens to this worker's local steps if the server made a new version without them: "rebase"
+            adds them to the new version, "reset" discards them.
         sync_rounds_first: number of synchronous rounds at the beginning of an asynchronous run.
     """
 
@@ -46,7 +47,7 @@ class SyncRules:
 
         Args:
             info: the run's description.
-            every: H.
+            every: H, local steps between two synchronisations of one fragment.
         """
         return cls(
             every,
@@ -61,17 +62,18 @@ class SyncRules:
 
     @property
     def overlap(self) -> bool:
-        """Whether training continues while an update is in flight (τ > 0)."""
+        """Whether training continues while an update is sent and its result awaited (τ > 0)."""
         return self.tau > 0
 
 
 class Place(NamedTuple):
-    """The state of one fragment at a worker, as far as the choice of the next fragment depends on it.
+    """The state of one fragment at a worker, as `FragmentOrder` needs it to choose the next fragment.
 
     Attributes:
         round: the round that the worker takes part in next.
-        is_free: whether the fragment is neither in flight nor finished.
-        local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
+        is_free: whether the fragment has no update in flight, and its rounds are not over.
+        local_steps: this worker's own number of local steps, H_w, in a run that adapts it to the worker's speed (DyLU);
+            else 0.
     """
 
     round: int
@@ -91,12 +93,15 @@ class FragmentOrder:
         self._rules, self._next = rules, first
 
     def steps_between(self, places: Sequence[Place]) -> int:
-        """Return the local steps between two synchronisations of any fragment: H/K, or H_w/K with DyLU."""
+        """Return the local steps between the synchronisations of one fragment and of the next: H/K, or H_w/K with DyLU.
+
+        With DyLU, the run gives each worker its own number of local steps, H_w.
+        """
         h = min((each.local_steps for each in places if each.local_steps), default=self._rules.every)
         return max(1, h // len(places))
 
     def pick(self, places: Sequence[Place]) -> int | None:
-        """Return the fragment to synchronise next; None if every fragment is finished or in flight."""
+        """Return the number of the fragment to synchronise next; None if every fragment is finished or in flight."""
         free = [index for index, each in enumerate(places) if each.is_free]
         first = self._rules.sync_rounds_first
         waits = [index for index in free if self._rules.waits or places[index].round <= first]
@@ -105,5 +110,5 @@ class FragmentOrder:
         return min(free, key=lambda index: (index - self._next) % len(places), default=None)
 
     def took(self, fragment: int) -> None:
-        """Record that an update of this fragment was formed."""
+        """Record that an update of this fragment was formed. In an asynchronous run, the next fragment then follows."""
         self._next = (fragment + 1) % self._rules.fragments

@@ -1,4 +1,4 @@
-"""`atoll.functional`: the loop over rounds as plain functions, for scripts that cannot use `for fl_round in worker`.
+"""`atoll.functional`: federated rounds as plain functions, for scripts that cannot use a loop over `atoll.join`.
 
     atoll.functional.init()
     while atoll.functional.is_running():
@@ -6,8 +6,8 @@
         train(model)
         atoll.functional.send(model)
 
-A process takes part in one run at a time. Defaults come from ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR, which
-`atoll worker` sets.
+A process takes part in one run at a time. Defaults come from ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR, which `atoll
+worker` sets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from atoll.worker.training.federated_loop import Model, Round, Worker, join
 
 
 class _Part:
-    """The participation of this process in its run: the worker, and the open round if there is one."""
+    """The part of this process in its run: the worker, and the open round if there is one."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -67,7 +67,7 @@ def init(
 
     Raises:
         UsageError: this process already takes part in a run.
-        ConfigError, ServerUnreachable, StateLocked: as `join`.
+        ConfigError, ServerUnreachable, StateLocked: as for `atoll.join`.
     """
     global _part
     if _part is not None and not _part.over:
@@ -91,15 +91,16 @@ def is_running() -> bool:
 def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Round | None:
     """Wait for the next round, pull its global model, and return the round; None when the run is over.
 
-    The model is in `params` of the round, or in `into`. Until `send` is called, further calls return the same round.
+    The model is loaded into `into`; without `into`, it is in the round's attribute `params`. Until `send` is called,
+    further calls return the same round.
 
     Args:
-        into: a model to fill in place; `params` then stays empty.
+        into: a model to load the global model into, in place; `params` then stays empty.
         framework: the kind of arrays in `params`.
 
     Raises:
         UsageError: `init` was not called.
-        SchemaMismatch: `into` is not the model of the run.
+        SchemaMismatch: `into` has other tensors than the run's model.
     """
     part = _current()
     round_ = part.next_round()
@@ -123,15 +124,16 @@ def send(
     groups: Mapping[str, Arrays] | None = None,
     clear_cache: bool = True,
 ) -> None:
-    """Submit the trained model, which ends the round. The other arguments are those of `fl_round.submit`.
+    """Submit the trained model, and end the round. Arguments not described here are as for `Round.submit`.
 
     Args:
-        clear_cache: whether to empty `params` of the round, to free memory while this worker waits for the next round.
-            If False, the received model stays in `params` of the round, and the sent model in `sent`.
+        clear_cache: whether to empty the round's attribute `params`, to free memory while this worker waits for the
+            next round. If False, the received model stays in `params`, and the sent model is stored in the attribute
+            `sent`.
 
     Raises:
         UsageError: `init` was not called, or nothing was received since the last `send`.
-        SchemaMismatch, UsageError: as `fl_round.submit`.
+        SchemaMismatch, UsageError: as for `Round.submit`.
     """
     part = _current()
     if part.round is None or not part.has_received:
@@ -148,7 +150,7 @@ def send(
 
 
 def forget() -> None:
-    """Drop the participation of this process, so that the next simulated site in it can call `init`."""
+    """Forget that this process has called `init`, so that the next simulated site in this process can call it."""
     global _part
     _part = None
     atexit.unregister(_leave_at_exit)
@@ -161,6 +163,6 @@ def _current() -> _Part:
 
 
 def _leave_at_exit(part: _Part) -> None:
-    """Leave the run when the process ends; report the uncaught error that ends the process, if any."""
+    """Leave the run when the process ends. Tell the server about the uncaught error that ends the process, if any."""
     if not part.over:
         part.leave(what_ends())

@@ -1,10 +1,10 @@
-"""Where a round gets its version from and sends its update to: `RoundBackend`, with two of its three implementations.
+"""The backends of a round: where it gets the global model from, and where it sends its update to.
 
-    ServerBackend   a worker of a run: versions and updates travel to and from a server
-    ScriptAlone     no server is configured: the script's model is the version, and no update is sent
+    ServerBackend   a worker of a run: the global model comes from a server, and updates go to it
+    ScriptAlone     no server is configured: the script's model is the global model, and no update is sent
     SimulatedSite   a site of a simulation: it reads and writes the server's files (simulate/simulated_site.py)
 
-`Round` and `Worker` (`federated_loop.py`) are the same for all three.
+`Round` and `Worker` (`federated_loop.py`) work with all three.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from atoll.worker.tasks.evaluate_models import keep_local
 
 
 class RoundBackend(Protocol):
-    """The interface by which a `Worker` and its `Round` get versions and submit updates.
+    """The interface through which a `Worker` and its `Round` get versions of the global model and submit updates.
 
     Attributes:
         counters: bytes of tensors that were sent and received.
@@ -46,7 +46,7 @@ class RoundBackend(Protocol):
 
     @property
     def local(self) -> LocalFragment | None:
-        """The site's base, filters and local state; None if there is no run, so that nothing is corrected or sent."""
+        """The site's base version, filters and local state; None if there is no run: nothing is corrected or sent."""
 
     @property
     def has_left(self) -> bool:
@@ -54,68 +54,75 @@ class RoundBackend(Protocol):
 
     @property
     def schema(self) -> Schema:
-        """The schema of the model.
+        """The schema of the run's model: the names, shapes and dtypes of its tensors.
 
         Raises:
             UsageError: there is no run, and no model was loaded yet.
         """
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return a model's own tensors by name. Check that its schema is that of the run.
+        """Return a model's own tensors by name, after a check that they are those of the run's model.
 
         Raises:
-            SchemaMismatch: the model's schema differs from that of the run.
+            SchemaMismatch: the names, shapes or dtypes differ.
             UsageError: an entry of a mapping is no array.
         """
 
     def next_round(self, wait_s: float | None) -> Next | None:
-        """Wait for the next ticket, for at most `wait_s` seconds; None: without a limit.
+        """Wait for the next round, for at most `wait_s` seconds; None: without a limit.
 
         Returns:
-            The answer of the run; None if the script runs alone and has had its only round.
+            The reply: with a ticket (permission to submit an update) if there is a round. None if a script without a
+            server has had its only round.
         """
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Load the version of a ticket into tensors.
+        """Load the version of the global model that a ticket is for into tensors.
 
         Returns:
-            The ticket to submit under: another one than `ticket` if the version of `ticket` is gone.
+            The ticket to submit under. If the version no longer exists, this is a newer ticket, and its version was
+            loaded.
         """
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Load the newest version into tensors. If `keep` is not None, keep that version as the base."""
+        """Load the newest version of the global model into tensors. `keep`, if not None, stays the base version."""
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return whether the version of a ticket was pulled."""
+        """Return whether the version of the global model that a ticket is for was loaded."""
 
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return the version's tensors beside the model in a group: name of a parameter → new tensor of its shape."""
+        """Return a group of tensors that the algorithm adds to the global model: parameter name → new tensor."""
 
     def own_state(self, group: str) -> dict[str, Tensor]:
-        """Return the tensors that the algorithm keeps at this site in a group: name of a parameter → new tensor."""
+        """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor."""
 
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Form the update of a ticket and submit it. Return when it is accepted, or when the round closes without it.
+        """Form an update and submit it under a ticket. Return when it is accepted or refused, or comes too late.
 
         Args:
             ticket: the ticket of the update.
             tensors: the model's own tensors, by name; not changed.
             info: weight, steps and metrics of the update.
-            finish: computes the update's groups beside the model; None: no such groups.
-            optimizers: the optimizers that trained the model, as far as they are known.
+            finish: computes the tensor groups that the algorithm sends in addition to the model; None: no such groups.
+            optimizers: those optimizers of the model that were passed to Atoll.
         """
 
     def leave(self, error: BaseException | None) -> None:
-        """End the participation, because of `error` if it is not None."""
+        """End the site's participation. `error` is the error that ended training; None: training ended well."""
 
 
 def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, Tensor]:
-    """Return a model's own tensors by name. Check that its schema is `schema`.
+    """Return a model's own tensors by name, after a check that they have the names, shapes and dtypes of `schema`.
+
+    Args:
+    schema: the schema of the run's model.
+    site: the site's name, for the message.
+    model: a module, or a mapping of names to tensors or arrays.
 
     Raises:
-        SchemaMismatch: the model's schema differs from `schema`.
+        SchemaMismatch: the names, shapes or dtypes differ.
         UsageError: an entry of a mapping is no array.
     """
     if not isinstance(model, nn.Module):
@@ -136,7 +143,7 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
 
 
 class ServerBackend:
-    """The backend of a worker that has joined a run at a server. It continues from the files in the site's folder."""
+    """The backend of a worker that has joined a server's run. It continues from the files in the site's folder."""
 
     def __init__(self, place: Participation) -> None:
         self.place, self.site = place, place.site
@@ -151,11 +158,11 @@ class ServerBackend:
         return self.place.session.has_left
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return the model's own tensors. Check that its schema is the one that the server has sent."""
+        """Return the model's own tensors by name, after a check that they are those of the server's model."""
         return matching(self.schema, self.site, model)
 
     def next_round(self, wait_s: float | None) -> Next:
-        """Ask the server. Before the first request, send the update that an earlier process has left, if any."""
+        """Ask the server for the next round. The first time, send the update that an earlier process left, if any."""
         exchange = self.place.exchange
         if not self._recovered:
             exchange.recover()
@@ -169,7 +176,7 @@ class ServerBackend:
         return reply
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Pull the version of the ticket; if the server no longer has that version, switch to the newest round.
+        """Download the version that the ticket is for; if the server no longer has it, switch to the newest round.
 
         No training is lost, because none has started from the old version. A version can disappear when the round
         closes at its deadline, or when the server is restored from a backup.
@@ -185,19 +192,19 @@ class ServerBackend:
         return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Pull the head; if `keep` must stay in the base file, pull the head into a second file."""
+        """Download the newest version; if `keep` must stay in the base file, download into a second file."""
         self.place.exchange.pull_head(into, keep=keep)
         if keep is not None:
             self.place.session.tell(state="training")
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return whether the base file holds the version of the ticket."""
+        """Return whether the base file has the version that the ticket is for."""
         return self.place.exchange.base.holds(self.local.info.run, ticket.base.digest)
 
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Send the update. Return when it is in the server's journal, was refused, or came too late."""
+        """Send the update. Return when the server has recorded it on disk or refused it, or when it came too late."""
         session, exchange = self.place.session, self.place.exchange
         session.optimizers = optimizers
         if self.local.info.keeps_local and not self.local.filters:
@@ -246,7 +253,7 @@ class ScriptAlone:
         return self._model
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return the model's own tensors. The model becomes the global model, whatever its schema."""
+        """Return the model's own tensors by name. The model becomes the global model: any model is allowed."""
         if not isinstance(model, nn.Module):
             require_model(model)
             model = {name: as_tensor(name, value) for name, value in model.items()}
@@ -254,7 +261,7 @@ class ScriptAlone:
         return named_tensors(model)[0]
 
     def next_round(self, wait_s: float | None) -> Next | None:
-        """Return the only round; None in later calls."""
+        """Return the only round in the first call, and None in later calls."""
         if self._has_begun:
             return None
         self._has_begun = True
@@ -263,23 +270,23 @@ class ScriptAlone:
         return Open(ticket.base, ticket=ticket)
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Copy the tensors of the loaded model into `into`, unless they share memory."""
+        """Copy the tensors of the model that plays the global model into `into`, unless they are the same memory."""
         for name, tensor in named_tensors(self._loaded())[0].items():
             if into[name].data_ptr() != tensor.data_ptr():
                 into[name].copy_(tensor)
         return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Leave the model as it is."""
+        """Do nothing: the model has the newest values already."""
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return True: every model is a version to train from."""
+        """Return True: a script without a server can train any model."""
         return True
 
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return zeros in the shape of each float parameter: without a server, there is no state.
+        """Return zeros in the shape of each float parameter: without a server, the algorithm has no global tensors.
 
-        A correction that the script computes from zeros changes nothing. Empty before a model is loaded.
+        A correction that the script computes from zeros changes nothing. Before a model is loaded, the result is empty.
         """
         named = named_parameters(self._model) if isinstance(self._model, nn.Module) else {}
         return {name: torch.zeros(value.shape) for name, value in named.items() if value.is_floating_point()}
@@ -295,6 +302,6 @@ class ScriptAlone:
         self._model = None
 
     def leave(self, error: BaseException | None) -> None:
-        """Log that the script ran without a server, unless an error ended training."""
+        """If training ended without an error, log that the script ran without a server."""
         if error is None:
             LOG.info("%s", ALONE_ENDED)

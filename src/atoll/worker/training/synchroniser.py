@@ -1,17 +1,17 @@
-"""Synchronise a worker of a DiLoCo run while its optimizer steps: the whole model, or one fragment at a time.
+"""Synchronise the model of a DiLoCo worker during training: the whole model, or one fragment at a time.
 
 DiLoCo: Distributed Low-Communication Training of Language Models (Douillard et al., arXiv 2311.08105), Algorithm 1, and
 Streaming DiLoCo with overlapping communication (Douillard et al., arXiv 2501.18512), Algorithm 2. The model has K
 fragments. Every H/K local steps, one fragment p with base b_p and local parameters w_p is due:
 
-    Δ_p ← b_p − w_p        formed on the training thread, into the fragment's outbox
+    Δ_p ← b_p − w_p        formed on the training thread, written into the fragment's outbox file
     b_p ← outer step       at the server
     w_p ← (1−α)·b_p + α·w_p     τ steps later, on the training thread
 
-With τ = 0, training stops while the update is formed and sent, and until the new version is in the parameters. With
-τ > 0, a thread sends the update, waits for the result and pulls it to disk, while training continues. A synchronisation
+With τ = 0, training stops until the update is sent and the new version is loaded into the parameters. With τ > 0, a
+thread sends the update, waits for the result and downloads it to disk, while training continues. A synchronisation
 changes only the tensors of its fragment; the inner optimizer keeps its state. docs/decisions/0005 says what happens
-when a synchronisation fails. docs/walkthrough.md follows one update from here to the next version.
+when a synchronisation fails. docs/walkthrough.md follows one update from this file to the next version.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ REPEAT_S = 300.0
 
 
 class Outage:
-    """Logs outages. An outage begins when a network error makes a synchronisation fail, and ends with the next success.
+    """Logs outages of the server: from a synchronisation that fails for a network error to the next successful one.
 
     Args:
         clock: returns the time in seconds.
 
     Attributes:
-        is_on: whether the last synchronisation was skipped for a network error. During an outage, each synchronisation
-            tries to reach the server only once.
+        is_on: whether there is an outage: the last synchronisation was skipped for a network error. During an outage,
+            each synchronisation tries to reach the server only once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,12 +58,12 @@ class Outage:
         self._skipped, self._said_s = 0, 0.0
 
     def skipped(self, error: BaseException, site: str, what: str, why: str) -> None:
-        """Record a skipped synchronisation, and log it. Within one outage, log at most once in `REPEAT_S`.
+        """Record a skipped synchronisation, and log it; within one outage, only if the last log line is `REPEAT_S` old.
 
         Args:
             error: the error that caused the skip.
             site: the site's name.
-            what: the synchronisation, as the log names it.
+            what: which synchronisation it was, for the log: "at step 500".
             why: the reason, as a sentence.
         """
         was_on, self.is_on = self.is_on, is_transient(error)
@@ -76,7 +76,8 @@ class Outage:
         if now_s - self._said_s >= REPEAT_S:
             self._said_s = now_s
             LOG.warning(
-                "%s: synchronisation %s skipped, number %d since the server was lost; training continues. %s",
+                "%s: synchronisation %s skipped (%d synchronisations skipped since the server was lost); training "
+                "continues. %s",
                 site,
                 what,
                 self._skipped,
@@ -84,11 +85,11 @@ class Outage:
             )
 
     def ended(self, site: str, told: str) -> None:
-        """Record that the server has answered; log that if there was an outage.
+        """Record that the server has answered. If there was an outage, log that it is over.
 
         Args:
             site: the site's name.
-            told: the end of the log line "the server answers again; …".
+            told: what to log after "the server answers again; ": "synchronised at step 500".
         """
         if self.is_on:
             more = f" ({self._skipped} synchronisations were skipped)" if self._skipped > 1 else ""
@@ -97,7 +98,7 @@ class Outage:
 
 
 class FragmentState:
-    """A worker's state in one fragment.
+    """The state of one fragment of the model at a worker.
 
     Args:
         exchange: the exchange of the fragment.
@@ -122,7 +123,7 @@ class FragmentState:
 
     @property
     def counted_step(self) -> int:
-        """The last local step that is contained in an update at the server."""
+        """The last local step that is contained in an update at the server, for this fragment."""
         return self.exchange.counted_step(self.base_step)
 
     def heard(self, reply: Next) -> None:
@@ -134,24 +135,24 @@ class FragmentState:
 
 
 class PendingSync:
-    """An update in flight. A thread sends it, waits for the new version, and pulls that into the file beside the base.
+    """An update in flight. A thread sends it, waits for the new version, and downloads that into the file `base-next`.
 
-    The thread begins with `start`.
+    The thread runs from `start` on.
 
     Args:
         fragment: the fragment of the update.
         step: the local step after which the update was formed.
-        retries: attempts to reach a lost server.
+        retries: how often to try again after a network error.
 
     Attributes:
         step: the local step after which the update was formed.
         sent: set once the server has the update, or the thread has ended.
         done: set once the thread has ended.
-        reply: the server's reply about the next round; set once the result is in the file beside the base.
-        refusal: the server's refusal of the update, if any. Then the head is pulled as the result.
-        broke_off: the reason if there is no result: the update came too late, or the server was lost.
+        reply: the server's reply about the next round; set once the new version is in the file `base-next`.
+        refusal: the server's refusal of the update, if any. In this case, the newest version is downloaded instead.
+        broke_off: why no new version was downloaded: the update came too late, or the server was lost; else None.
         error: the error that ended the thread, if any.
-        late: whether the result had not arrived when it was to be merged.
+        late: whether the new version had not arrived when it was to be merged.
     """
 
     def __init__(self, fragment: FragmentState, step: int, retries: int) -> None:
@@ -165,7 +166,7 @@ class PendingSync:
         self._thread = threading.Thread(target=self._run, name=f"atoll-fragment-{fragment.index}", daemon=True)
 
     def start(self) -> None:
-        """Begin to send the update."""
+        """Start the thread that sends the update."""
         self._thread.start()
 
     def _run(self) -> None:
@@ -192,34 +193,36 @@ class PendingSync:
         if isinstance(reply, Lost):
             self.broke_off = reply
             return
-        pulled = exchange.pull_newest(reply.head, None, Patience(self._retries), beside=True)
+        pulled = exchange.pull_newest(reply.head, None, Patience(self._retries), to_next=True)
         if isinstance(pulled, Lost):
             self.broke_off = pulled
-            exchange.files.drop_beside()
+            exchange.files.close_next_base()
             return
         self.reply = pulled.newer or reply
 
 
 class Synchroniser:
-    """The driver of one worker's synchronisations.
+    """Synchronises the model of one worker with the run: call `after_step` after every local step.
 
     Args:
         session: the worker's session.
-        exchanges: the exchange of each fragment.
+        exchanges: for each fragment of the model, its exchange with the server.
         tensors: returns the model's own tensors by name.
         rules: the run's rules for synchronising.
-        info_of: returns weight, steps and metrics of an update, from its base version and number of steps.
+        info_of: returns weight, steps and metrics of an update, given its base version and number of local steps.
         measured: calls the user's metrics function on the global model after each synchronisation.
-        max_retries: attempts to reach a lost server before a synchronisation is skipped.
+        max_retries: how often to try again to reach a lost server before a synchronisation is skipped.
 
     Attributes:
-        rounds: number of updates that have led to a new version.
+        rounds: number of this worker's updates that went into a new version of the global model.
         skipped: number of skipped synchronisations.
-        merges_waited: number of results for which training had to wait.
-        merges_late: number of results that were merged later than after τ steps, in an asynchronous run.
-        newest_step: the last step after which an update was formed, or the whole model's synchronisation was skipped.
-        staleness: number of versions between the base of the last counted update and the version made from it.
-        finished: whether the run is over and the model is its result.
+        merges_waited: number of new versions for which training had to wait.
+        merges_late: number of new versions that were merged later than after τ steps, in an asynchronous run.
+        newest_step: the last step after which an update was formed or, in a run without fragments, a synchronisation
+            was skipped.
+        staleness: how many versions were made between the base of the last counted update and the version that includes
+            it.
+        finished: whether the run is over, so that the model is the run's result.
     """
 
     def __init__(
@@ -246,36 +249,36 @@ class Synchroniser:
 
     @property
     def under_way(self) -> int:
-        """Number of updates in flight."""
+        """Number of updates in flight: formed, but their results not merged into the model yet."""
         return len(self._pending)
 
     @property
     def counted_step(self) -> int:
-        """The last local step that is contained in an update at the server, of any fragment."""
+        """The last local step that is contained in an update at the server, the highest of all fragments."""
         return max(each.counted_step for each in self._fragments)
 
     @property
     def base_step(self) -> int:
-        """The step after which the first fragment's local progress begins."""
+        """The local step up to which the base of the first fragment includes this worker's training."""
         return self._fragments[0].base_step
 
     @property
     def steps_between(self) -> int:
-        """Local steps between the synchronisations of two fragments."""
+        """Local steps between the synchronisation of one fragment and that of the next."""
         return self._order.steps_between(self._places)
 
     @property
     def next_step(self) -> int:
-        """The next step, as known now, after which an update may be due or a result may have to be merged."""
+        """The earliest later step after which, as known now, an update is due or a result has to be merged."""
         soon = self._step + 1
         at = [max(soon, each.step + self._rules.tau) for each in self._pending]
         return min([max(soon, self._due_step + self.steps_between), *at])
 
     @property
     def merges_in_words(self) -> str:
-        """A text about results that training waited for or merged late: if they are many, τ is too small.
+        """A text for the log: how many new versions training had to wait for or merged late. If many, τ is too small.
 
-        It is empty if the run does not merge.
+        The text is empty if the run loads new versions directly, without merging.
         """
         if self._is_whole and not self._merges:
             return ""
@@ -284,7 +287,7 @@ class Synchroniser:
 
     @property
     def _merges(self) -> bool:
-        """Whether results are first pulled into a file, and then merged into the model."""
+        """Whether a new version is first downloaded into a file and then merged, not loaded directly into the model."""
         return self._rules.overlap or self._rules.alpha > 0
 
     @property
@@ -301,7 +304,7 @@ class Synchroniser:
     # -- start and end
 
     def start(self) -> None:
-        """Send the updates that an earlier process left, then pull every fragment into the model.
+        """Send the updates that an earlier process left, then load the newest version of every fragment into the model.
 
         If the server does not answer, keep trying for up to ATOLL_GIVE_UP_S.
         """
@@ -312,13 +315,14 @@ class Synchroniser:
         self._after_new_version()
 
     def _send_earlier_updates(self) -> list[Next]:
-        """Send the updates that an earlier process left; return the server's reply for each fragment.
+        """Send the updates that an earlier process left. Return the server's reply for each fragment's next round.
 
-        If a fragment's update is in an open round, wait for that round's result. Without the wait, this worker would
-        train from the version before, and its next update would be a round old.
+        If a fragment's update went into an open round, wait for that round's result. Otherwise, this worker would train
+        from the version before that round, and its next update would be one round too old.
 
-        With several fragments, wait only if every update that comes earlier in `FragmentOrder` is at the server.
-        Otherwise, another worker may be waiting for such an update, and the two would wait for each other.
+        With several fragments, wait only if this worker's updates of all fragments that come earlier in `FragmentOrder`
+        are at the server. Otherwise, another worker may be waiting for one of them, and the two would wait for each
+        other.
         """
         fragments = self._fragments
         is_in = [each.exchange.recover() for each in fragments]
@@ -345,9 +349,9 @@ class Synchroniser:
         return replies
 
     def drain(self) -> None:
-        """Wait for the updates in flight and merge their results, within `DRAIN_S`.
+        """Wait, for up to `DRAIN_S` seconds, until the updates in flight are sent and their results have been merged.
 
-        Announce the end once the updates are sent, so that no round waits for a further update of this worker.
+        When the updates are sent, tell the server that no further ones follow, so that no round waits for this worker.
         """
         end_s = time.monotonic() + DRAIN_S
         for pending in self._pending:
@@ -357,7 +361,7 @@ class Synchroniser:
         for pending in list(self._pending):
             if not pending.done.wait(max(0.0, end_s - time.monotonic())):
                 LOG.warning(
-                    "%s: the result of fragment %d did not arrive within %g s; the model does not contain it",
+                    "%s: the new version of fragment %d did not arrive within %g s; the model does not contain it",
                     self._session.site,
                     pending.fragment.index,
                     DRAIN_S,
@@ -367,14 +371,14 @@ class Synchroniser:
             self._finish_sync(pending)
 
     def abandon(self) -> None:
-        """Abort the updates in flight: their threads transfer no further byte and end."""
+        """Stop the threads that send the updates in flight; they transfer no further byte."""
         if self._pending:
             self._fragments[0].exchange.break_off()
 
     # -- one step
 
     def after_step(self, step: int) -> bool:
-        """Merge the results that are ready, and submit the fragment that is due. Return whether either happened.
+        """Merge new versions that are ready, and submit the fragment that is due. Return whether either was the case.
 
         Args:
             step: the number of the local step that was just made.
@@ -391,7 +395,10 @@ class Synchroniser:
         return due or bool(ready)
 
     def _is_ready(self, pending: PendingSync) -> bool:
-        """Return whether to merge a result now. In a synchronous run, training waits for a result that is due."""
+        """Return whether to finish a pending update now: its new version has arrived and is due, or the update failed.
+
+        In a synchronous run, also when the new version is due but has not arrived: then training waits for it.
+        """
         if self._step < pending.step + self._rules.tau:
             return pending in self._broken()  # handle a failed one at once: its fragment is due again
         if pending.done.is_set():
@@ -402,7 +409,11 @@ class Synchroniser:
         return self._rules.waits
 
     def _submit_due(self) -> None:
-        """Submit the due fragment. With `max_inflight` updates in flight, first wait; an async run submits nothing."""
+        """Submit the fragment that is due, unless `max_inflight` updates are in flight.
+
+        In that case, a synchronous run first waits for the oldest update; an asynchronous run submits nothing this
+        time.
+        """
         while len(self._pending) >= self._rules.max_inflight:
             if not self._rules.waits:
                 return  # the local steps stay, and will be in the fragment's next update
@@ -428,11 +439,11 @@ class Synchroniser:
         self._look_whether_finished()
 
     def _prepare(self, fragment: FragmentState) -> bool | Lost:
-        """Get a ticket for a fragment. If the head has moved on from the base, catch up with the head.
+        """Get a ticket (permission to submit) for a fragment. If a version newer than the base exists, catch up.
 
         Returns:
-            True: submit the fragment that is due now, which may be another one. False: submit nothing; the local steps
-            wait for a later synchronisation. `Lost`: the server was lost.
+            True: continue with the fragment that is due now, which may be another one. False: submit nothing this time;
+            the local steps will be in a later update. `Lost`: the server cannot be reached.
         """
         exchange, waited = fragment.exchange, False
         lost = self._settle(fragment)
@@ -463,9 +474,11 @@ class Synchroniser:
         return caught_up and (self._is_whole or not waited)  # after a wait, other workers have had their turns
 
     def _settle(self, fragment: FragmentState) -> Lost | None:
-        """Ask for an unsettled update's outcome. Drop the ticket if the server went back since it gave the ticket.
+        """If it is not known whether the fragment's last update counted, ask the server.
 
-        If the update was accepted, its steps no longer count as local steps.
+        If the server accepted the update, its steps no longer count as local progress. If the server fell back to an
+        older version since it gave the fragment's ticket, drop the ticket. Return `Lost` if the server cannot be
+        reached, else None.
         """
         steps = fragment.exchange.settle(self._retries)
         if isinstance(steps, Lost):
@@ -484,8 +497,8 @@ class Synchroniser:
         """Wait for the next round of a fragment.
 
         Returns:
-            The server's reply, or None if a failed update of another fragment must be submitted first; and whether this
-            worker waited.
+            A pair: the server's reply, or None if the update of another fragment has failed and must be submitted
+            first; and whether this worker waited.
         """
         if self._is_whole:
             return exchange.ask_and_resend(retries=self._retries), False
@@ -498,14 +511,14 @@ class Synchroniser:
         return reply, waited
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
-        """Continue from a head that moved on without this worker: carry the local steps over to it, or discard them.
+        """Continue from a version that was made without this worker's local steps: add them to it, or discard them.
 
         Args:
             fragment: the fragment.
-            reply: the server's reply, which names the head.
+            reply: the server's reply, which names the newest version.
 
         Returns:
-            True if the local steps were carried over, False if they were discarded, `Lost` if the server was lost.
+            True if the local steps were added, False if they were discarded, `Lost` if the server cannot be reached.
         """
         site, name, version = self._session.site, self._name(fragment), fragment.version
         if self._rules.on_missed == "reset":
@@ -514,7 +527,7 @@ class Synchroniser:
             if lost is not None:
                 return lost
             LOG.warning(
-                "%s: %s is now at version %d; %d local steps since version %d are lost",
+                "%s: %s went on to version %d without this worker; its %d local steps since version %d are lost",
                 site,
                 name,
                 fragment.version,
@@ -528,11 +541,16 @@ class Synchroniser:
             return pulled
         fragment.heard(pulled.newer or reply)
         self._count_steps_from(fragment, fragment.base_step)
-        LOG.info("%s: %s is now at version %d; local steps were carried over", site, name, fragment.version)
+        LOG.info(
+            "%s: %s went on to version %d without this worker; its local steps were added to that version",
+            site,
+            name,
+            fragment.version,
+        )
         return True
 
     def _submit(self, fragment: FragmentState) -> None:
-        """Form the update of a fragment. With τ = 0, send it and wait for the result; else a thread does both."""
+        """Form the update of a fragment. With τ = 0, send it and wait for the new version; else, a thread does both."""
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.ended or ticket is None:  # no ticket: the head moved again while it was pulled
             return
@@ -564,7 +582,7 @@ class Synchroniser:
             self._skip(fragment, broke_off)
 
     def _await_result(self, fragment: FragmentState) -> Lost | None:
-        """Wait until the round's version is committed, and load or merge that version."""
+        """Wait until the round has led to a new version, and load or merge that version into the model."""
         self._session.tell(state="waiting for the other sites")
         reply = fragment.exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
@@ -580,7 +598,7 @@ class Synchroniser:
         self.staleness = reply.previous.staleness if reply.previous is not None else 0
 
     def _finish_sync(self, pending: PendingSync) -> None:
-        """Wait for the result of an update and merge it. If the update was refused or failed, handle that instead."""
+        """Wait for the new version after an update, and merge it. If the update was refused or failed, handle this."""
         fragment = pending.fragment
         if not pending.done.is_set():
             self.merges_waited += 1
@@ -602,10 +620,10 @@ class Synchroniser:
         self._after_new_version()
 
     def _await(self, pending: PendingSync) -> None:
-        """Wait for the result of a pending update.
+        """Wait until the thread of an update in flight has ended.
 
-        Meanwhile, if the update of a fragment that comes earlier in `FragmentOrder` failed, submit that fragment again.
-        Other workers may wait for its update before they submit to the round that this worker waits for.
+        Meanwhile, if the update of a fragment that comes earlier in `FragmentOrder` fails, submit that fragment again.
+        Other workers may be waiting for this update before they submit to the round that this worker waits for.
         """
         while not pending.done.wait(LOOK_S):
             for broken in self._broken():
@@ -616,7 +634,7 @@ class Synchroniser:
                 self._submit_next()
 
     def _broken(self) -> list[PendingSync]:
-        """Return those updates in flight that failed: they may have to be submitted again."""
+        """Return those updates in flight that failed, so that they may have to be submitted again."""
         return [each for each in self._pending if each.done.is_set() and each.broke_off is not None]
 
     # -- versions into the model
@@ -630,33 +648,33 @@ class Synchroniser:
         *,
         alpha: float = 0.0,
     ) -> Lost | None:
-        """Pull the head of a fragment into the model, or merge it with the local parameters.
+        """Load the newest version of a fragment into the model, or merge it with the local parameters.
 
         Args:
             fragment: the fragment.
-            reply: the server's reply, which names the head.
-            step: local progress is counted from this step on.
-            patience: how long to wait for a lost server; None: the usual number of retries before the pull begins, and
-                ATOLL_GIVE_UP_S within the pull. If the patience ends within the pull, the model has only a part of the
-                version. Training continues, and the next synchronisation carries its steps over to the head.
+            reply: the server's reply, which names the newest version.
+            step: the local step up to which the version includes this worker's training.
+            patience: how often to try again to reach a lost server; None: the usual number before the download begins,
+                and for `ATOLL_GIVE_UP_S` during it. If a download is given up in the middle, the model has only a part
+                of the version; training continues from there.
             alpha: share of the local parameters in a merge; 0: take the version as it is.
 
         Returns:
-            None on success, `Lost` if the server was lost.
+            None after success, `Lost` if the server cannot be reached.
         """
         exchange, own, before = fragment.exchange, self._own(fragment), fragment.exchange.base.note
         patience = patience or Patience(self._retries)
         # if an earlier process had begun to pull the version beside the base, that file is continued
-        beside = alpha > 0 or (self._merges and exchange.is_beside(reply.head))
-        into = None if beside else own
-        pulled = exchange.pull_newest(reply.head, into, patience, beside=beside)
+        to_next = alpha > 0 or (self._merges and exchange.is_next_base(reply.head))
+        into = None if to_next else own
+        pulled = exchange.pull_newest(reply.head, into, patience, to_next=to_next)
         if isinstance(pulled, Lost):
-            exchange.files.drop_beside()
-            if not beside and patience.within is not None and exchange.base.note is not before:
+            exchange.files.close_next_base()
+            if not to_next and patience.within is not None and exchange.base.note is not before:
                 self._go_on_from_a_part(fragment, own, reply.head.number)
             return pulled
         reply = pulled.newer or reply
-        if beside:
+        if to_next:
             self._merge(fragment, reply, step, alpha)
         else:
             fragment.heard(reply)
@@ -664,15 +682,15 @@ class Synchroniser:
         return None
 
     def _merge(self, fragment: FragmentState, reply: Next, step: int, alpha: float) -> None:
-        """Merge the version beside the base into the model, then make that version the base."""
+        """Merge the version in the file `base-next` into the model, then make that file the base file."""
         files = fragment.exchange.files
-        apply_version.merge_(self._own(fragment), files.beside(), alpha)
+        apply_version.merge_(self._own(fragment), files.next_base(), alpha)
         fragment.heard(reply)
         files.move_up()
         self._count_steps_from(fragment, step)
 
     def _go_on_from_a_part(self, fragment: FragmentState, own: Tensors, version: int) -> None:
-        """Make the model the base, since the model contains only a part of the version."""
+        """Make the model's current tensors the base, after a download that stopped with only a part of the version."""
         LOG.warning(
             "%s: the download of version %d stopped in the middle: the model has only a part of that "
             "version; training continues",
@@ -684,7 +702,7 @@ class Synchroniser:
         fragment.base_step = self._step
 
     def _count_steps_from(self, fragment: FragmentState, step: int) -> None:
-        """Record that the base has a new version, and that local progress is counted from `step` on."""
+        """Record that the base has a new version, which includes this worker's training up to local step `step`."""
         note = fragment.exchange.base.note
         assert note is not None
         fragment.exchange.forget_outbox_progress()
@@ -704,19 +722,24 @@ class Synchroniser:
     # -- failures and the end of the run
 
     def _refused(self, fragment: FragmentState, refusal: Refused) -> None:
-        """Handle a refused update: log that its local steps are lost, and drop the update.
+        """Handle an update that the server refused: log that its local steps are lost, and drop the update.
 
         Raises:
             UpdateRefused: too many updates in a row were refused.
         """
         of = "" if self._is_whole else f" of fragment {fragment.index}"
-        LOG.warning("%s: local steps%s since version %d are lost", self._session.site, of, fragment.version)
+        LOG.warning(
+            "%s: the server refused the update: local steps%s since version %d are lost",
+            self._session.site,
+            of,
+            fragment.version,
+        )
         fragment.exchange.refused(refusal)
 
     def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost) -> None:
         """Skip a synchronisation that failed. The fragment's next update will contain all local steps.
 
-        If the update came too late because the run has ended, load the result instead.
+        If the update came too late because the run has ended, load the run's result instead.
         """
         if isinstance(broke_off, TooLate) and self._ended_without_us(fragment):
             self._look_whether_finished()
@@ -732,7 +755,7 @@ class Synchroniser:
     def _ended_without_us(self, fragment: FragmentState) -> bool:
         """Return whether the run ended without this worker's update; if so, load the run's result.
 
-        If the server is lost meanwhile, return False; a later synchronisation asks again.
+        If the server cannot be reached, return False; a later synchronisation asks again.
         """
         reply = fragment.exchange.ask(0.0, retries=0)
         step = self._step if self._is_whole else fragment.base_step
@@ -746,7 +769,7 @@ class Synchroniser:
         self._outage.ended(self._session.site, told)
 
     def _look_whether_finished(self) -> None:
-        """If every fragment has ended and no update is in flight, load the run's result into the model."""
+        """If the rounds of every fragment are over and no update is in flight, load the run's result into the model."""
         if self.finished or self._pending or not all(fragment.ended for fragment in self._fragments):
             return
         self.finished = True
