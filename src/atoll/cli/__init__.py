@@ -1,1 +1,1 @@
-"""The command `atoll`: one file for each subcommand, and the scripts that `atoll new` copies."""
+"""The command `atoll`: a file for each subcommand, and the templates from which `atoll new` makes scripts."""

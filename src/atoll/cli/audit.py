@@ -1,4 +1,4 @@
-"""`atoll audit`: check the audit log of a run for changes, and show its last entries.
+"""`atoll audit`: check that nothing in a run's audit log was changed later, and show its last entries.
 
 The log records what each site submitted, what the server decided, and which versions the server made.
 """
@@ -26,9 +26,9 @@ def command(
     last: Annotated[int, typer.Option(min=0, help="How many of the last entries to print.")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Check the audit log, compare the journal with it, and show its last entries.
+    """Check the audit log of a run, compare the server's journal with it, and show the last entries.
 
-    Keep the last hash in another place: any change of an entry also changes this hash.
+    Keep the printed last hash in another place: any later change of an entry also changes this hash.
     """
     chosen = [each for each in (folder, state_dir) if each is not None]
     if len(chosen) != 1:
@@ -48,7 +48,7 @@ def command(
 
 
 def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str, str]]]:
-    """Check the audit log and the journal; return the log's length, its last hash and its last entries.
+    """Check a run's audit log and journal. Return the log's length, its last hash and its last entries.
 
     Args:
         state_dir: the state directory of a run.

@@ -1,4 +1,4 @@
-"""`atoll config`: print the settings in effect, or their schema. Also the settings options that all commands share."""
+"""`atoll config`: print the settings in effect, or their schema. Also the options for settings of all commands."""
 
 from __future__ import annotations
 
@@ -45,17 +45,19 @@ TokenFile = Annotated[
 
 
 def read_settings(run_file: Path | None, sets: Sequence[str] | None = None, **flags: Any) -> Settings:
-    """Return the settings of a command.
+    """Return the settings of a run, from a command's run file and options.
 
-    Add the run file's folder and the current folder to `sys.path`, so that code named in the settings can be imported.
+    The run file's folder and the current folder are added to `sys.path`, so that code named in the settings can be
+    imported.
 
     Args:
         run_file: the run file, or None.
-        sets: the values of `--set`, each as "group.key=value".
-        flags: the values of `host`, `port`, `directory`, `token_file` and `rounds`; None for an option not given.
+        sets: the values of the option `--set`, each as "group.key=value".
+        flags: the values of the options `host`, `port`, `directory`, `token_file` and `rounds`; None for an option that
+            was not given.
 
     Raises:
-        ConfigError: as `Settings.read`.
+        ConfigError: a setting is unknown or has a wrong value.
     """
     for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
         if folder not in sys.path:
@@ -88,7 +90,9 @@ NAMES = (
 
 
 def _require_accepted(settings: Settings) -> None:
-    """Check names and options as the server does at its start. Code named by a path is not run.
+    """Check names of algorithms, codecs and the like, and their options, as the server does at its start.
+
+    Code that is named by a path is not run.
 
     Raises:
         ConfigError: a name is unknown, or an option does not exist or has a wrong value.
@@ -108,7 +112,7 @@ def _require_accepted(settings: Settings) -> None:
 
 @app.command()
 def show(run_file: RunFile = None, sets: Sets = None) -> None:
-    """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
+    """Print the settings in effect as a run file. For each, name its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
     _require_accepted(settings)
     _, source = collected(run_file, _given(sets, {}))

@@ -1,7 +1,7 @@
-"""`atoll evaluate`: evaluate models of a run on the data of every site, or show the results of a running server.
+"""`atoll evaluate`: evaluate models of a run on the data of every site.
 
-atoll evaluate run.toml --versions latest,12,best        start a server that only evaluates, print the matrix, end
-atoll evaluate --server http://host:8512                 print the matrix that a running server has so far
+atoll evaluate run.toml --versions latest,12,best        start a server that only evaluates, then print the results
+atoll evaluate --server http://host:8512                 print the results that a running server has so far
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def command(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Evaluate models of a run, and those of its sites, on the data of each site."""
+    """Evaluate models of a run, and the sites' own models, on the data of each site."""
     if (run_file is None) == (server is None):
         raise UsageError(
             "Give either a run file or --server.",
@@ -102,7 +102,11 @@ def _listed(text: str) -> list[str]:
 
 
 def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
-    """Start a server that only evaluates; return the complete matrix of models × sites.
+    """Start a server that only evaluates models. Return the results, for each model and site, when all have arrived.
+
+    Args:
+        settings: the run's settings; its state directory has the models.
+        asked: the options of the evaluation: models, sites and timeout.
 
     Raises:
         UsageError: no run was begun in the state directory.
@@ -120,22 +124,20 @@ def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
         LOG.info("listening on %s; on each site, start a script that calls worker.evaluates(function)", server.url)
         for name in asked.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
-                LOG.warning(
-                    "the file %s is not in %s yet; without it, the row of this model stays empty", name, Path.cwd()
-                )
-        LOG.info("waiting for %s; for another number: --set rounds.sites=N", counted(settings.rounds.sites, "site"))
+                LOG.warning("the model file %s is not in %s yet; until then, it gets no results", name, Path.cwd())
+        LOG.info("waiting for %s; to change the number: --set rounds.sites=N", counted(settings.rounds.sites, "site"))
         server.run()
         assert server.evaluation is not None
         return server.evaluation
     except Terminated:
-        LOG.info("stopped; the run is unchanged")
+        LOG.info("the evaluation was stopped; the run is unchanged")
         raise
     finally:
         server.stop()
 
 
 def show(evaluation: Evaluation, *, as_json: bool) -> None:
-    """Print the matrix as JSON if `as_json`, as rich tables on a terminal, else as lines of text."""
+    """Print the results of an evaluation: as JSON if `as_json`, as tables on a terminal, else as lines of text."""
     if as_json:
         print(evaluation.model_dump_json(indent=2))
     elif sys.stdout.isatty():

@@ -1,4 +1,7 @@
-"""`atoll export`: write a version of the model as a safetensors file, from a running server or a state directory."""
+"""`atoll export`: write a version of a run's model to a safetensors file.
+
+The version comes from a running server, or from a server's state directory.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def command(
         bool, typer.Option("--best", help="Export the best version by rounds.best_metric instead of the newest.")
     ] = False,
 ) -> None:
-    """Write the model to OUT.safetensors, tied tensors under each of their names."""
+    """Write the model of a run to OUT.safetensors; tied tensors appear under each of their names."""
     if server is not None and state_dir is not None:
         raise UsageError("Both --server and --dir are given.", "Use only one of them.")
     if out.is_dir():
@@ -82,7 +85,7 @@ def command(
 
 
 def from_directory(state_dir: Path, out: Path, version: int | None = None) -> int:
-    """Export a version from a state directory without a lock, even while its server runs; return the version's number.
+    """Export a version from a state directory, even while its server runs. Return the version's number.
 
     Args:
         state_dir: the state directory of a run.
@@ -90,8 +93,9 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         version: the version to export; None: the newest.
 
     Raises:
-        UsageError: no run was begun in the directory, or the run has no model.
-        Gone: the version or its fp32 masters were deleted, or the versions are in memory or at the sites of a swarm.
+        UsageError: the directory contains no run, or the run has no model.
+        Gone: the version or its fp32 values were deleted; or the run keeps its versions in memory or at the sites of a
+            swarm.
         StateCorrupt: the journal or the file of the version is damaged.
     """
     from atoll.store.journal_tables import RUNS
@@ -117,7 +121,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             "from a site's folder: .atoll/SITE, or ATOLL_DIR/SITE.",
         )
     if not settings["disk.in_files"]:
-        raise Gone("The run keeps its versions in memory.", "Use --server, or a file in exports/.")
+        raise Gone("The run keeps its versions in memory, not on disk.", "Use --server, or a file in exports/.")
     if len(rows) < split.count:
         raise Gone(
             f"{state_dir} does not have version {newest if version is None else version}.",
@@ -139,13 +143,13 @@ def _kept(db: sqlite3.Connection) -> list[VersionRow]:
 
 
 def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
-    """Check that the server still keeps these versions.
+    """Check that the server has not deleted these versions while they were read.
 
-    A running server deletes the row of a version before it overwrites the version's file. So if all rows are still in
-    the journal, what was read from the files is intact.
+    A running server deletes a version's row from its journal (a database) before it overwrites the version's file. So
+    if all rows are still there, the bytes that were read from the files are right.
 
     Raises:
-        Gone: the journal no longer has one of the rows.
+        Gone: the server has deleted one of the versions.
     """
     with open_journal(state_dir) as db:
         kept = set(_kept(db))
@@ -156,10 +160,10 @@ def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
 def _stored(
     folder: Path, row: VersionRow, schema: Schema, settings: dict[str, Any], stack: contextlib.ExitStack
 ) -> Source:
-    """Open the files of a version and verify their digests; `stack` closes the files.
+    """Open the files of a version and compare them with their digests. `stack` closes the files.
 
     Raises:
-        Gone: the fp32 masters of the version were deleted.
+        Gone: the fp32 values of the version were deleted.
         StateCorrupt: the content of a file does not match its digest.
     """
     from atoll.aggregation.outer_state import is_whole
@@ -175,7 +179,7 @@ def _stored(
     if settings["aggregation.download_codec.name"] == "none" or not row.state_digests:
         return layout, file, None
     if row.state_slot is None:
-        raise Gone(f"The fp32 values of version {row.version} are no longer kept.", "Export the newest version.")
+        raise Gone(f"The fp32 values of version {row.version} were deleted.", "Export the newest version.")
     path = slot_path(folder, STATE, row.fragment, row.state_slot)
     masters = stack.enter_context(path.open("rb")).fileno()
     in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
@@ -186,10 +190,10 @@ def _stored(
 
 
 def best_of_directory(state_dir: Path, out: Path) -> int:
-    """Copy the best version from a run's folder of exports, even while its server runs; return the version's number.
+    """Copy the best version from the exports of a run, even while its server runs. Return the version's number.
 
     Raises:
-        UsageError: no run was begun in the directory, or there is no file of its best version.
+        UsageError: the directory contains no run, or there is no file of its best version.
         StateCorrupt: the journal or the file of the best version is damaged.
     """
     from atoll.server.coordinator.background_writes import BEST_MODEL
@@ -211,11 +215,11 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
 def best_of_server(server: str, out: Path) -> int:
     """Export the best version from a running server; return the version's number.
 
-    If the server's file is on this machine, and has this version and value, copy it. Else pull the version.
+    If the server's file of the best version is on this machine, it is copied. Otherwise, the version is downloaded.
 
     Raises:
         ServerUnreachable: no server answers.
-        UsageError: the run tracks no metric.
+        UsageError: the run does not track a best version.
         Gone: no round has reported the metric yet, or the server no longer offers the best version for download.
     """
     from atoll.protocol import routes, status_messages
@@ -223,9 +227,9 @@ def best_of_server(server: str, out: Path) -> int:
 
     best = ask(server, routes.STATUS, status_messages.Status).best
     if best is None:
-        raise UsageError("The run does not track a best version.", "Set rounds.best_metric.")
+        raise UsageError("The run does not track a best version.", "Set rounds.best_metric and restart the server.")
     if best.version is None:
-        raise Gone(f"No round has reported the metric {best.metric!r} yet.", "Try again later, or export the newest.")
+        raise Gone(f"No round has reported the metric {best.metric!r} yet.", "Try again later, or without --best.")
     if _is_file_of(best):
         _copy(Path(best.file), out)
         return best.version
@@ -237,9 +241,9 @@ def best_of_server(server: str, out: Path) -> int:
 
 
 def _is_file_of(best: BestStatus) -> bool:
-    """Return whether the file that a status names is on this machine and has the status's version and value.
+    """Return whether the best version's file is on this machine and has the version and the value that `best` names.
 
-    Another run may have a file of the same name here.
+    The server may be on another machine, where this path is another run's file.
     """
     if not best.file or not Path(best.file).is_file():
         return False
@@ -289,7 +293,7 @@ def _damaged(path: Path) -> StateCorrupt:
 
 
 def from_server(server: str, out: Path, version: int | None = None) -> int:
-    """Export a version from a running server without joining its run; return the version's number.
+    """Export a version from a running server, without joining its run. Return the version's number.
 
     Args:
         server: the address of the server.
@@ -326,11 +330,11 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
 
 
 def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
-    """Download one version of each fragment into temporary files in the folder of `out`, then write `out`.
+    """Download a version of each fragment of the model into temporary files in the folder of `out`, then write `out`.
 
     Args:
         http: the connection to the server.
-        heads: the version of each fragment.
+        heads: for each fragment, the number of its version.
         out: the safetensors file to write.
     """
     from atoll.protocol import messages, routes
@@ -366,7 +370,14 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
 
 
 def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, file: UnnamedFile) -> None:
-    """Download a version of a swarm from one of the workers that have the version.
+    """In a swarm, where workers and not the server have the versions: download a version from one of them.
+
+    Args:
+        manifest: the version's parts and digests, and the workers that have it.
+        info: the description of the run.
+        http: the connection to the server.
+        layout: the file layout of the version.
+        file: the file to write.
 
     Raises:
         Gone: no worker has the version any more, or none of those workers can be reached.
@@ -391,9 +402,14 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
 
 
 def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
-    """Download bytes that are followed by their BLAKE3 digest; return the bytes without the digest.
+    """Download bytes that are followed by their BLAKE3 digest, and check them. Return the bytes without the digest.
 
-    If they arrive damaged, ask again, `PART_ATTEMPTS` times in all.
+    If they arrive damaged, download them again; `PART_ATTEMPTS` attempts are made.
+
+    Args:
+        parts: the connections to the server.
+        path: the URL path of the bytes.
+        nbytes: the number of bytes, without the digest.
 
     Raises:
         PartCorrupt: the bytes arrived damaged each time.
@@ -413,15 +429,15 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
 def _write(
     sources: Sequence[Source], out: Path, schema: Schema, require_intact: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the tensors of all fragments as one safetensors file, tied tensors under each of their names.
+    """Write the tensors of all fragments into one safetensors file; tied tensors under each of their names.
 
-    The file `out` appears complete, in one step.
+    The file `out` appears only when it is complete.
 
     Args:
         sources: the files of each fragment.
         out: the file to write.
         schema: the schema of the whole model.
-        require_intact: called once everything was read; if it raises, `out` does not appear.
+        require_intact: called when everything was read; if it raises an error, `out` does not appear.
     """
     from atoll.blobs.model_file import model_header, model_runs
 

@@ -44,7 +44,7 @@ def _version(wanted: bool) -> None:
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
 ) -> None:
-    """Options that come before a command."""
+    """The options that come before a subcommand: `atoll --version`."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def run_command(command: Callable[[], object]) -> None:
-    """Run a command; print an Atoll error as one line on standard error and exit with the error's code.
+    """Run a subcommand. If it raises an Atoll error, print the error in one line, and exit with the error's exit code.
 
     If the user's code raised the error, print its traceback before that line.
     """

@@ -71,7 +71,7 @@ def command(
         str, typer.Option(help=f"Algorithm of the run: {', '.join(ALGORITHMS)}.", metavar="NAME")
     ] = "fedavg",
 ) -> None:
-    """Write run.toml and train.py: a run that works as it is, for you to change."""
+    """Write run.toml and train.py: a complete run that works as it is, for you to change."""
     if algorithm not in ALGORITHMS:
         hint = registry.nearest(algorithm, ALGORITHMS, f"Use one of {', '.join(ALGORITHMS)}.")
         raise UsageError(f"There is no algorithm {algorithm!r}.", hint)
@@ -113,7 +113,8 @@ def next_commands(directory: Path, algorithm: str) -> str:
 def run_file(algorithm: str, name: str) -> str:
     """Return the text of a run file for an algorithm.
 
-    The settings that `atoll new` chooses are written as values. Other usual settings are comments with their defaults.
+    Settings that `atoll new` chooses are written with their values. Other frequent settings are added as comments, with
+    their defaults.
     """
     is_diloco = algorithm == "diloco"
     chosen = {

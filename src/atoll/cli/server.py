@@ -62,7 +62,7 @@ def command(
     token_file: TokenFile = None,
     rounds: Rounds = None,
 ) -> None:
-    """Coordinate a run: from a run file, from the command line, or both (the command line wins)."""
+    """Serve a run. Its settings come from a run file and from options; options take precedence."""
     try:
         settings = read_settings(
             run_file, sets, host=host, port=port, directory=directory, token_file=token_file, rounds=rounds
@@ -77,17 +77,17 @@ def command(
 def run_until_finished(settings: Settings) -> None:
     """Serve a run until it is finished, and log its progress.
 
-    SIGINT or SIGTERM stops the server; the next start continues the run.
+    SIGINT (Ctrl-C) or SIGTERM stops the server earlier. The next start continues the run.
 
     Raises:
         AtollError: the server cannot start, or the run failed.
-        KeyboardInterrupt: Ctrl-C came before the run was finished. The server has stopped by then.
+        KeyboardInterrupt: Ctrl-C came before the run was finished. The server was stopped before this is raised.
     """
     log_lines()
     raise_on_sigterm()
     return_freed_memory()
     threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
-    LOG.info("starting %s; loading PyTorch takes a few seconds", settings.run.name)
+    LOG.info("starting the run %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.server.serve import Server
 
     server = Server(settings=settings)
@@ -123,7 +123,7 @@ def _announce(server: Server, settings: Settings) -> None:
     status = server.status()
     LOG.info("listening on %s", server.url)
     if not _has_rounds(settings):
-        LOG.info("run %s (%s): workflow; files in %s", status.name, status.run[:8], settings.disk.state_dir)
+        LOG.info("run %s (%s): only workflows; files in %s", status.name, status.run[:8], settings.disk.state_dir)
         name = settings.workflow.function or " → ".join(each.name for each in status.workflows)
         LOG.info("starting the workflow %s; start workers with a script that uses atoll.tasks", name)
         return
@@ -145,7 +145,7 @@ def _announce(server: Server, settings: Settings) -> None:
     LOG.info("%s", "; ".join(filter(None, [streaming(status), dylu, optimizer(status)])))
     version = status.version
     if version:
-        LOG.info("continuing at version %d", version)
+        LOG.info("continuing the run at version %d", version)
     if not status.finished:
         LOG.info(
             "start a worker: atoll worker --server %s --site NAME -- python train.py%s",
@@ -161,9 +161,10 @@ _FOR_TLS = (
 
 
 def _watch(server: Server) -> None:
-    """Show progress until the run is finished.
+    """Show the run's progress until the run is finished.
 
-    On a terminal, show the table of `atoll status --watch`. Else log a line when sites are missing.
+    On a terminal, show the same table as `atoll status --watch`. Otherwise, log a line when a round has to wait for
+    sites.
     """
     if sys.stdout.isatty():
         with live_table(server.status(), server.url) as show:
@@ -187,9 +188,9 @@ def _has_rounds(settings: Settings) -> bool:
 
 
 class Reminder:
-    """Decides when a log line names the missing sites.
+    """Decides when to log a line that names the sites for which a round waits.
 
-    While the same sites are missing, the pause between lines doubles, up to `LONGEST_REMIND_S`.
+    While the same sites are awaited, the pause between two lines doubles, up to `LONGEST_REMIND_S`.
 
     Args:
         now_s: the current time of `time.monotonic`, in seconds.
@@ -200,7 +201,12 @@ class Reminder:
         self._said: object = None
 
     def line(self, fragments: Sequence[status_messages.FragmentStatus], now_s: float) -> str:
-        """Return the line to log at time `now_s`; empty if none is due."""
+        """Return the line to log at time `now_s`; an empty text if no line is due.
+
+        Args:
+            fragments: the status of each fragment of the model, with the sites that it waits for.
+            now_s: the current time of `time.monotonic`, in seconds.
+        """
         late = []
         over = all(fragment.phase == "finished" for fragment in fragments)
         for fragment in fragments:
@@ -223,9 +229,14 @@ class Reminder:
 
 
 def _together(told: Mapping[int, str], count: int) -> str:
-    """Join the texts that say what each fragment waits for.
+    """Join the texts that say what the rounds of each fragment wait for.
 
-    If all `count` fragments have the same text, return that text once. Else put the fragment's number before each text.
+    If all `count` fragments have the same text, return it only once. Otherwise, put the fragment's number before each
+    text.
+
+    Args:
+        told: number of a fragment → its text.
+        count: the number of fragments.
     """
     if count == 1 or (len(told) == count and len(set(told.values())) == 1):
         return next(iter(told.values()), "")
@@ -260,9 +271,9 @@ def _failed(status: status_messages.Status) -> str:
 
 
 def _missed(status: status_messages.Status) -> str:
-    """Return which sites missed rounds, as text; empty if none did.
+    """Return a text that says which sites missed rounds; empty if none did.
 
-    Also empty for asynchronous runs and for runs with several fragments.
+    It is also empty for asynchronous runs, and for runs that divide the model into several fragments.
     """
     if len(status.fragments) > 1 or not status.history or not status.history[-1].expected:
         return ""
@@ -274,17 +285,18 @@ def _missed(status: status_messages.Status) -> str:
 
 
 def _troubles(status: status_messages.Status) -> str:
-    """Return the number of retries and reconnections of all workers as text; empty if there were none."""
+    """Return a text with the numbers of retries and reconnections of all workers; empty if there were none."""
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
     return f"{retries} retries, {joins} reconnections" if retries or joins else ""
 
 
 def end_without_memory() -> None:
-    """Every second, try to allocate `SPARE_BYTES`; if that fails, end this process at once. Run this in a thread.
+    """End this process as soon as memory is too short to allocate `SPARE_BYTES`. Run this function in a thread.
 
-    Nothing that was acknowledged is lost, and the next start continues the run. An orderly stop is impossible without
-    memory: a new thread without memory for its first frame never starts, and Python would wait for it forever.
+    It tries an allocation every second. No update that the server has acknowledged is lost, and the next start
+    continues the run. An orderly stop is impossible without memory: Python would wait forever for a new thread that has
+    no memory to begin.
     """
     while True:
         try:

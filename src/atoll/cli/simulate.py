@@ -1,4 +1,4 @@
-"""`atoll simulate`: run a training with simulated sites, on this machine or on Ray."""
+"""`atoll simulate`: train with simulated sites, on this machine or on Ray."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def command(
     directory: Dir = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON; log to standard error.")] = False,
 ) -> None:
-    """Train many simulated sites, without a network. The same command continues an interrupted simulation."""
+    """Train with many simulated sites, without a network. The same command continues an interrupted simulation."""
     log_lines(sys.stderr if json else None)
     server = logging.getLogger("atoll.server")
     server.setLevel(logging.WARNING)  # at INFO, the server logs a line for every worker
@@ -57,7 +57,7 @@ def command(
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
     if directory is None:
         settings = apart(settings, run_file.parent)
-    LOG.info("starting %s; loading PyTorch takes a few seconds", settings.run.name)
+    LOG.info("starting the simulation of %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.simulate.simulation import Simulation
 
     gc.freeze()  # otherwise every full garbage collection visits all objects of torch
@@ -89,7 +89,7 @@ class Lines:
         self._updates, self._rounds = 0, 0
 
     def begin(self, simulation: Simulation) -> None:
-        """Log what the simulation will run."""
+        """Log the settings of the simulation that begins."""
         settings, self._rounds = simulation.settings, simulation.settings.rounds.total
         LOG.info(
             "%s: %s, %s of %s, %s; files in %s",
@@ -102,9 +102,10 @@ class Lines:
         )
 
     def told(self, round_: status_messages.RoundSummary) -> None:
-        """Log a line for a committed round, if a line is due.
+        """Log a line for a finished round, if a line is due.
 
-        The first line has no pace, because the time before it includes the start of the processes.
+        The first line does not give the pace (updates per second), because the time before it includes the start of the
+        processes.
         """
         now_s, first = time.monotonic(), self._said_s == 0.0
         self._updates += len(round_.workers)
@@ -136,7 +137,7 @@ def summary(done: Simulated) -> str:
 
 
 def _some(sites: Collection[str]) -> str:
-    """Return the names of the first `NAMED` sites, and how many more there are."""
+    """Return the names of the first `NAMED` sites, and the number of the others, as text."""
     more = len(sites) - NAMED
     return ", ".join(list(sites)[:NAMED]) + (f" and {more} more" if more > 0 else "")
 

@@ -1,4 +1,4 @@
-"""Read a run's state directory without its server. Nothing here takes a lock or changes a file."""
+"""Read a run's state directory while its server is down or running. Nothing here takes a lock or changes a file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PHASES = {"open": "open", "frozen": "closing"}
 
 
 def journal_of(state_dir: Path) -> Path:
-    """Return the path of the journal in a state directory.
+    """Return the path of the journal (the server's database) in a state directory.
 
     Raises:
-        UsageError: no run was begun in the directory.
+        UsageError: the directory contains no run.
         StoreError: this user has no permission to read the directory.
     """
     path = state_dir / "journal.sqlite"
@@ -36,7 +36,10 @@ def journal_of(state_dir: Path) -> Path:
 
 @contextmanager
 def permitted(state_dir: Path) -> Iterator[None]:
-    """Turn a PermissionError of reading a state directory into an error that says that nothing is damaged.
+    """Turn a `PermissionError` in the `with` block into an error that says that nothing is damaged.
+
+    Args:
+        state_dir: the state directory that the block reads.
 
     Raises:
         StoreError: this user has no permission to read a file.
@@ -57,10 +60,10 @@ def unreadable(path: Path | str) -> StoreError:
 
 @contextmanager
 def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
-    """Open the journal read-only, in one transaction; a running server may write to the journal meanwhile.
+    """Open the journal (the server's database) read-only, in one transaction. A running server may still write to it.
 
     Raises:
-        UsageError: no run was begun in the directory.
+        UsageError: the directory contains no run.
         StoreError: this user lacks a permission that reading the journal needs.
         StateCorrupt: the journal is damaged.
     """
@@ -82,7 +85,7 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
 
 
 def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
-    """Check that every row of the journal is as the server wrote it.
+    """Check that every row of the journal, the server's database, is as the server wrote it.
 
     Raises:
         StateCorrupt: a row is damaged or was changed.
@@ -97,15 +100,15 @@ def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
 
 
 def no_run(state_dir: Path) -> UsageError:
-    """Return the error for a directory in which no run was begun."""
+    """Return the error for a directory that contains no run."""
     return UsageError(f"There is no run in {str(state_dir)!r}.", "Give the run file's disk.state_dir.")
 
 
 def stored_status(state_dir: Path) -> status_messages.Status:
-    """Return the last status that the server saved, updated with newer facts from the journal.
+    """Return the last status that the server saved, updated from its journal (a database), which may be newer.
 
     Raises:
-        UsageError: no run was begun in the directory.
+        UsageError: the directory contains no run.
         StateCorrupt: the journal cannot be read.
     """
     with open_journal(state_dir) as db:
@@ -116,7 +119,7 @@ def stored_status(state_dir: Path) -> status_messages.Status:
 
 
 def _kept(state_dir: Path, run: str) -> status_messages.Status:
-    """Return the status that the server saved; a status with the run's id alone if no readable one was saved."""
+    """Return the status that the server saved; if there is none that can be read, one that has only the run's id."""
     try:
         text = (state_dir / status_messages.KEPT).read_text(encoding="utf-8")
         kept = status_messages.Status.model_validate_json(text)

@@ -63,7 +63,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """Show workers, rounds, and the sites that a round waits for: how long and why."""
+    """Show the workers and rounds of a run, and for which sites a round waits, how long and why."""
     from atoll.transport.http_client import server_address
 
     if state_dir is not None:
@@ -101,7 +101,7 @@ def command(
 
 
 def _show_stored(state_dir: Path, *, json: bool) -> None:
-    """Ask the server of a state directory for its status, and print it; without a server, print the stored status.
+    """Print the status of the run in a state directory: from its server if that answers, else the stored status.
 
     The server's address is read from the stored status.
     """
@@ -114,9 +114,9 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
 
 def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
-    """Ask the server at the stored address for its status; return None if this run's server does not answer.
+    """Ask the server at the address in a stored status for its status; return None if this run's server is not there.
 
-    If another program answers, or the server refuses this command, print why.
+    If another program answers there, or the server refuses to answer, print why.
     """
     try:
         live = _ask(stored.address)
@@ -264,7 +264,7 @@ def _of_training(status: status_messages.Status) -> list[str]:
 
 
 def placed(place: status_messages.PlaceStatus) -> str:
-    """Return, as text, which workers of a swarm aggregate, check and hold a fragment."""
+    """Return, as text, which workers of a swarm aggregate, check and store a fragment of the model."""
     there = ", ".join(place.collected) or "no update yet"
     parts = [
         f"aggregated by {place.aggregator}, which has {there}" if place.aggregator else "aggregated by no worker now",
@@ -283,14 +283,14 @@ def plain(status: status_messages.Status, address: str) -> list[str]:
 
 
 def latest(status: status_messages.Status) -> list[str]:
-    """Return a line for each of the last rounds, then for each of the last tasks."""
+    """Return the lines about the last rounds, then those about the last tasks."""
     count = len(status.fragments)
     rounds = [round_line(summary, fragments=count) for summary in status.history[-ROUNDS_SHOWN:]]
     return [visible(line) for line in (*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:]))]
 
 
 def table(status: status_messages.Status, address: str) -> RenderableType:
-    """Return the status for rich: lines about the run, a table of workers, and lines on the last rounds."""
+    """Return the status as a table for the package rich: lines about the run, workers, and the last rounds."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -34,10 +34,13 @@ def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
 
 
 def staleness(counts: Mapping[str, int]) -> str:
-    """Return how many versions behind the counted updates were: "staleness 1.3 on average, at most 4".
+    """Return how outdated the aggregated updates were, as text: "staleness 1.3 on average, at most 4".
+
+    The staleness of an update is the number of versions of the model that were made between the one it was trained from
+    and the one it went into.
 
     Args:
-        counts: staleness in versions → how many updates had that staleness. If empty, the text is empty.
+        counts: staleness → number of updates with this staleness. If empty, the text is empty.
     """
     total = sum(counts.values())
     if not total:
@@ -69,10 +72,10 @@ def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> 
 
 
 def task_totals(tasks: Mapping[str, int]) -> str:
-    """Return how many tasks were sent, and in which way; empty if none was sent.
+    """Return a text that says how many tasks were sent, and in which ways; empty if none was sent.
 
     Args:
-        tasks: way of sending → number of tasks.
+        tasks: way of sending (such as "broadcast") → number of tasks.
     """
     ways = ", ".join(f"{count} {way}" for way, count in tasks.items())
     return f"{sum(tasks.values())} tasks sent: {ways}" if tasks else ""
@@ -101,19 +104,19 @@ def workflow_lines(workflows: Sequence[status_messages.WorkflowStatus]) -> list[
 
 
 def best_line(best: status_messages.BestStatus) -> str:
-    """Return one line about the best version so far."""
+    """Return one line about the version that is the best so far by the setting `rounds.best_metric`."""
     if best.value is None:
         return f"best {best.metric}: not reported yet"
     return f"best {best.metric} {best.value:.6g}: version {best.version}, measured in round {best.round}"
 
 
 def codecs(status: status_messages.Status) -> str:
-    """Return the codecs of both directions: "codec bf16", or "codec int4 up, int8 down"."""
+    """Return the codecs for uploads and downloads as text: "codec bf16", or "codec int4 up, int8 down"."""
     return f"codec {status.codec}" + (f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else "")
 
 
 def streaming(status: status_messages.Status) -> str:
-    """Return the streaming settings: "streaming: 2 fragments, tau 1, alpha 0.5"; empty if streaming is not used."""
+    """Return the settings of Streaming DiLoCo: "streaming: 2 fragments, tau 1, alpha 0.5"; empty if it is not used."""
     count = len(status.fragments)
     if count == 1 and not status.tau and not status.alpha:
         return ""
@@ -121,15 +124,15 @@ def streaming(status: status_messages.Status) -> str:
 
 
 def optimizer(status: status_messages.Status) -> str:
-    """Return the outer optimizer as text; for federated runs, the text calls it "server optimizer"."""
+    """Return the outer optimizer as text. In federated runs, it is called "server optimizer"."""
     return f"{'outer' if status.sync_every else 'server'} optimizer {status.outer}"
 
 
 def against_data_parallel(status: status_messages.Status) -> str:
-    """Compare the bytes sent and received with those of a ring all-reduce for the same steps.
+    """Return a text that compares the bytes sent and received with those of a ring all-reduce for the same steps.
 
-    Return an empty text for federated runs, where data-parallel training is no alternative, and for fewer than two
-    workers that have trained. Both sides count only updates that arrived since the server started.
+    The text is empty for federated runs, where data-parallel training is no alternative, and if fewer than two workers
+    have trained. Only updates that arrived since the server started are compared.
     """
     trained = [worker for worker in status.workers if worker.gradient_bytes]
     sent, received = (sum(getattr(worker, key) for worker in trained) for key in ("bytes_up", "bytes_down"))

@@ -59,7 +59,7 @@ def command(
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, help="How often to restart a command that fails or is killed.")] = 0,
 ) -> None:
-    """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from a flag."""
+    """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
     from atoll.transport.http_client import server_address
 
     address = server_address(server)
@@ -78,13 +78,13 @@ def command(
 
 
 def _require_server(address: str, told: list[int]) -> str:
-    """Wait for the server to answer, for up to ATOLL_GIVE_UP_S; return the name of its run.
+    """Wait for the server to answer, for up to `ATOLL_GIVE_UP_S` seconds. Return the name of its run.
 
     While the server does not answer, print why: the first time, when the reason changes, and every `REPEAT_S`.
 
     Args:
         address: the address of the server.
-        told: the signals received so far; a signal ends the wait.
+        told: the numbers of the signals received so far; a signal ends the wait.
 
     Raises:
         ServerUnreachable: the server did not answer in that time, or another program answers.
@@ -153,7 +153,7 @@ class _End(NamedTuple):
 
     Attributes:
         code: the exit code; 128 + the signal's number after a signal.
-        failure: how it ended, in words; empty if the command was not started.
+        failure: how the command ended, in words; empty if it was not started.
         killed: whether a signal ended the command.
     """
 
@@ -169,9 +169,9 @@ def _run_once(
 
     Args:
         script: the command.
-        environment: its environment.
+        environment: the environment variables for the command.
         children: a list that gets the running command as its only item, so that signals can be forwarded.
-        told: the signals received so far.
+        told: the numbers of the signals received so far.
 
     Raises:
         ServerUnreachable: the server did not answer in time.
@@ -194,7 +194,7 @@ def _run_once(
 
 @contextmanager
 def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Forward signals to the command within the block; yield a list that collects the signals received."""
+    """Forward signals to the running command in the `with` block. Yield a list that collects the received signals."""
     told: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -216,10 +216,10 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
 
 
 def _leave(leases: Path, failure: str, *, killed: bool) -> None:
-    """Leave the run for each site of a command that ended without leaving, and print why.
+    """If a command ended without leaving its run, leave the run for each of its sites, and print why.
 
     Args:
-        leases: the folder in which the command stored its leases.
+        leases: the folder in which the command stored its leases, the tokens with which its sites can leave.
         failure: how the command ended, in words; the server gets this text.
         killed: whether a signal ended the command.
     """
@@ -243,12 +243,12 @@ def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[b
 
 
 def restart_pause_s(attempt: int) -> float:
-    """Return the pause before restart number `attempt` + 1: 1, 2, 4, … 60 s."""
+    """Return the seconds to wait before restart number `attempt` + 1: 1, 2, 4, … 60."""
     return min(RESTART_PAUSE_S * 2.0**attempt, LONGEST_RESTART_PAUSE_S)
 
 
 def _pause(told: list[int], seconds: float) -> None:
-    """Wait for `seconds`; return early once `told` has a signal."""
+    """Wait for `seconds` seconds; return early when a signal is added to `told`."""
     end = time.monotonic() + seconds
     while not told and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Lightning: each `trainer.fit` is a round of a federated run, or part of a DiLoCo run; the server decides which.
+"""Lightning: each `trainer.fit` is a round of a federated run, or a part of a DiLoCo run; the server's run decides.
 
     trainer = Trainer(max_epochs=1)
     atoll.integrations.lightning.patch(trainer)                      # reads ATOLL_SERVER and ATOLL_SITE
@@ -40,12 +40,14 @@ def patch(
     steps: int | Callable[[], int] | None = None,
     **options: Unpack[SiteOptions],
 ) -> AtollCallback:
-    """Make each later `trainer.fit` a round of a run, by adding an `AtollCallback` with the given arguments.
+    """Make each later `trainer.fit` a round of a run, by adding an `AtollCallback` to the Trainer.
+
+    The arguments other than `trainer` are those of `AtollCallback`.
 
     Each fit trains `max_epochs` further epochs, or `max_steps` further steps.
 
     Raises:
-        UsageError: `trainer` is no Lightning Trainer, or already takes part in a run.
+        UsageError: `trainer` is no Lightning Trainer, or already has an `AtollCallback`.
         ConfigError: see `AtollCallback`.
     """
     from atoll.integrations.lightning_callback import AtollCallback
@@ -60,10 +62,10 @@ def patch(
 
 
 def is_running(trainer: Any) -> bool:
-    """Return whether the run has another round for this Trainer. Wait until the round opens.
+    """Wait for the next round, and return True when it opens; False if the run has no further round.
 
-    After the last round, the result is loaded into the module of the last fit, and this returns False. Without a
-    server, this returns True before the first fit, then False.
+    After the last round, the run's result is loaded into the module that was fitted last. Without a server, the
+    function returns True before the first fit and False afterwards.
 
     Raises:
         UsageError: the Trainer has no Atoll callback, or several.
@@ -84,7 +86,7 @@ def _callback_of(trainer: Any) -> AtollCallback:
 
 @public_api
 def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule: Any = None) -> None:
-    """Take part in cross-site evaluation: while `is_running` waits, `trainer.validate` measures models of all sites.
+    """Take part in cross-site evaluation: while `is_running` waits, `trainer.validate` evaluates models of all sites.
 
     Call this after `patch` and before the first fit.
 
@@ -96,8 +98,7 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
         datamodule: datamodule for `trainer.validate`, in place of `dataloaders`.
 
     Raises:
-        UsageError: the Trainer has no Atoll callback, has several ranks, has already joined the run, or already
-            evaluates.
+        UsageError: the Trainer has no Atoll callback or has several ranks, or its first fit or `evaluates` came before.
     """
     callback = _callback_of(trainer)
     if trainer.world_size > 1:
@@ -106,7 +107,7 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
             "Evaluate in a script with one rank, with atoll.tasks and worker.evaluates.",
         )
     if callback.driver.on_join or callback.driver.worker is not None or callback.driver.diloco is not None:
-        raise UsageError("The Trainer has already started or evaluates.", "Call evaluates() once, before fit.")
+        raise UsageError("evaluates() was called a second time or after fit.", "Call it once, before fit.")
 
     def measure(model: Any) -> dict[str, float]:
         callback.measuring = True
@@ -120,7 +121,7 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
 
 
 def rounds(trainer: Any) -> Iterator[int]:
-    """Yield 1, 2, … while the run has rounds: `for number in lightning.rounds(trainer): trainer.fit(module)`."""
+    """Yield 1, 2, … as long as the run has rounds: `for number in lightning.rounds(trainer): trainer.fit(module)`."""
     number = 0
     while is_running(trainer):
         number += 1

@@ -1,12 +1,13 @@
 """The Lightning callback that makes each `trainer.fit` a round. Importing this file imports Lightning.
 
     on_fit_start           load the global model into the module, on the module's device
-    on_train_start         hook the optimizer, after other callbacks have tuned the learning rate
+    on_train_start         hook the optimizer if the algorithm needs it, after other callbacks have tuned its rate
     on_train_batch_end     count the samples
     on_fit_end             submit the update with its weight, steps and metrics
-    on_validation_start    in `trainer.validate`: load the global model; the next fit starts from it, too
+    on_validation_start    in `trainer.validate`: load the global model, from which the next fit starts, too
 
-Only rank 0 communicates with the server. The other ranks get the model and the correction's tensors from rank 0.
+Only rank 0 communicates with the server. The other ranks get the model, and the tensors for a correction of local
+steps, from rank 0.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 
 
 def callback_class() -> type:
-    """Return Lightning's class `Callback`, if possible from the Lightning package that is already imported.
+    """Return Lightning's class `Callback`, if possible from the package that is imported already.
 
-    Both packages' callbacks work with both packages' Trainers.
+    There are two packages, `lightning.pytorch` and `pytorch_lightning`. Each one's Trainer accepts the callbacks of
+    both.
 
     Raises:
         ConfigError: no Lightning package is installed.
@@ -71,10 +73,12 @@ class AtollCallback(Callback):
         site: this site's name; by default `ATOLL_SITE`, else made from host and process.
         weight: weight of this site's updates: a number, or a function that is called after each fit. By default the
             number of samples that the fit trained on.
-        steps: optimizer steps to report for a round: a number, or a function. By default the counted steps.
-        folder: folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
-        labels: texts to show in the status, by name.
-        filters: filters of this site's updates, in order. They run at this site before the update is sent.
+        steps: number of optimizer steps to report for a round, or a function that returns it. By default the steps that
+            the fit made.
+        folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
+            else `.atoll`.
+        labels: texts to show in the server's status, by name.
+        filters: filters that are applied, in this order, to each update of this site before it is sent.
         require_server: whether to raise an error if no server is configured, instead of training alone.
 
     Attributes:
@@ -120,28 +124,28 @@ class AtollCallback(Callback):
 
     @public_api
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """If a checkpoint has the state of another site, keep that state, so that this site's join refuses it.
+        """If a checkpoint has the state of another site, load that state, so that joining the run raises an error.
 
-        The Trainer itself would ignore this state: it only restores state under this site's key.
+        The Trainer itself would ignore the state, since its key contains the other site's name.
         """
         for key, state in checkpoint.get("callbacks", {}).items():
             if key.startswith(f"{AtollCallback.__name__}[") and key != self.state_key:
                 self.driver.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to store in the Trainer's checkpoint: the run, the site and its versions."""
+        """Return the state to store in the Trainer's checkpoint: the run, the site, and the versions it trains from."""
         return self.driver.state_dict()
 
     @public_api
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's state. It is compared with the run and with the site's folder when the site joins."""
+        """Keep the state from a checkpoint. It is compared with the run and the site's folder when the site joins."""
         self.driver.load_state_dict(state_dict)
 
     # -- for the script
 
     @public_api
     def is_running(self, trainer: Any) -> bool:
-        """Return whether the run has another round; see `atoll.integrations.lightning.is_running`."""
+        """Wait for the next round, and return whether there is one; see `atoll.integrations.lightning.is_running`."""
         ranks = _ranks(trainer)
         if trainer.world_size > 1 and not ranks.together:
             return not self.driver.finished  # the ranks are only connected in the first fit: there rank 0 asks
@@ -196,18 +200,18 @@ class AtollCallback(Callback):
 
     @public_api
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizer if the algorithm corrects steps, and store the Trainer's step count."""
+        """Hook the optimizer if the run's algorithm corrects local steps, and remember the Trainer's step count."""
         self._first_step = trainer.global_step
         if self._in_round:  # not in on_fit_start: the trial steps of a LearningRateFinder are not part of the round
             self._correct(trainer, pl_module, _ranks(trainer))
             self._schedule.look_at(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Mark the step as unfinished until its batch ends. `on_fit_end` refuses a round with an unfinished step."""
+        """Remember that a step has begun but its batch has not ended: `on_fit_end` then raises an error."""
         self._open_step = trainer.global_step + 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Mark the step as finished, count samples if they are the weight, and stop the fit if DiLoCo is over."""
+        """Remember that the step's batch has ended, and count its samples. If a DiLoCo run is over, stop the fit."""
         self._open_step = None
         diloco = self.driver.diloco
         if self.driver.weight is None and (self._in_round or diloco is not None):
@@ -217,7 +221,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the user's limits, and submit the round's update from rank 0, with the samples of all ranks."""
+        """Restore the user's limits of epochs and steps. In a round, submit the update from rank 0, for all ranks."""
         self._limits.restore(trainer)
         if self.driver.diloco is not None and self.driver.diloco.over:
             self.driver.stop_diloco()
@@ -233,7 +237,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the global model, or the run's result, if this is `trainer.validate` without a checkpoint."""
+        """In `trainer.validate` without a checkpoint, load the global model; after the last round, the run's result."""
         self._validations.begin(trainer)
         if is_validating(trainer) and self.driver.takes_part and not self.measuring:
             self._module = pl_module
@@ -245,7 +249,7 @@ class AtollCallback(Callback):
                 self._finish(ranks, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Report the metrics for DiLoCo's global version, or keep those of `trainer.validate` for the next update."""
+        """Keep the metrics of `trainer.validate` for the next update; in a DiLoCo run, those of the global model."""
         if self.measuring:
             return
         if self.driver.diloco is not None:
@@ -254,7 +258,7 @@ class AtollCallback(Callback):
             self._global_metrics = metrics_of(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the run without an update of this round. A further fit joins again, and restarts the round."""
+        """Leave the run without submitting an update. A further fit joins again and repeats the round."""
         self._limits.restore(trainer)
         self._let_go()
         self._in_round, self._global_metrics = False, {}
@@ -263,7 +267,7 @@ class AtollCallback(Callback):
     # -- rounds
 
     def _place(self) -> list[int]:
-        """Return [number of the fit's round, number of the run's rounds]. The latter is 0 if it is not known.
+        """Return [number of the fit's round, number of rounds of the run]. The second number is 0 if it is not known.
 
         In DiLoCo runs and after the end, return [1, 0]; without a server, [1, 1].
         """
@@ -274,7 +278,7 @@ class AtollCallback(Callback):
     def _receive(self, ranks: RankGroup, module: Any) -> bool:
         """Load the global model into the module at all ranks, and return whether there is one.
 
-        The worker downloads it once per round; later calls read the base file.
+        The model is downloaded once per round; later calls read it from the site's file.
         """
         with torch.inference_mode(mode=False):
             found = bool(ranks.from_rank0(lambda: module is not None and self.driver.load_into(module)))
@@ -325,7 +329,7 @@ class AtollCallback(Callback):
         """Return the number of optimizer steps of this fit.
 
         Raises:
-            UsageError: the fit made no optimizer step, or the batch of its last optimizer step did not end.
+            UsageError: the fit made no optimizer step, or was interrupted in the batch of its last step.
         """
         if self._open_step is not None:
             raise UsageError(
@@ -355,7 +359,7 @@ class AtollCallback(Callback):
     # -- DiLoCo
 
     def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: RankGroup) -> None:
-        """Start or continue DiLoCo: every H optimizer steps are a round. A round can span several fits."""
+        """Start or continue DiLoCo. It synchronises every H optimizer steps; one such period can span several fits."""
         if ranks.together:
             raise UsageError(
                 "The run uses DiLoCo, but the Trainer has several ranks.", "Give each DiLoCo worker one device."
@@ -386,16 +390,17 @@ def _ranks(trainer: Any) -> RankGroup:
 
 
 class Limits:
-    """The limits of a fit: makes `max_epochs`, `max_steps` and their minima count from the start of each fit.
+    """Makes `max_epochs`, `max_steps`, `min_epochs` and `min_steps` count from the start of each fit.
 
-    After the fit, the Trainer has the user's limits again.
+    Lightning counts them from the first fit, so that a second one would end at once. After each fit, the Trainer has
+    the user's limits again.
     """
 
     def __init__(self) -> None:
         self._given: tuple[Any, Any, Any, Any] | None = None
 
     def extend(self, trainer: Any) -> None:
-        """Raise the limits by the epochs and steps of earlier fits, so that the fit about to start trains in full."""
+        """Raise the limits by the epochs and steps of earlier fits, so that the coming fit trains in full."""
         loop, epochs, steps = trainer.fit_loop, trainer.current_epoch, trainer.global_step
         self.restore(trainer)
         self._given = (loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps)
@@ -423,7 +428,7 @@ class Schedule:
         self._warned = False
 
     def look_at(self, trainer: Any) -> None:
-        """Warn once if a per-epoch schedule starts a later round with the first round's learning rates."""
+        """Warn, once, if a schedule with one step per epoch starts a later round at the rates of the first round."""
         if not any(config.interval == "epoch" for config in trainer.lr_scheduler_configs):
             return
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -432,19 +437,19 @@ class Schedule:
         elif rates == self._first and not self._warned:
             self._warned = True
             LOG.warning(
-                "the learning rate schedule starts anew in each round, so it stays in its first epochs: "
-                "build it from self.atoll_round and self.atoll_rounds in configure_optimizers "
+                "the learning rate schedule starts anew in each round, so it never gets beyond its first epochs. In "
+                "configure_optimizers, let it depend on self.atoll_round and self.atoll_rounds "
                 "(docs/tutorial-lightning.md, Epochs)"
             )
 
 
 def _further(limit: int | None, done: int) -> int | None:
-    """Return `limit` + `done`. Keep None and −1, which mean no limit."""
+    """Return `limit` + `done`. Return None and −1, which mean no limit, unchanged."""
     return limit if limit is None or limit < 0 else limit + done
 
 
 def require_whole_model(trainer: Any) -> None:
-    """Refuse strategies in which a rank may not have the whole model, or that train in spawned or forked processes.
+    """Raise an error for strategies that shard the model, or that train in spawned or forked processes.
 
     Raises:
         UsageError: the strategy is not supported. The message names supported ones.
@@ -464,7 +469,7 @@ def require_whole_model(trainer: Any) -> None:
 
 
 def require_fresh(trainer: Any) -> None:
-    """Refuse a fit that resumes from a checkpoint: a round must start from the global model.
+    """Raise an error if a fit resumes from a checkpoint, since a round must start from the global model.
 
     Raises:
         UsageError: the fit resumes from a checkpoint. The message names the checkpoint.
@@ -487,7 +492,7 @@ def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
         algorithm: the algorithm's name, for messages.
 
     Raises:
-        UsageError: the module optimizes manually, or there is not exactly one optimizer.
+        UsageError: the module uses manual optimization, or there is not exactly one optimizer.
     """
     if not module.automatic_optimization:
         raise UsageError(
@@ -503,7 +508,13 @@ def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
 
 
 def require_unscaled(trainer: Any, algorithm: str) -> None:
-    """Refuse a gradient scaler: it skips steps, and a correction must not be added to scaled gradients.
+    """Raise an error if gradients are scaled, for an algorithm that adds a correction to each local step.
+
+    A scaler skips steps, and the correction must not be added to scaled gradients.
+
+    Args:
+        trainer: the Lightning Trainer.
+        algorithm: the algorithm's name, for the message.
 
     Raises:
         UsageError: the Trainer has a gradient scaler.
@@ -516,9 +527,9 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
 
 
 def require_own_weights(trainer: Any, algorithm: str = "") -> None:
-    """Refuse callbacks that replace the module's weights by an average that the run must not use.
+    """Raise an error for callbacks that replace the module's weights by an average that must not be submitted.
 
-    `StochasticWeightAveraging` is always refused. `WeightAveraging` is refused if `algorithm` is given.
+    `StochasticWeightAveraging` is never allowed. `WeightAveraging` is not allowed if `algorithm` is given.
 
     Args:
         trainer: the Lightning Trainer.
@@ -544,7 +555,7 @@ def require_own_weights(trainer: Any, algorithm: str = "") -> None:
 
 
 def require_averaged(trainer: Any) -> None:
-    """Refuse a fit in which a `WeightAveraging` callback averaged nothing, and so restored the weights from before it.
+    """Raise an error if a `WeightAveraging` callback averaged nothing in a fit, and so undid the fit's training.
 
     Raises:
         UsageError: there is such a callback. The message names it.
@@ -591,7 +602,7 @@ def _first_dimension(value: Any) -> int | None:
 
 
 def metrics_of(trainer: Any) -> dict[str, float]:
-    """Return the Trainer's logged metrics as numbers, without tensors of several elements."""
+    """Return the metrics that the Trainer has logged, as numbers. Tensors of several elements are left out."""
     return {
         name: float(value)
         for name, value in trainer.callback_metrics.items()
@@ -607,7 +618,7 @@ class Validations:
         self._names: set[str] = set()  # names of metrics that validations have logged
 
     def begin(self, trainer: Any) -> None:
-        """Store the metrics at the start of a validation, for the comparison in `end`."""
+        """Remember the metrics at the start of a validation, so that `end` can tell which ones the validation logs."""
         self._before = dict(trainer.callback_metrics)
 
     def end(self, trainer: Any) -> dict[str, float]:
@@ -619,12 +630,12 @@ class Validations:
         return {name: value for name, value in metrics_of(trainer).items() if name in logged}
 
     def of_training(self, trainer: Any) -> dict[str, float]:
-        """Return the logged metrics, without those that validations log."""
+        """Return the logged metrics, without those that were ever logged by a validation."""
         return {name: value for name, value in metrics_of(trainer).items() if name not in self._names}
 
 
 def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a fit, and those of the global model with `GLOBAL_PREFIX` before their names.
+    """Return the metrics of a fit, together with those of the global model, named with the prefix `GLOBAL_PREFIX`.
 
     Raises:
         UsageError: the fit itself logged a metric under one of the prefixed names.

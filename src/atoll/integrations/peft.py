@@ -1,7 +1,7 @@
 """PEFT: train only an adapter across sites, and open the result with `PeftModel.from_pretrained`.
 
     model = get_peft_model(base, LoraConfig(...))
-    travels = adapter(model)                   # use this as the model of the server and of every worker
+    travels = adapter(model)                   # use this as the model at the server and at every worker
     fl_round.load_into(travels)                   # changes the parameters of `model` in place
 
 The base model is never sent. Every site must have the same base model.
@@ -43,9 +43,9 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         `atoll.DiLoCo` and the Trainer callback.
 
     Raises:
-        UsageError: there is no such adapter, the adapter is merged, or PEFT computes one of its tensors only when
-            saving. The result's `state_dict` also raises it: if the adapter has been merged, or if the model no longer
-            has the same tensors.
+        UsageError: there is no such adapter, the adapter is merged into the base model, or PEFT computes one of its
+            tensors only when saving. The method `state_dict` of the result raises this error, too, if the adapter was
+            merged later or the model no longer uses the same tensors.
     """
     if not isinstance(model, PeftModel):
         raise UsageError(f"adapter() got a {type(model).__name__}.", "Pass the result of peft.get_peft_model.")
@@ -65,9 +65,9 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         _place(root, path, tensor)
 
     def require_live(*_: Any) -> None:
-        """Check that the model still uses the result's tensors, and that the adapter is not merged.
+        """Check that the model still uses the tensors that `adapter` returned, and that the adapter is not merged.
 
-        Otherwise a loaded global model would not reach the model, or the update would not be from the trained tensors.
+        Otherwise, loading the global model would not change the model, or the update would not contain its training.
         """
         if any(isinstance(module, BaseTunerLayer) and name in module.merged_adapters for module in model.modules()):
             raise UsageError(
@@ -92,7 +92,7 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
     """Write `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel.from_pretrained(base, folder)`.
 
     Args:
-        weights: the file that a run exported, with an `adapter` as its model: `exports/model.safetensors`.
+        weights: the file `exports/model.safetensors` of a run that trained the result of `adapter`.
         config: the adapter's configuration: `model.peft_config["default"]`.
         folder: folder for the two files; created if it does not exist.
 
@@ -110,7 +110,9 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
 
 
 class AdapterFolder:
-    """A persistor that saves an adapter so that `PeftModel.from_pretrained(base, folder)` opens it.
+    """Saves versions of an adapter at the server, in the files that `PeftModel.from_pretrained(base, folder)` opens.
+
+    It is a persistor, the setting for how the server saves models. Choose it in the run file:
 
         [model.persistor]
         path = "atoll.integrations.peft:AdapterFolder"
@@ -120,8 +122,8 @@ class AdapterFolder:
     Args:
         config: path of an `adapter_config.json` from `PeftConfig.save_pretrained`, relative to the folder in which the
             server is started.
-        folder: folder for the newest version, relative in the same way; created if it does not exist. Its subfolder
-            `best` gets the best version (setting `rounds.best_metric`).
+        folder: folder for the newest version, relative to the same folder; created if it does not exist. Its subfolder
+            `best` gets the best version by the setting `rounds.best_metric`.
 
     Raises:
         UsageError: the file `config` does not exist or has another name.
@@ -152,7 +154,13 @@ def _save(folder: Path, config: PeftConfig, state: Mapping[str, Tensor]) -> None
 
 
 def _written(folder: Path, config: PeftConfig, write: Callable[[BinaryIO], object]) -> Path:
-    """Write both files of an adapter. Each file replaces the old one only when it is complete."""
+    """Write the two files of an adapter. Each file replaces the old one only when it is complete.
+
+    Args:
+        folder: the folder for the files.
+        config: the adapter's configuration, for `adapter_config.json`.
+        write: writes the tensors into an open file, for `adapter_model.safetensors`.
+    """
     new = folder / ".new"  # can exist after a killed save; its files are overwritten
     new.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(config)

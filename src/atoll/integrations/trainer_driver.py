@@ -1,6 +1,7 @@
-"""The part of the trainer callbacks that all frameworks share: joining a run, rounds, DiLoCo, updates, checkpoints.
+"""What the callbacks for Lightning and Transformers share: joining a run, rounds, DiLoCo, updates, checkpoints.
 
-The callback of each framework has a `TrainerDriver`. The callback handles the trainer; the driver handles the run.
+Each framework's callback has a `TrainerDriver`. The callback deals with the framework's trainer; the driver deals with
+the run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ because the run is finished."""
 
 
 class SiteOptions(TypedDict, total=False):
-    """The options that all callbacks share, besides `server` and `site`. Each callback class documents them."""
+    """The arguments, besides `server` and `site`, that all callbacks have. Each callback class documents them."""
 
     weight: float | Callable[[], float] | None
     folder: str | Path | None
@@ -41,7 +42,7 @@ class SiteOptions(TypedDict, total=False):
 
 
 class TrainerDriver:
-    """A site's connection to a run, for the callback of a trainer. Its arguments are those of the callbacks.
+    """A site's connection to a run, used by a trainer's callback. The arguments are those of the callback.
 
     Attributes:
         info: information about the run; None until the server has answered.
@@ -76,7 +77,7 @@ class TrainerDriver:
         return self._given_site
 
     def state(self) -> State:
-        """Return what to train next, as a `State`. If necessary, join the run and wait for its next round."""
+        """Return what the trainer has to do next, as a `State`. If needed, join the run and wait for its next round."""
         if not self.takes_part:
             return "alone"
         if self.finished:
@@ -100,7 +101,7 @@ class TrainerDriver:
         return "finished" if self.round is None else "round"
 
     def forget(self) -> None:
-        """Leave the run of an earlier training and forget it. `state` then asks the server for the run again."""
+        """Leave the run, and forget it, so that the driver can be used for another training, which joins anew."""
         self.leave()
         self.info, self.rounds, self.finished = None, 0, False
 
@@ -117,7 +118,14 @@ class TrainerDriver:
         return self.worker is not None
 
     def submit(self, module: nn.Module, *, samples: int, metrics: dict[str, float], steps: int = 0) -> None:
-        """Submit the module as this round's update."""
+        """Submit the module as this site's update in the open round.
+
+        Args:
+            module: the trained module.
+            samples: number of samples trained on, the weight of the update if the user gave none.
+            metrics: metrics of the round, by name.
+            steps: number of optimizer steps in the round; 0: those that the hooks have counted.
+        """
         assert self.round is not None
         self.round.submit(module, weight=self.weight_of(samples), metrics=metrics, steps=steps)
         self.round = None
@@ -146,7 +154,7 @@ class TrainerDriver:
         return self.diloco.start()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this site to store in a trainer's checkpoint, as JSON values."""
+        """Return this site's state for a trainer's checkpoint, as JSON values: run, site and versions."""
         if self.diloco is not None:
             return self.diloco.state_dict()
         if self.info is None:
@@ -154,21 +162,22 @@ class TrainerDriver:
         return {"run": self.info.run, "site": self.site, "versions": []}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a checkpoint's state. It is compared with the run and with the site's folder when the site joins.
+        """Keep the state from a checkpoint. It is compared with the run and the site's folder when the site joins.
 
         Raises:
-            UsageError: `state` is not from `state_dict`.
+            UsageError: `state` was not returned by `state_dict`.
         """
         self._checkpoint = require_checkpoint(state)
 
     def credit(self, metrics: Mapping[str, float], interval: str) -> None:
-        """Send an evaluation's metrics, if the DiLoCo model is the global version. If it is not, warn once.
+        """Report the metrics of an evaluation if the DiLoCo model had the weights of the global model. Else warn, once.
 
-        Metrics of a local model would mislead `rounds.best_metric`, which compares global versions.
+        Metrics of a local model would mislead the setting `rounds.best_metric`, which compares versions of the global
+        model.
 
         Args:
             metrics: metrics of the evaluation, by name.
-            interval: the trainer's argument for the interval of evaluations, for the message.
+            interval: name of the trainer's argument for the interval between evaluations, for the message.
         """
         diloco = self.diloco
         if diloco is None or not metrics or diloco.credit(dict(metrics)) or diloco.over or self._warned_of_evaluation:
@@ -202,7 +211,7 @@ class TrainerDriver:
 
 
 def _leave_as_it_ends(worker: Worker) -> None:
-    """Leave the run of a garbage-collected driver. After `sys.exit`, drivers are collected before exit handlers run."""
+    """Leave the run when a driver is garbage-collected. After `sys.exit`, this comes before Python's exit handlers."""
     worker.leave(what_ends())
 
 
@@ -212,7 +221,7 @@ def asked(value: T | Callable[[], T]) -> T:
 
 
 def require_alone(callbacks: Sequence[Any]) -> None:
-    """Refuse a trainer with several Atoll callbacks: one would wait in a hook for the update of another.
+    """Raise an error if a trainer has several Atoll callbacks: one would wait in a hook for the update of another.
 
     Raises:
         UsageError: there are several callbacks. The message names their sites.

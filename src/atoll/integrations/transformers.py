@@ -3,8 +3,8 @@
 One `trainer.train()` spans all rounds of the run. The optimizer's state and the learning rate schedule continue from
 round to round. The global model is loaded into the parameters in place. The server chooses the algorithm:
 
-    FedAvg, FedProx, …             submit, wait and load: every `sync_every` steps, or at the end of each epoch
-    DiLoCo                         uses `atoll.DiLoCo` with the model and the Trainer's optimizer
+    FedAvg, FedProx, …             submit and load the next model, every `sync_every` steps or after each epoch
+    DiLoCo                         use `atoll.DiLoCo` with the model and the Trainer's optimizer
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ class AtollCallback(TrainerCallback):
     Args:
         server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`.
         site: this site's name; by default `ATOLL_SITE`, else made from host and process.
-        sync_every: optimizer steps per round; by default a round is an epoch. In a DiLoCo run, the run's H applies, and
-            a given value must equal it.
+        sync_every: optimizer steps per round; by default a round is an epoch. A DiLoCo run has its own number of steps
+            between synchronisations, and a value given here must equal it.
         weight: weight of this site's updates: a number, or a function that is called once per round. By default the
             round's number of samples; in a DiLoCo run 1.
         module: the model to train across sites, if it is only a part of the Trainer's model:
             `atoll.integrations.peft.adapter(model)`.
-        folder: folder of the base and outbox files; by default `ATOLL_DIR`, else `.atoll`.
-        labels: texts to show in the status, by name.
-        filters: filters of this site's updates, in order. They run at this site before the update is sent.
+        folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
+            else `.atoll`.
+        labels: texts to show in the server's status, by name.
+        filters: filters that are applied, in this order, to each update of this site before it is sent.
         require_server: whether to raise an error if no server is configured, instead of training alone.
 
     Raises:
@@ -114,7 +115,7 @@ class AtollCallback(TrainerCallback):
             LOG.info("%s", ALONE_ENDED)
         if driver.round is not None and self._steps and error is None:
             LOG.warning(
-                "the Trainer ended after %d steps of round %d; these steps are not sent, because an update needs %s.",
+                "the Trainer ended after %d steps of round %d; these steps are not sent, because an update needs %s",
                 self._steps,
                 driver.round.number,
                 "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps",
@@ -124,15 +125,15 @@ class AtollCallback(TrainerCallback):
         driver.leave(error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this site to store in a checkpoint. The Trainer's own checkpoints contain it."""
+        """Return this site's state for a checkpoint. `on_save` writes it into the Trainer's own checkpoints."""
         return self.driver.state_dict()
 
     @public_api
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep a checkpoint's state. It is compared with the run and with the site's folder when the site joins.
+        """Keep the state from a checkpoint. It is compared with the run and the site's folder when the site joins.
 
         Raises:
-            UsageError: `state` is not from `state_dict`.
+            UsageError: `state` was not returned by `state_dict`.
         """
         self.driver.load_state_dict(state)
 
@@ -150,7 +151,7 @@ class AtollCallback(TrainerCallback):
 
         Raises:
             UsageError: the Trainer runs in several processes, hides its optimizer, or has several Atoll callbacks.
-            SchemaMismatch: the run trains another model.
+            SchemaMismatch: the run trains a model with other tensors.
         """
         require_plain(args)
         require_alone(callbacks_of_the_caller(AtollCallback))
@@ -187,7 +188,7 @@ class AtollCallback(TrainerCallback):
             self._open_round(control)
 
     def _begin_again(self, control: TrainerControl) -> None:
-        """Restart the round from its global model, when the Trainer retries with smaller batches after an error.
+        """Start the round again from its global model when the Trainer retries with smaller batches after an error.
 
         In a DiLoCo run, continue with the current weights.
         """
@@ -196,12 +197,12 @@ class AtollCallback(TrainerCallback):
             self.driver.diloco.follow(self._optimizer)
             control.should_training_stop |= self.finished
         elif self.driver.round is not None:
-            LOG.info("the Trainer starts anew, so round %d does, too", self.driver.round.number)
+            LOG.info("the Trainer starts training again, so round %d begins again, too", self.driver.round.number)
             self._open_round(control)
 
     @public_api
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step. At the end of a round, submit the update, wait, and load the next global model."""
+        """Count the step. If it was the last one of the round, submit the update, and load the next global model."""
         driver, module = self.driver, self._model
         if module is None or not driver.takes_part:
             return
@@ -233,7 +234,7 @@ class AtollCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Keep the loss and evaluation metrics for the next update."""
+        """Keep the loss and the metrics of evaluations for the next update."""
         metrics = metrics_in(logs or {})
         diloco = self.driver.diloco
         if diloco is None:
@@ -268,7 +269,7 @@ class AtollCallback(TrainerCallback):
             )
 
     def _end_round(self, control: TrainerControl) -> None:
-        """Submit the update, and wait for the next round."""
+        """Submit the update of the round, then wait for the next round and load its global model."""
         assert self._model is not None
         self.driver.submit(self._model, samples=self._samples, metrics=self._metrics)
         self._steps, self._samples, self._metrics = 0, 0, {}
@@ -276,7 +277,7 @@ class AtollCallback(TrainerCallback):
 
     @contextmanager
     def _leaving(self) -> Iterator[None]:
-        """If the block raises, leave the run with the error: the Trainer does not tell callbacks about errors."""
+        """If the `with` block raises an error, leave the run: the Trainer does not tell its callbacks about errors."""
         try:
             yield
         except BaseException as error:
@@ -303,7 +304,11 @@ _NO_METRICS = ("_runtime", "_per_second", "_time")
 
 
 def require_plain(args: TrainingArguments) -> None:
-    """Refuse training in several processes or with DeepSpeed: the callback would see only a part of it."""
+    """Raise an error for training in several processes or with DeepSpeed: the callback would see only a part of it.
+
+    Raises:
+        UsageError: the Trainer has several processes, or uses DeepSpeed.
+    """
     if args.world_size > 1:
         raise UsageError(
             f"The Trainer runs in {args.world_size} processes, and each of them would be a separate worker.",
@@ -319,7 +324,7 @@ def require_plain(args: TrainingArguments) -> None:
 def callbacks_of_the_caller(kind: type[T]) -> list[T]:
     """Return the callbacks of class `kind` from the Trainer that called the current callback.
 
-    The Trainer does not pass the list of callbacks to its callbacks. So this searches the call stack for the
+    The Trainer does not pass this list to its callbacks. So this function searches the call stack for the Trainer's
     `CallbackHandler`.
     """
     frame = inspect.currentframe()
@@ -332,7 +337,13 @@ def callbacks_of_the_caller(kind: type[T]) -> list[T]:
 
 
 def samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-    """Return the number of samples of the last optimizer step. The last step of an epoch may have fewer than others."""
+    """Return the number of samples of the last optimizer step, which may be smaller at the end of an epoch.
+
+    Args:
+        args: the Trainer's arguments.
+        state: the Trainer's state.
+        loader: the Trainer's data loader.
+    """
     batch = state.train_batch_size or args.train_batch_size
     full = int(batch * args.gradient_accumulation_steps)
     try:

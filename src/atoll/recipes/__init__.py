@@ -1,4 +1,4 @@
-"""Start a whole run with one call: a recipe writes a run file for one algorithm and executes the run.
+"""Start a whole run with one call: a recipe writes the run's settings into a file (run file) and executes the run.
 
 recipe = FedAvgRecipe(
     name="digits", model=Net(), min_sites=2, num_rounds=5, train_script="train.py"
@@ -6,7 +6,7 @@ recipe = FedAvgRecipe(
 result = recipe.execute(SimEnv(sites=2))  # or LocalEnv(sites=2), ServerEnv("http://host:8512")
 print(result.model, result.metrics)
 
-The recipes are below, one for each algorithm or family of algorithms, which docs/algorithms/ explains.
+There is a recipe for each algorithm or family of algorithms. docs/algorithms/ explains the algorithms.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FedProxRecipe(Recipe):
     """A run with FedProx: FedAvg with a loss term that pulls each site's model towards the global model.
 
     Args:
-        mu: strength of that term, μ; the best values in the paper are between 0.001 and 1.
+        mu: μ, the strength of this term; the best values in the FedProx paper are between 0.001 and 1.
     """
 
     algorithm: ClassVar[str] = "fedprox"
@@ -66,7 +66,7 @@ class FedOptRecipe(Recipe):
 
     Args:
         server_optimizer: the server's optimizer: `adam`, `yogi`, `adagrad`, or `sgd` (with momentum).
-        server_lr: learning rate of the server's optimizer; by default that of the algorithm.
+        server_lr: learning rate of the server's optimizer; by default the algorithm's own.
     """
 
     server_optimizer: str = field(default="adam", kw_only=True)
@@ -74,7 +74,7 @@ class FedOptRecipe(Recipe):
 
     @property
     def algorithm(self) -> str:  # type: ignore[override]
-        """The algorithm in the run file.
+        """The name of the algorithm, as in the run file.
 
         Raises:
             UsageError: `server_optimizer` is unknown. The message suggests the nearest name.
@@ -120,18 +120,19 @@ class DiLoCoRecipe(Recipe):
 @public_api
 @dataclass(eq=False)
 class SwarmRecipe(Recipe):
-    """A swarm: sites aggregate the rounds in turn, and no update goes through the server (docs/swarm.md).
+    """A swarm: the sites take turns in aggregating the updates, and no update goes to the server (docs/swarm.md).
 
     Args:
-        algorithm: the algorithm in the run file: any that needs no code of your own.
-        aggregators: the sites that aggregate, in this order; by default all sites, in an order drawn from the seed.
+        algorithm: the name of the algorithm, as in the run file: any that needs no code of your own.
+        aggregators: the sites that aggregate, in this order; by default all sites, in a random order that depends on
+            the seed.
     """
 
     algorithm: str = field(default="fedavg", kw_only=True)  # type: ignore[misc]
     aggregators: str | Sequence[str] = field(default=(), kw_only=True)
 
     def choices(self) -> dict[str, Any]:
-        """Return the settings of the swarm: that it is enabled, and the aggregators if given."""
+        """Return the settings of the swarm: that it is enabled, and its aggregators if they were given."""
         given = self.aggregators
         named = {"swarm.aggregators": (given,) if isinstance(given, str) else tuple(given)} if given else {}
         return {"swarm.enabled": True} | named

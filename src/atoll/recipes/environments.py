@@ -1,8 +1,8 @@
-"""The environments that execute a recipe: real processes here, a simulation, or a running server.
+"""The environments in which a recipe can be executed: real processes here, a simulation, or a running server.
 
 LocalEnv    start `atoll server` and a process for each site; all of them end before the call returns
 SimEnv      simulate the sites: a few processes train them in turn
-ServerEnv   run the script of this site in the run of a running server, if that run is the recipe's
+ServerEnv   take part as one site in the run of a running server, if it has the recipe's settings
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ SETTING_OF = {
 
 @dataclass(frozen=True)
 class _HereEnv(Strict):
-    """Base class of the environments that execute the whole run from this machine."""
+    """Base class of the environments that execute the whole run, with all sites, from this machine."""
 
     sites: int
     folder: str | Path | None = None
@@ -124,9 +124,9 @@ class LocalEnv(_HereEnv):
     Args:
         sites: number of sites; round 1 waits for all of them.
         folder: the folder for the run file, logs, state and result; by default a new one in `atoll-recipes`. If the
-            folder already has the same run, that run is continued.
+            folder has a run of the same recipe already, that run is continued.
         quiet: print nothing during the run.
-        threads: number of PyTorch's threads in each process; 0: as the environment variables say.
+        threads: number of PyTorch's threads in each process; 0: not set by Atoll.
 
     Raises:
         UsageError: a value has a wrong type.
@@ -139,7 +139,7 @@ class LocalEnv(_HereEnv):
         require_number(self, "threads", self.threads, 0)
 
     def run(self, recipe: Recipe) -> RunResult:
-        """Execute a recipe, and return the result. No process is left when this method returns or raises.
+        """Execute a recipe, and return the result. When this method returns or raises, all its processes have ended.
 
         Raises:
             AtollError: the server could not start, too few sites are left, or the run failed.
@@ -153,7 +153,7 @@ class LocalEnv(_HereEnv):
 @public_api
 @dataclass(frozen=True)
 class SimEnv(_HereEnv):
-    """An environment of simulated sites, on this machine or on Ray. Results are bit-identical to `LocalEnv`.
+    """An environment of simulated sites, on this machine or on Ray. Results are bit-identical to those of `LocalEnv`.
 
     Args:
         sites: number of sites; round 1 waits for all of them.
@@ -177,7 +177,7 @@ class SimEnv(_HereEnv):
         require_engine(self.engine, self.processes, self.address)
 
     def run(self, recipe: Recipe) -> RunResult:
-        """Execute a recipe, and return the result. No process is left when this method returns or raises.
+        """Execute a recipe, and return the result. When this method returns or raises, all its processes have ended.
 
         Raises:
             AtollError: the simulation could not start, or it failed.
@@ -215,15 +215,16 @@ class SimEnv(_HereEnv):
 class ServerEnv(Strict):
     """An environment that takes part as one site in the run of a running server.
 
-    A server serves one run, so this environment first checks that the run is the recipe's. Start the server on the file
-    that `recipe.write` writes. Every other site makes the same call on its own machine.
+    First start the server with the file that `recipe.write` writes. Then, at each site, execute the recipe in a
+    `ServerEnv`. Since a server serves one run only, the environment first checks that this run has the settings of the
+    recipe.
 
     Args:
-        url: the server's address. The script gets the ATOLL_* variables of this program (such as a token or a
-            certificate authority), as under `atoll worker`.
+        url: the server's address. Tokens and certificate authorities are taken from this program's ATOLL_* variables,
+            as by the command `atoll worker`.
         site: this site's name; by default ATOLL_SITE, or a name made from host and process.
-        threads: number of PyTorch's threads in the script; 0: as the environment variables say.
-        quiet: print nothing; the script's output is not affected.
+        threads: number of PyTorch's threads in the script; 0: not set by Atoll.
+        quiet: print nothing apart from the script's own output.
 
     Raises:
         UsageError: a value has a wrong type.
@@ -243,7 +244,7 @@ class ServerEnv(Strict):
             try:
                 require_site(self.site)
             except ConfigError as error:
-                raise ConfigError(f"ServerEnv, site: {error.message}", error.remedy) from None
+                raise ConfigError(f"ServerEnv: site is {self.site!r}. {error.message}", error.remedy) from None
 
     def run(self, recipe: Recipe) -> RunResult:
         """Run the recipe's script in the server's run, wait until the script has ended, and return the result.
@@ -296,7 +297,13 @@ class ServerEnv(Strict):
 
 
 def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
-    """Return the differences between a server's run and a recipe, each as a text "KEY is … there, … here"."""
+    """Return the settings in which a server's run differs from a recipe, each as a text "KEY is … there, … here".
+
+    Args:
+        recipe: the recipe.
+        info: the description of the server's run.
+        status: the status of the server's run.
+    """
     from atoll.server.coordinator.build_status import outer_in_words
     from atoll.server.coordinator.joining import run_info
     from atoll.server.startup import plan_of
@@ -346,7 +353,7 @@ def require_sites(recipe: Recipe, sites: int) -> None:
 
 
 def prepared(recipe: Recipe, given: str | Path | None, sites: int) -> Path:
-    """Write the run file into the run's folder, unless the folder already has the same run; return the folder.
+    """Write the run file into the run's folder, unless the folder has a run of the same recipe; return the folder.
 
     Args:
         recipe: the recipe.
@@ -414,7 +421,13 @@ def sites_of(count: int) -> list[str]:
 
 
 def result_of(settings: Settings, folder: Path, status: Status | None) -> RunResult:
-    """Return the result of a finished run, read from its folder."""
+    """Return the result of a finished run, read from its folder.
+
+    Args:
+        settings: the run's settings.
+        folder: the folder of the run file.
+        status: the server's last status; None if there is none.
+    """
     model, metrics = model_of(settings, folder), settings.exports / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     rows = [{key: value for key, value in json.loads(line).items() if key != "at"} for line in lines]
@@ -444,9 +457,11 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM raise an exception in the block, so that the block ends child processes; then end by SIGTERM.
+    """Make SIGTERM raise an exception in the `with` block, so that the block can end its child processes.
 
-    Outside of the main thread, or with another handler of SIGTERM, do nothing.
+    Afterwards, SIGTERM ends this process, too.
+
+    Outside of the main thread, or if the program has its own handler of SIGTERM, nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -467,11 +482,11 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def environment(threads: int, **more: str) -> dict[str, str]:
-    """Return environment variables for a child process: those of this process, without ATOLL_* settings of a run.
+    """Return a child process's environment: this process's, without ATOLL_* variables for settings, and `more`.
 
     Args:
         threads: number of PyTorch's threads; 0: unchanged.
-        more: further variables; they replace those of the same name.
+        more: variables to add or to replace.
     """
     kept = NOT_SETTINGS - OF_THE_CALL
     own = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key in kept}
@@ -481,9 +496,9 @@ def environment(threads: int, **more: str) -> dict[str, str]:
 
 
 class _LocalRun:
-    """One execution of a recipe by real processes: starts them, watches the run, and waits until they end.
+    """One execution of a recipe in real processes: starts them, watches the run, and waits until all have ended.
 
-    It reads the server's status from a file that the server writes into its state directory.
+    The server's status is read from a file that the server writes into its state directory.
     """
 
     def __init__(self, env: LocalEnv, recipe: Recipe, folder: Path, settings: Settings, children: Children) -> None:
@@ -577,7 +592,7 @@ class _LocalRun:
                 )
 
     def _wait_for_ends(self) -> None:
-        """Wait up to `END_S` seconds until all processes have ended. Print which sites still run, and which failed.
+        """Wait up to `END_S` seconds for all processes to end. Print which sites still run, and which have failed.
 
         Raises:
             AtollError: the server ended with an error.
@@ -597,7 +612,7 @@ class _LocalRun:
             raise self._server_failed(code)
 
     def _status(self) -> Status | None:
-        """Return the last status that the server wrote; None if there is none, or it cannot be read."""
+        """Return the last status that the server wrote to its file; None if there is no file, or it cannot be read."""
         try:
             return Status.model_validate_json((self._settings.disk.state_dir / KEPT).read_bytes())
         except (OSError, ValidationError):
@@ -623,7 +638,7 @@ class _LocalRun:
 
 @contextlib.contextmanager
 def _importable(*folders: Path) -> Iterator[None]:
-    """Add folders to `sys.path` within the block, so that the recipe's model can be imported."""
+    """Add folders to `sys.path` inside the `with` block, so that the recipe's model can be imported."""
     before = list(sys.path)
     sys.path[:0] = [str(folder) for folder in folders if str(folder) not in sys.path]
     try:

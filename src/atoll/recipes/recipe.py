@@ -1,4 +1,4 @@
-"""`Recipe`, the base class of recipes: it turns a few arguments into a run file and an initial model."""
+"""`Recipe`, the base class of recipes: turns a few arguments into a file with a run's settings and its model."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class _Strict(type):
 
 
 class Strict(metaclass=_Strict):
-    """Base class of classes with helpful errors for arguments that are unknown or missing."""
+    """Base class of classes that raise a helpful error for arguments that are unknown or missing."""
 
 
 def require_number(owner: object, name: str, value: object, least: int) -> None:
     """Check that a value is a whole number of at least `least`.
 
     Raises:
-        UsageError: the value is something else. The message names the class of `owner` and the argument.
+        UsageError: the value is something else. The message names the class of `owner` and the argument `name`.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", f"Give a whole number, at least {least}.")
@@ -64,14 +64,18 @@ def require_path(owner: object, name: str, value: object) -> None:
     """Check that a value is a path.
 
     Raises:
-        UsageError: the value is something else. The message names the class of `owner` and the argument.
+        UsageError: the value is something else. The message names the class of `owner` and the argument `name`.
     """
     if not isinstance(value, str | Path):
         raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", "Give a path as a string or a pathlib.Path.")
 
 
 def script_arguments(owner: object, given: object) -> list[str]:
-    """Return the argument `train_args` as a list.
+    """Return the argument `train_args` of a recipe as a list.
+
+    Args:
+        owner: the recipe, for the message.
+        given: the argument.
 
     Raises:
         UsageError: `given` is neither a list nor a text that a shell could split.
@@ -113,7 +117,8 @@ class InitialModel:
     """The initial model of a run.
 
     Args:
-        model: an `nn.Module`, a value of the setting `model.source`, `{"class_path": …, "args": …}`, or None.
+        model: an `nn.Module`; a text for the setting `model.source`, such as "module:function"; a mapping
+            `{"class_path": …, "args": …}`; or None.
         checkpoint: a safetensors file with the model's weights, or None.
 
     Raises:
@@ -144,17 +149,21 @@ class InitialModel:
 
     @property
     def _is_written(self) -> bool:
-        """Whether the run file names a file that `write` creates."""
+        """Whether `write` has to create a file for this model, which the run file then names."""
         return self._is_module or (self._checkpoint is not None and self._model is not None)
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return the settings that describe this model in a run file that lies in `folder`."""
+        """Return the settings that describe this model in a run file. Paths are relative to the run file's `folder`."""
         if self._is_written or not isinstance(self._model, Mapping):
             return {"model.source": str(folder / INITIAL_FILE) if self._is_written else self._checkpoint or self._model}
         return _source(self._model)
 
     def write(self, folder: Path, settings: Settings) -> None:
-        """Write the initial model into `folder`, unless the run file names code or an existing file.
+        """Write the initial model into `folder`, unless the settings refer to code or to an existing file.
+
+        Args:
+            folder: the folder of the run file.
+            settings: the run's settings.
 
         Raises:
             ConfigError: the weights do not fit the model, or the checkpoint is no safetensors file.
@@ -163,7 +172,7 @@ class InitialModel:
             save(folder / INITIAL_FILE, self.tensors(settings), self._weights())
 
     def tensors(self, settings: Settings) -> nn.Module | Tensors:
-        """Return the model's tensors as the server would load them. A checkpoint's weights are not loaded into them."""
+        """Return the model's tensors as the server would build them. A checkpoint's weights are not loaded."""
         from atoll.server.initial_model import initial_model
 
         if self._is_module:
@@ -260,8 +269,8 @@ class RunResult:
 
     Attributes:
         model: path of the trained model, a safetensors file; None if it is on another machine.
-        history: summaries of the rounds, oldest first; with `ServerEnv`, only the last rounds.
-        finished: whether the run is finished. With `ServerEnv`, a site may leave the run before.
+        history: summaries of the rounds, oldest first. With `ServerEnv`, only of the last rounds.
+        finished: whether the run is finished. With `ServerEnv`, the script may have ended before the run.
         state_dir: the run's state directory; None if it is on another machine.
         folder: the folder of the run file and the logs; None with `ServerEnv`.
         status: the server's last status: sites, bytes, warnings. None for a simulation, and for a run that was finished
@@ -277,16 +286,16 @@ class RunResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the last round, each the mean over the sites that reported it."""
+        """The metrics of the last round: for each, the mean over the sites that reported it."""
         return dict(self.history[-1].metrics) if self.history else {}
 
 
 def setting(key: str, default: Any = None) -> Any:
-    """Return the dataclass field of a recipe's argument. An argument that is not None sets a setting of the run.
+    """Return a dataclass field for an argument of a recipe. Unless it is None, its value becomes a setting of the run.
 
     Args:
-        key: the setting, as `group.key`.
-        default: the default of the field.
+        key: the name of the setting, `group.key`.
+        default: the default of the argument.
     """
     return field(default=default, kw_only=True, metadata={"setting": key})
 
@@ -302,16 +311,16 @@ class Environment(Protocol):
 @public_api
 @dataclass(eq=False)
 class Recipe(Strict):
-    """A run of one algorithm, described by a few arguments.
+    """A run with one algorithm, described by a few arguments.
 
     Args:
         name: name of the run, shown in logs and the status.
-        model: the initial model: an `nn.Module`, `"module:function"`, `{"class_path": …, "args": …}`, or a safetensors
-            file; None if `initial_ckpt` has the whole model.
-        min_sites: number of sites that round 1 waits for; no round closes with fewer updates.
+        model: the initial model: an `nn.Module`, `"module:function"`, `{"class_path": …, "args": …}`, or the path of a
+            safetensors file; None if `initial_ckpt` has the whole model.
+        min_sites: number of sites that round 1 waits for, and the least number of updates with which a round can end.
         num_rounds: number of rounds after which the run is finished.
-        train_script: path of the script that each site runs, as under `atoll worker`: `train.py`.
-        initial_ckpt: a safetensors file with the weights of `model`.
+        train_script: path of the training script that each site runs, such as `train.py`.
+        initial_ckpt: a safetensors file with weights to load into `model`.
         train_args: arguments of the script, as one text or a list.
 
     Raises:
@@ -353,14 +362,15 @@ class Recipe(Strict):
     # -- settings
 
     def choices(self) -> dict[str, Any]:
-        """Return the settings that the algorithm's own arguments set, without those that are None."""
+        """Return the settings that the arguments of this algorithm's recipe set. Arguments that are None set none."""
         given = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
         return {key: value for key, value in given.items() if value is not None}
 
     def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
-        """Set further settings in the run file (docs/reference/settings.md). A later call overrides earlier ones.
+        """Add settings to the run file (docs/reference/settings.md lists them). A later call overrides earlier ones.
 
-        Paths are relative to the current folder. Give settings that need each other in one call.
+        Paths are relative to the current folder. The settings are checked in each call, so give settings that need each
+        other in one call.
 
         Args:
             config: the settings, as `{"group.key": value}` or `{"group": {"key": value}}`.
@@ -371,7 +381,7 @@ class Recipe(Strict):
 
         Raises:
             ConfigError: a setting is unknown, a value is wrong, or values contradict each other.
-            UsageError: an argument of the recipe already sets the setting, or settings were given as keywords.
+            UsageError: an argument of the recipe sets the same setting, or settings were given as keywords.
         """
         if given or not isinstance(config, Mapping):
             got = ", ".join([*([repr(config)] if config is not None else []), *(f"{key}=…" for key in given)])
@@ -410,7 +420,7 @@ class Recipe(Strict):
 
         Args:
             sites: number of sites that round 1 waits for; by default `min_sites`.
-            folder: the folder of the initial model, if `write` creates it.
+            folder: the folder in which `write` creates the file of the initial model, if it creates one.
 
         Raises:
             ConfigError: a value is wrong, values contradict each other, or the algorithm does not support an option.
@@ -451,9 +461,10 @@ class Recipe(Strict):
     # -- run file and execution
 
     def write(self, path: str | Path, sites: int | None = None) -> Path:
-        """Write the run file; if needed, also write the initial model beside it. Return the path of the run file.
+        """Write the run file and, if needed, the initial model into the same folder. Return the path of the run file.
 
-        `atoll server` on that file, with `atoll worker` for each site, gives bit-identical results to `execute`.
+        The command `atoll server` with this file, and `atoll worker` at each site, give results that are bit-identical
+        to those of `execute`.
 
         Args:
             path: the run file to write.
@@ -527,5 +538,5 @@ class Recipe(Strict):
 
 
 def slug(name: str) -> str:
-    """Return a run's name with only the characters that a folder's name may have."""
+    """Return a run's name without the characters that the name of a folder may not have."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"

@@ -1,7 +1,9 @@
-"""Simulate many sites on one machine or on Ray, with the server's own rounds, store and arithmetic, without a network.
+"""Simulate many sites on one machine or on Ray, without a network: a few processes train the sites in turn.
+
+Rounds, storage and arithmetic are those of a real server. The parts, from outside to inside, and their files:
 
 Simulation             the public class: settings, sites, an engine                        simulation.py
-  Conductor            joins sites, hands out rounds and takes updates, at the server      schedule_sites.py
+  Conductor            lets sites join, gives them rounds, takes their updates             schedule_sites.py
     Engine             gives jobs to processes, and replaces processes that end            engine.py
       LocalHost        starts processes on this machine                                    local_processes.py
       RayHost          starts actors of Ray                                                ray_actors.py
@@ -10,7 +12,8 @@ Simulation             the public class: settings, sites, an engine             
                        and its update goes to the server's spool                           simulated_site.py
           Script       the user's training code                                            script.py
 
-The local state of each site is in the state directory. With Ray, it is sent to the actor with each job.
+State that a site keeps between rounds is stored in the run's state directory. With Ray, it is sent to the actor (a Ray
+process) with each job.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ ENGINES = ("local", "ray")
 
 
 def require_engine(engine: str, processes: int | None, address: str | None) -> None:
-    """Check the options that choose an engine.
+    """Check the options that choose where and in how many processes a simulation trains its sites.
 
     Raises:
-        ConfigError: an option is wrong. The message names it.
+        ConfigError: an option has a wrong value. The message names the option.
     """
     if processes is not None and (type(processes) is not int or processes < 1):
         raise ConfigError(f"processes is {processes!r}.", "Give a number of at least 1.")
@@ -42,7 +45,7 @@ def require_engine(engine: str, processes: int | None, address: str | None) -> N
 
 
 def apart(settings: Settings, folder: Path) -> Settings:
-    """Return the settings with `folder / STATE_DIR` as state directory. If one was chosen, return them unchanged."""
+    """Return the settings with the state directory `folder / STATE_DIR`; unchanged if they have one already."""
     if settings.disk.state_dir != folder / default_of("disk.state_dir"):
         return settings
     return settings.changed({"disk.state_dir": folder / STATE_DIR})

@@ -1,6 +1,9 @@
-"""The engine of a simulation: gives jobs to processes, and replaces processes that end, on this machine or on Ray.
+"""The engine of a simulation: gives jobs (one round of one site) to processes, and replaces processes that end.
 
-The messages between a simulation and its processes are sent as JSON: `Beginning`, `SiteRound`, `Answer`.
+The processes run on this machine or on Ray.
+
+The classes of the messages between a simulation and its processes are `Beginning`, `SiteRound` and `Answer`. They are
+sent as JSON.
 """
 
 from __future__ import annotations
@@ -30,14 +33,14 @@ START_S = 120.0
 
 
 class Beginning(BaseModel):
-    """The first message to a process: all that the process needs before it trains a site.
+    """The first message to a process: what the process needs before it can train sites.
 
     Attributes:
-        script: the name of the user's code, as `name_of` returns it.
+        script: the name of the user's training code, as `name_of` in script.py returns it.
         arguments: the script's arguments, which it finds in `sys.argv`.
         path: folders to import from; they come first in `sys.path`.
-        info: the run, as the server describes it to every worker.
-        schema_message: the schema of the model, as the server sends it to every worker.
+        info: the description of the run, as real workers get it from a server.
+        schema_message: the schema of the model (names, shapes and dtypes), as real workers get it from a server.
         threads: number of torch's threads in each process.
         seed: the run's seed, for the random numbers of simulated sites.
         sites: the folder that holds a folder of local state for each site.
@@ -55,12 +58,12 @@ class Beginning(BaseModel):
 
 @dataclass(frozen=True)
 class SiteRound:
-    """One round of one simulated site, as the process gets it.
+    """The message to a process that it shall train one simulated site for one round.
 
     Attributes:
         site: name of the site.
-        ticket: the site's ticket for the round.
-        outcomes: outcomes of the earlier updates that the site's local state may depend on.
+        ticket: the site's ticket for the round, which names the version to train from.
+        outcomes: what became of those earlier updates of the site that its local state may depend on.
         counts: whether an earlier update of this site has been accepted in the run.
     """
 
@@ -70,13 +73,13 @@ class SiteRound:
     counts: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return this round as JSON values, for a process."""
+        """Return this message as JSON values, to send it to a process."""
         outcomes = [each.model_dump() for each in self.outcomes]
         return {"site": self.site, "ticket": self.ticket.model_dump(), "outcomes": outcomes, "counts": self.counts}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> SiteRound:
-        """Return the round that `to_json` encoded."""
+        """Return the message that `to_json` encoded as `told`."""
         outcomes = tuple(messages.Outcome(**each) for each in told["outcomes"])
         return cls(told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"])
 
@@ -87,11 +90,12 @@ class Job:
 
     Attributes:
         round: the message for the process.
-        base: the version to train from, pinned while a process trains from it.
-        spool_fd: the file descriptor to which the update is written; belongs to the store.
+        base: the version of the global model to train from, protected from deletion while a process trains from it.
+        spool_fd: the descriptor of the file (spool) to which the process writes the update; the server's store closes
+            it.
         update_bytes: size of an update, in bytes.
-        release: lets the store reuse the spool; called when no process writes to it any more.
-        attempts: number of processes that have begun this job and ended before they answered.
+        release: lets the store reuse the spool; to be called when no process writes to it any more.
+        attempts: number of processes that have ended while they worked on this job.
     """
 
     round: SiteRound
@@ -103,12 +107,12 @@ class Job:
 
     @property
     def site(self) -> str:
-        """Name of the site to train."""
+        """Name of the site that this job trains."""
         return self.round.site
 
     @property
     def ticket(self) -> messages.Ticket:
-        """The ticket of the round. It names the version to train from."""
+        """The ticket for the round. It names the version to train from."""
         return self.round.ticket
 
 
@@ -118,7 +122,7 @@ class Answer:
 
     Attributes:
         update: the message with which the site submitted; None if the script raised or returned without an update.
-        stats: statistics of each part of the update. The update itself is in the spool.
+        stats: digest and norm of each part of the update. The update itself is in the job's file.
         error: the last line of the script's error; empty if the script raised nothing.
         trace: the whole traceback of that error.
         bytes_down: bytes of tensors that the site has loaded.
@@ -135,21 +139,21 @@ class Answer:
     disk: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return this answer as JSON values, for the simulation."""
+        """Return this answer as JSON values, to send it to the simulation."""
         update = self.update.model_dump() if self.update is not None else None
         stats = [(each.digest.hex(), each.sumsq.hex(), each.bad) for each in self.stats]
         return {**vars(self), "update": update, "stats": stats}
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> Answer:
-        """Return the answer that `to_json` encoded."""
+        """Return the answer that `to_json` encoded as `told`."""
         update = messages.Complete(**told["update"]) if told["update"] is not None else None
         stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in told["stats"])
         return cls(**{**told, "update": update, "stats": stats})
 
 
 class Killed(RunFailed):
-    """The error for a process that a signal killed before it was ready; a new process may succeed."""
+    """The error for a process that a signal killed before it was ready. A new process may succeed."""
 
 
 class Process(Protocol):
@@ -171,28 +175,28 @@ class Process(Protocol):
         """
 
     def give(self, job: Job) -> None:
-        """Queue a job behind the process's other jobs. If the process has ended, only `hear` reports that."""
+        """Queue a job behind the process's other jobs. That the process has ended is only reported by `hear`."""
 
     def take_back(self) -> int | None:
-        """Remove the oldest job that the process has not begun, and return its ticket; None if there is no such job."""
+        """Remove the oldest job that the process has not begun. Return its ticket number; None if there is none."""
 
     def hear(self) -> tuple[int, Answer] | None:
-        """Wait for the next answer; return (ticket of the job, answer), or None once the process has ended."""
+        """Wait for the next answer. Return (ticket number of the job, answer); None if the process has ended."""
 
     def kill(self) -> None:
         """Kill the process."""
 
     def bury(self) -> str:
-        """Wait until the process has ended; return how it ended, as words for the log. Idempotent."""
+        """Wait until the process has ended. Return how it ended, as a text for the log. Idempotent."""
 
 
 class Host(Protocol):
-    """A place that runs processes: this machine, or Ray.
+    """Starts the processes of a simulation: on this machine, or on Ray.
 
     Attributes:
         name: its name in the log.
         kind: what the log calls one of its processes.
-        ahead: number of jobs that a process gets in advance, besides the one that it trains.
+        ahead: number of jobs that a process gets in advance, in addition to the one that it is working on.
     """
 
     name: str
@@ -214,10 +218,10 @@ class Host(Protocol):
 
 
 class Heard(Protocol):
-    """The object that an engine reports to. The engine calls its methods from several threads."""
+    """The object to which an engine reports answers and errors. The engine calls its methods from several threads."""
 
     def answered(self, job: Job, answer: Answer) -> None:
-        """Handle the answer of a job."""
+        """Handle the answer to a job."""
 
     def failed_to_go_on(self, error: Exception) -> None:
         """Handle an error after which the engine cannot continue."""
@@ -230,8 +234,8 @@ class _Member:
     Attributes:
         process: the process.
         jobs: ticket → job that the process was given and has not answered, oldest first.
-        since_s: the time at which the process got its first job or gave its last answer, in seconds.
-        stuck: the ticket of the job that took too long, so that the engine killed the process; else None.
+        since_s: the time at which the process began its current job, in seconds.
+        stuck: the ticket number of the job that took too long, so that the engine killed the process; else None.
     """
 
     process: Process
@@ -254,13 +258,13 @@ class Engine:
     """A group of processes that train simulated sites. Each process trains one site at a time.
 
     Args:
-        host: the place that runs the processes.
+        host: starts the processes, on this machine or on Ray.
         processes: the number of processes.
 
     Attributes:
         name: the host's name, for the log.
-        capacity: number of jobs that the engine takes at a time. This is more than the number of processes, so that no
-            process waits for its next job.
+        capacity: number of jobs that may be queued or running at a time. This is more than the number of processes, so
+            that no process has to wait for its next job.
     """
 
     def __init__(self, host: Host, processes: int) -> None:
@@ -278,7 +282,7 @@ class Engine:
 
         Args:
             beginning: what a process needs before its first job.
-            heard: gets the answers.
+            heard: the object to which the answers are reported.
 
         Raises:
             ConfigError: the script cannot be loaded.
@@ -299,16 +303,16 @@ class Engine:
             threading.Thread(target=self._hear, args=(member,), name="atoll-simulate", daemon=True).start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; the engine reports its answer. If the job's process ends, another process trains the job."""
+        """Queue a job; its answer is reported. If the process that works on the job ends, another one repeats it."""
         with self._lock:
             if not self._closed:
                 self._waiting.append(job)
                 self._hand_out()
 
     def free(self, longer_s: float) -> None:
-        """If jobs wait, kill the process of the longest-running job, if that job has run for over `longer_s` seconds.
+        """If other jobs wait, kill the process with the longest-running job, after more than `longer_s` seconds.
 
-        The engine then reports the answer `stuck` for that job, and starts another process.
+        The engine then reports an answer with `stuck` set for that job, and starts another process.
         """
         with self._lock:
             if not self._waiting and all(len(member.jobs) <= 1 for member in self._crew):
@@ -336,7 +340,7 @@ class Engine:
         self._host.close()
 
     def _hand_out(self) -> None:
-        """Give waiting jobs to the processes with the fewest jobs. Call this with the lock held.
+        """Give waiting jobs to the processes with the fewest jobs. The caller must hold `_lock`.
 
         If no jobs wait, move a job that a busy process has not begun to an idle process.
         """
@@ -351,9 +355,9 @@ class Engine:
             member.give(job)
 
     def _hear(self, member: _Member | None) -> None:
-        """Report the answers of a process and of its replacements: the main loop of a thread.
+        """Report the answers of a process, and replace the process when it ends: the main loop of a thread.
 
-        A replacement must be started here: it is killed when the thread that started it ends.
+        The replacement must be started in this thread, because Linux kills it when the thread that started it ends.
         """
         try:
             while member is not None:
@@ -363,7 +367,7 @@ class Engine:
                         member.since_s = time.monotonic()
                         self._hand_out()
                     if job is None:  # the script forked, and both processes returned from it
-                        LOG.warning("ignored a second answer to one job: the script forks, and two processes return")
+                        LOG.warning("ignored a second answer to one job: the script forks, and both processes return")
                     else:
                         self._heard.answered(job, told[1])
                 member = self._replace(member)
@@ -399,7 +403,13 @@ class Engine:
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:
-        """Queue a job again after its process has ended. The `ATTEMPTS`-th time, report that the job failed."""
+        """After a process has ended, queue its job again; the `ATTEMPTS`-th time, report that the job failed.
+
+        Args:
+            job: the job that the process was working on.
+            how: how the process ended, as words.
+            is_stuck: whether the engine killed the process because the job took too long. Then the job is not repeated.
+        """
         job.attempts += 1
         if is_stuck:
             self._heard.answered(job, Answer(stuck=True))
@@ -410,7 +420,7 @@ class Engine:
                 self._waiting.appendleft(job)
 
     def _begun(self) -> Process:
-        """Start a process, wait until the process is ready, and return it. If a signal kills it first, retry."""
+        """Start a process and return it when it is ready. If a signal kills it before, try again with a new process."""
         for attempt in range(1, ATTEMPTS + 1):
             process = self._host.begin(self._beginning)
             try:

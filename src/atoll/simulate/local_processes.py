@@ -1,14 +1,18 @@
-"""Processes on this machine that train simulated sites: `LocalProcess` in the simulation, `main` in the process.
+"""Processes on this machine that train simulated sites.
 
-A process loads the user's code once, then trains one site at a time. A socket pair carries messages and descriptors:
+`LocalProcess` is the simulation's side of a process; `main` runs in the process.
+
+A process loads the user's code once, then trains one site at a time. Messages and file descriptors are sent over a
+socket pair:
 
     from the simulation                        to the simulation
     begin      what to load                    ready | bad    the script is loaded | cannot be loaded
     version    the file of a version
     train      a job, and its spool's file     answer         the result of the job
 
-Jobs are sent in advance. For each job, the simulation also writes its number into a pipe that both sides can read: the
-side that reads the number owns the job. So the simulation can take back a job that the process has not begun.
+Jobs are sent before the process can begin them. For each job, the simulation also writes the job's number into a pipe
+that both sides can read: the side that reads the number owns the job. So the simulation can take back a job that the
+process has not begun.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": 
 
 
 class LocalHost:
-    """This machine, as the host of processes."""
+    """Starts the processes of a simulation on this machine."""
 
     name, kind, ahead = "local", "a process", AHEAD
 
@@ -56,7 +60,7 @@ class LocalHost:
 
 
 class LocalProcess:
-    """A process on this machine, seen from the simulation."""
+    """A process on this machine that trains simulated sites: the simulation's side."""
 
     def __init__(self, beginning: Beginning) -> None:
         self._base = ""  # digest of the version that was sent to the process last
@@ -123,11 +127,11 @@ class LocalProcess:
             os.write(self._put.fd, job.ticket.id.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> int | None:
-        """Read from the pipe the number of the oldest job that the process has not begun; None if the pipe is empty."""
+        """Take back the oldest job that the process has not begun, and return its number; None if there is none."""
         return take_number(self._numbers.fd)
 
     def hear(self) -> tuple[int, Answer] | None:
-        """Wait for the next answer; return (ticket of the job, answer), or None once the process has ended."""
+        """Wait for the next answer. Return (ticket number of the job, answer); None if the process has ended."""
         try:
             told, _ = self._pipe.receive()
         except (EOFError, OSError):
@@ -149,7 +153,7 @@ class LocalProcess:
 
 
 def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
-    """Train jobs of the simulation at the other end of the socket until the simulation has ended.
+    """Work on the jobs that arrive through the socket until the simulation has ended: the main function of the process.
 
     Args:
         channel_fd: file descriptor of the socket.
@@ -167,6 +171,9 @@ def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
 
 def take_number(fd: int) -> int | None:
     """Return the next job number from the pipe; None if the pipe is empty.
+
+    Args:
+        fd: file descriptor of the read end of the pipe.
 
     Raises:
         EOFError: the simulation has ended.
@@ -224,9 +231,9 @@ class _Child:
         return number
 
     def _job(self, number: int) -> tuple[dict[str, Any], int]:
-        """Return the job with this number and its spool's descriptor; drop earlier jobs, which were taken back.
+        """Return the job with this number, and the descriptor of the file for its update. Drop jobs taken back.
 
-        Also close versions older than the one that the job needs.
+        Also close the files of versions older than the one that the job needs.
         """
         while number not in self._jobs:
             told, fd = self._channel.receive()

@@ -1,7 +1,7 @@
-"""Train simulated sites in actors of Ray, on this machine or on a cluster. Actors share no disk with the simulation.
+"""Train simulated sites in Ray actors, on this machine or on a cluster. Actors share no disk with the simulation.
 
-Versions, updates and local state travel as Ray objects. The simulation stores all results, so if an actor is lost,
-another actor gets the same job.
+Versions of the model, updates, and the state that sites keep between rounds are sent as Ray objects. The simulation
+stores all results. So if an actor is lost, another one can repeat its job.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Actor:
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """Write the version to train from into the actor's file, over the one before."""
+        """Write the version to train from into the actor's file. This overwrites the version before."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:
@@ -77,11 +77,12 @@ class Actor:
 
         Args:
             job: the message `SiteRound`, as JSON values.
-            kept: the site's local state before the round.
+            kept: the files of the state that the site keeps between rounds, from before the round.
             nbytes: size of an update, in bytes.
 
         Returns:
-            The answer as JSON values, the bytes of the update (empty without one), and the local state after the round.
+            The answer as JSON values, the bytes of the update (empty if there is none), and the site's state after the
+            round.
         """
         folder = Path(self._folder.name) / job["site"]
         try:
@@ -97,7 +98,7 @@ class Actor:
 
 
 class RayHost:
-    """Ray, on this machine or on a cluster, as the host of processes.
+    """Starts the processes of a simulation as Ray actors, on this machine or on a cluster.
 
     Args:
         processes: how many actors run at the same time.
@@ -159,7 +160,7 @@ class RayHost:
 
         Args:
             ref: the Ray reference of the result.
-            timeout_s: how long the actor may take to start, in seconds; None: forever.
+            timeout_s: how long to wait, in seconds, for an actor that is being started; None: without limit.
 
         Raises:
             _Lost: the actor or its machine has ended.
@@ -170,7 +171,7 @@ class RayHost:
             return self.ray.get(ref, timeout=timeout_s)
         except known.GetTimeoutError:
             raise RunFailed(
-                f"Ray started no process for a simulated site within {timeout_s:g} s.",
+                f"Ray did not start a process that trains simulated sites within {timeout_s:g} s.",
                 f"Use fewer processes than {self._count}, or a cluster with that many free CPUs.",
             ) from None
         except known.OutOfMemoryError as error:  # Ray killed the actor before the kernel would
@@ -183,11 +184,11 @@ class RayHost:
             last = (str(error).strip().splitlines() or [""])[0]
             raise RunFailed(
                 f"Ray failed: {type(error).__name__}: {last.rstrip('.')}.",
-                "To continue from the state directory, start the same command again; --engine local works, too.",
+                "To continue from the state directory, start the same simulation again; engine 'local' works, too.",
             ) from error
 
     def version(self, job: Job) -> Any:
-        """Return a job's version as a Ray object that all actors share."""
+        """Return the version that a job trains from, as a Ray object that all actors share."""
         with self._lock:
             if self._version[0] != job.ticket.base_digest:
                 content = np.empty(os.fstat(job.base.fd).st_size, np.uint8)
@@ -197,16 +198,16 @@ class RayHost:
 
 
 class _Lost(Exception):
-    """The error for an actor that has ended."""
+    """The error for an actor that has ended, or that was on a machine that has ended."""
 
 
 class RayProcess:
-    """An actor of Ray, seen from the simulation.
+    """A Ray actor that trains simulated sites: the simulation's side.
 
     Args:
         host: the connection to Ray.
         actor: Ray's handle of the actor.
-        sites: the simulation's folder with the local state of all sites.
+        sites: the folder with the state that sites keep between rounds, a folder for each site.
     """
 
     def __init__(self, host: RayHost, actor: Any, sites: Path) -> None:
@@ -239,10 +240,10 @@ class RayProcess:
         self._given.put(job)
 
     def take_back(self) -> None:
-        """Return None: an actor never has a job in advance."""
+        """Return None: an actor never has a job in advance, so there is none to take back."""
 
     def hear(self) -> tuple[int, Answer] | None:
-        """Send the next job to the actor and wait; return (ticket, answer), or None once the actor has ended."""
+        """Send the next job to the actor and wait. Return (ticket number, answer); None if the actor has ended."""
         if (job := self._given.get()) is None:
             return None
         self._is_idle = False
@@ -255,7 +256,7 @@ class RayProcess:
         return job.ticket.id, answer
 
     def _train(self, job: Job) -> Answer:
-        """Send the actor a job with its version and local state; store the returned update and local state."""
+        """Send a job to the actor, with its version and the site's local state. Store the update and the new state."""
         folder = self._sites / job.site
         if self._base != job.ticket.base_digest:
             self._host.got(self._actor.take.remote(self._host.version(job)))
@@ -272,7 +273,7 @@ class RayProcess:
         return answer
 
     def kill(self) -> None:
-        """Kill the actor. An idle actor first removes its files, unless they are in Ray's folder. Idempotent."""
+        """Kill the actor. An idle actor first removes its files if this process does not do it later. Idempotent."""
         ray, is_idle, self._is_idle = self._host.ray, self._is_idle, False
         with contextlib.suppress(Exception):  # the actor or Ray may have ended
             if is_idle and self._host.folder is None and ray.is_initialized():
@@ -281,13 +282,13 @@ class RayProcess:
         self._given.put(None)
 
     def bury(self) -> str:
-        """Kill the actor, and return how it ended. The next actor on the same machine removes files that are left."""
+        """Kill the actor, and return how it ended, as words. If files are left, the next actor there removes them."""
         self.kill()
         return self._how
 
 
 def _remove_left_behind(temporary: str, prefix: str) -> None:
-    """Remove the folders of processes that no longer run.
+    """Remove the temporary folders of processes that no longer run.
 
     Args:
         temporary: the folder in which to look.

@@ -1,7 +1,8 @@
-"""Run the rounds of a simulation: simulated sites join, get tickets and submit like workers, without a network.
+"""Run the rounds of a simulation: the simulated sites join and submit updates like workers, but without a network.
 
-The calls go to the server's own handlers, rounds and journal. Since thousands of messages arrive, those of many sites
-share one transaction of the journal. If the process is killed before the commit, these sites train again.
+This file calls the server's own functions, which record everything in the server's journal, a database. Since there are
+thousands of calls, those of many sites share one transaction of the journal. If the process is killed before the
+commit, these sites are trained again.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from atoll.worker.log_lines import error_text
 
 
 class Bases:
-    """The versions that simulated sites train from. A version stays pinned at least while a site trains from it.
+    """The versions of the global model that simulated sites train from. The store may not delete a version in use.
 
     Args:
-        versions: the server's versions.
+        versions: the store of the server's versions.
     """
 
     def __init__(self, versions: Versions) -> None:
@@ -42,7 +43,7 @@ class Bases:
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """Pin a version for one more site, and return it. If it is a new one, release those that no site uses."""
+        """Protect a version for one more site, and return it. If it is a new one, release versions not in use."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -58,7 +59,7 @@ class Bases:
         self._users[base] -= 1
 
     def release(self) -> None:
-        """Release all versions. Call this once no site trains any more."""
+        """Release all versions, so that the store may delete them. Call this when no site trains any more."""
         for base in self._users:
             base.release()
         self._users.clear()
@@ -83,19 +84,19 @@ class Conductor:
     """Runs the rounds of a simulation on the server's event loop.
 
     Args:
-        run: the server's coordinator of the run.
+        run: the part of a server that coordinates a run.
         sites: names of all simulated sites.
         engine: the processes that train the sites.
-        folder: the folder with the sites' local state; None if sites have no local state in this run.
-        on_round: called with the summary of every committed round.
+        folder: the folder with the state that sites keep between rounds; None if they keep none in this run.
+        on_round: called with the summary of every finished round.
 
     Attributes:
         worker_rounds: number of accepted updates.
         late: number of updates that came after their round had closed.
         refused: site → number of its refused updates.
         failed: site → the error that ended its participation.
-        bytes_up: bytes of tensors that sites would have sent.
-        bytes_down: bytes of tensors that sites would have received.
+        bytes_up: bytes of tensors that real sites would have sent.
+        bytes_down: bytes of tensors that real sites would have received.
     """
 
     def __init__(
@@ -126,12 +127,12 @@ class Conductor:
     # -- answers of the engine, called in its threads
 
     def answered(self, job: Job, answer: Answer) -> None:
-        """Queue the answer for the event loop, and wake the loop. Called in a thread of the engine."""
+        """Queue an answer, and wake the event loop, which handles it. Called in a thread of the engine."""
         self._heard.append((job, answer))
         self._ring()
 
     def failed_to_go_on(self, error: Exception) -> None:
-        """Store the error, so that `conduct` raises it, and wake the loop. Called in a thread of the engine."""
+        """Keep an error for `conduct`, which raises it, and wake the event loop. Called in a thread of the engine."""
         self._engine_failed = error
         self._ring()
 
@@ -148,7 +149,7 @@ class Conductor:
         """Run rounds until the run is finished.
 
         Raises:
-            RunFailed: a round cannot close, because no site is left that could submit.
+            RunFailed: a round cannot end, because no site is left that could submit an update.
             AtollError: the run or the engine failed.
         """
         await self._join()
@@ -189,7 +190,10 @@ class Conductor:
             ended.cancel()
 
     async def _free_processes(self) -> None:
-        """If rounds have a quorum and deadline, kill processes that train one site for too long while others wait."""
+        """Now and then, kill a process that trains one site for too long while other sites wait for a process.
+
+        Only in runs with a quorum, in which a round can end at its deadline without the updates of all sites.
+        """
         while self._run.settings.rounds.quorum:
             await asyncio.sleep(self._patience_s / 4)
             self._engine.free(self._patience_s)
@@ -211,7 +215,7 @@ class Conductor:
             raise self._engine_failed
 
     def _require_can_close(self) -> None:
-        """Check that the open round can still close.
+        """Check that the open round can still end.
 
         Raises:
             RunFailed: the round waits for updates, but no site trains and none can be asked.
@@ -227,7 +231,7 @@ class Conductor:
         here, name = len(state.active_s), state.rules.floor_name
         lower = f"; or set {name} = {here} to continue without the failed sites" if 0 < here < state.rules.floor else ""
         raise RunFailed(
-            f"Round {state.rounds[0].number} cannot close ({why}): no simulated site is left that could "
+            f"Round {state.rounds[0].number} cannot end ({why}): no simulated site is left that could "
             f"submit an update{told_last}.",
             f"Correct the script, and start the same simulation again: it continues from here{lower}.",
         )
@@ -242,9 +246,9 @@ class Conductor:
     # -- sites
 
     async def _join(self) -> None:
-        """Join all sites to the run; round 1 opens once the last one has joined.
+        """Let all sites join the run. Round 1 opens when the last site has joined.
 
-        Sites that joined at an earlier start, but are not sites of this simulation, leave the run.
+        If the simulation was started before with other sites, those that no longer belong to it leave the run.
 
         Raises:
             ConfigError: the run has real workers, or the local state of a site is missing.
@@ -285,15 +289,15 @@ class Conductor:
         for site in sorted(self._counted):
             if not (self._folder / site / "algorithm.json").is_file():
                 raise ConfigError(
-                    f"The local state of site {site} is missing in {self._folder}, although updates of the "
-                    "site count in the run.",
+                    f"The local state of site {site} is missing in {self._folder}, although the run's model contains "
+                    "updates that depend on it.",
                     "Restore its folder from a backup, or start a new simulation with another disk.state_dir.",
                 )
 
     # -- jobs
 
     def _give(self) -> None:
-        """Give the engine jobs of the sites that the round waits for, up to the engine's capacity."""
+        """Give the engine jobs for the sites that the round waits for, up to the engine's capacity."""
         state = self._run.state
         if state.rounds[0].phase != "open" or len(self._jobs) >= self._engine.capacity:
             return
@@ -328,7 +332,7 @@ class Conductor:
         )
 
     def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
-        """Return the outcomes of the updates on which the site's local state depends."""
+        """Return what became of the updates on which the site's local state depends."""
         if self._folder is None:
             return ()
         tickets = sorted(pending(self._folder / site))
@@ -339,7 +343,7 @@ class Conductor:
         self._bases.give_back(job.base)
 
     def _release_all(self) -> None:
-        """Close the engine, and release the spools and versions of all jobs."""
+        """Close the engine, and release the files and versions of all jobs, so that the store may reuse them."""
         self._engine.close()
         for job in self._jobs.values():
             job.release()
@@ -347,7 +351,7 @@ class Conductor:
         self._bases.release()
 
     async def _take(self, job: Job, answer: Answer) -> None:
-        """Handle the answer of a job: submit its update to the server, or end the site's participation."""
+        """Handle the answer to a job: submit the site's update to the server, or end the site's participation."""
         del self._jobs[job.site]
         self._release(job)
         lease = self._leases[job.site]
@@ -372,7 +376,7 @@ class Conductor:
             del self._stuck[job.site]
         except TicketClosed:
             self.late += 1
-            LOG.warning("%s: round %d closed without this site's update", job.site, job.ticket.round)
+            LOG.warning("%s: this site's update came too late for round %d", job.site, job.ticket.round)
         except UpdateRefused:  # the server has logged why
             self.refused[job.site] += 1
         except LeaseLost:
@@ -384,12 +388,10 @@ class Conductor:
             self._run.bytes_up += nbytes
 
     async def _did_not_return(self, job: Job, lease: Lease) -> None:
-        """Count that a site's script did not return in time; after `ATTEMPTS` times, end the site's participation."""
+        """Note that a site's script did not return in time. After `ATTEMPTS` times, end the site's participation."""
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
-        LOG.warning(
-            "%s did not return within %s, so its process was stopped: other sites waited for one", job.site, told_s
-        )
+        LOG.warning("%s did not return within %s while other sites waited; its process was stopped", job.site, told_s)
         if waiting.may_submit(self._run.state, job.site, lease.number, job.ticket.id) is not None:
             self.late += 1
         if self._stuck[job.site] == ATTEMPTS:
@@ -404,17 +406,17 @@ class Conductor:
         site = lease.site
         self.failed[site] = answer.error or "its script returned without an update"
         if answer.trace and len(self.failed) <= TRACES:
-            LOG.error("%s raised an error and no longer takes part:\n%s", site, answer.trace.rstrip())
+            LOG.error("%s raised an error and no longer takes part in the simulation:\n%s", site, answer.trace.rstrip())
         else:
-            LOG.error("%s no longer takes part: %s", site, self.failed[site])
+            LOG.error("%s no longer takes part in the simulation: %s", site, self.failed[site])
         await self._run.leave(lease, messages.Leave(error=error_text(answer.error) if answer.error else None))
 
 
 def now(asked: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, without the event loop, and return its result.
+    """Run a coroutine that never really waits to its end, without the event loop, and return its result.
 
     Raises:
-        RuntimeError: the coroutine waited.
+        RuntimeError: the coroutine did wait.
     """
     try:
         asked.send(None)

@@ -1,4 +1,4 @@
-"""The training code of simulated sites: a function or script, by a name that every process can load.
+"""The training code of simulated sites: a function or a script, which each process loads by its name.
 
 train.py:train      a function with one argument, the worker that `atoll.join` would return
 train.py:main       a function without arguments, which calls `atoll.join`
@@ -27,26 +27,26 @@ FORMS = "Use the form train.py:train or my_package.module:train for a function, 
 
 
 def require_outside() -> None:
-    """Refuse to start a simulation inside a process that trains sites of a simulation.
+    """Raise an error if a simulation is started inside a process that trains sites of a simulation.
 
     Raises:
         ConfigError: this process trains simulated sites.
     """
     if inside:
         raise ConfigError(
-            "The script starts a simulation while a process of the simulation imports it.",
+            "The script starts a simulation when it is imported, but processes of the simulation import it, too.",
             "Put the code that starts the simulation behind: if __name__ == '__main__':",
         )
 
 
 def name_of(script: str | Callable[..., Any]) -> str:
-    """Return the name by which another process can load a script; paths of files become absolute.
+    """Return the name by which another process can load the training code; paths of files become absolute.
 
     Args:
         script: a function, or a name in one of the forms at the head of this file.
 
     Raises:
-        ConfigError: the file does not exist, or the name names no code.
+        ConfigError: the file does not exist, or the name has another form.
         UsageError: the function is not at the top level of a file.
     """
     if callable(script):
@@ -75,14 +75,16 @@ def _name_of_function(function: Callable[..., Any]) -> str:
 
 
 class Script:
-    """The user's training code in one process of a simulation. A function is loaded once; a script runs each time.
+    """The user's training code in one process of a simulation.
+
+    A function is imported once and called for each site. A script is run from its beginning for each site.
 
     Args:
         name: the name that `name_of` returned.
         arguments: the arguments that the code finds in `sys.argv`.
 
     Raises:
-        ConfigError: the code cannot be loaded, or takes more arguments than a worker.
+        ConfigError: the code cannot be loaded, or is a function with several arguments.
     """
 
     def __init__(self, name: str, arguments: Sequence[str] = ()) -> None:
@@ -97,7 +99,7 @@ class Script:
             self._takes_worker = _takes_worker(name, self._function)
 
     def train(self, worker: Worker) -> None:
-        """Run the script for one simulated site; in it, `atoll.join` returns that site's worker."""
+        """Run the training code for one simulated site. In it, `atoll.join` returns `worker`, the site's worker."""
         sys.argv = list(self._argv)
         if self._function is None:
             runpy.run_path(self.name, run_name="__main__")
@@ -110,7 +112,7 @@ class Script:
 def _takes_worker(name: str, function: Any) -> bool:
     if not callable(function):
         raise ConfigError(
-            f"The script {name!r} is {type(function).__name__}, not a function.",
+            f"The script {name!r} is of type {type(function).__name__}, not a function.",
             "Use a function with one argument, the worker.",
         )
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

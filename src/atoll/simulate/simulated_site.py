@@ -1,8 +1,8 @@
-"""Training of simulated sites in a process: one site at a time, one round at a time.
+"""Train simulated sites in a process: one site at a time, for one round at a time.
 
-`SimulatedSite` is a `RoundBackend` without a connection. Its base is the server's file of the version. It writes its
-update to the server's spool; each part is checked as it is written, like a part that arrives at the server. Filters,
-error feedback and local state work as in every worker.
+A `SimulatedSite` takes the place of a worker's connection to a server: it reads the global model from the server's
+file, and writes the update into the file in which the server would store it. Each part of the update is checked as on
+arrival at a server. Filters, error feedback and local state work as in every worker.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ FOLDERS = 1000
 
 @dataclass(frozen=True)
 class Shared:
-    """The objects that all simulated sites of a process share; created once.
+    """The objects that all simulated sites of a process share; created once per process.
 
     Attributes:
         info: the description of the run.
         schema: the schema of the model.
-        layouts: layouts of version and update, and the codec.
-        inspection: checks the parts of an update.
+        layouts: the file layouts of versions and updates, and the codec.
+        inspection: checks that the values in the parts of an update are finite.
         losses: warns about updates that are zero or become zero when encoded.
-        rule: the algorithm's rule for local training; None if it has none.
+        rule: the algorithm's correction of local training; None if it has none.
     """
 
     info: messages.RunInfo
@@ -76,7 +76,7 @@ class Shared:
 
     @classmethod
     def of(cls, info: messages.RunInfo, message: messages.SchemaMessage) -> Shared:
-        """Create the shared objects from the description of a run, and the schema as the server sends it."""
+        """Create the shared objects from the description of a run and from the schema, as a server sends them."""
         schema = message.to_split().schema
         layouts = Layouts.of(info, schema)
         inspection, losses = Inspection(layouts.update, layouts.codecs), EncodingLosses("", layouts.codec, schema)
@@ -89,7 +89,7 @@ _path = lru_cache(8)(Path)
 
 
 class Spool:
-    """Writes an update to the server's spool, and checks each part as soon as it is complete.
+    """Writes an update into the server's file for it (spool), and checks each part as soon as it is complete.
 
     Args:
         layout: the layout of the update.
@@ -97,7 +97,7 @@ class Spool:
         inspection: checks each part.
 
     Attributes:
-        stats: the statistics of each complete part, in order.
+        stats: digest and norm of each complete part, in order.
     """
 
     def __init__(self, layout: Layout, fd: int, inspection: Inspection) -> None:
@@ -105,7 +105,7 @@ class Spool:
         self.stats: list[PartStats] = []
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write the next bytes of the update, and check each part that they complete."""
+        """Write the next bytes of the update, and check the parts that are now complete."""
         write_at(self._fd, data, offset)
         for part in self.layout.parts[len(self.stats) :]:
             if part.stop > offset + len(data):
@@ -114,18 +114,18 @@ class Spool:
 
 
 class SimulatedSite:
-    """One simulated site in one round. Implements `RoundBackend`.
+    """One simulated site in one round. Implements `RoundBackend`, which a worker uses to get rounds and send updates.
 
     Args:
         shared: the objects that all sites of the process share.
         job: the site and its round.
         base_fd: file descriptor of the version to train from; this object closes it.
-        spool_fd: file descriptor of the ticket's spool; the caller closes it.
-        folder: the folder of the site's local state; created only if the site has local state.
+        spool_fd: file descriptor to which the update is written; the caller closes it.
+        folder: the folder of the state that the site keeps between rounds; created only if there is such state.
 
     Attributes:
         update: the message with which the site submitted; None before that.
-        stats: the statistics of each part of the update, with the digests that the site computed from the parts.
+        stats: digest and norm of each part of the update.
 
     Raises:
         ConfigError: the site's local state is missing.
@@ -154,7 +154,7 @@ class SimulatedSite:
             raise
 
     def _open_state(self, folder: Path, counts: bool) -> None:
-        """Open the local state, and make the values of the last update current if that update counted.
+        """Open the site's local state, and bring it up to date: values of its last update apply if that update counted.
 
         Args:
             folder: the folder of the site's local state.
@@ -175,23 +175,23 @@ class SimulatedSite:
         self._opened.close()
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return the model's own tensors. Check that its schema is that of the run."""
+        """Return the model's own tensors by name, after a check that they are those of the run's model."""
         return matching(self.schema, self.site, model)
 
     def next_round(self, wait_s: float | None) -> Next | None:
-        """Return the round of the job; None in later calls."""
+        """Return the round that the process was asked to train; None in later calls."""
         has_begun, self._has_begun = self._has_begun, True
         return None if has_begun else Open(self._ticket.base, ticket=self._ticket)
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Read the version from the server's file."""
+        """Load the version from the server's file."""
         apply_version.load_(into, self.local.base)
         self.counters.add(down=self.local.base.nbytes)
         self._has_pulled = True
         return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Load the version of this round, because the process gets a newer version only with a later job."""
+        """Load the version of this round: a simulated site gets a newer version only with its next round."""
         self.pull(self._ticket, into)
 
     def has_base(self, ticket: Ticket) -> bool:
@@ -201,7 +201,7 @@ class SimulatedSite:
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Write the update to the spool, and set `update` and `stats`, which the job's answer contains."""
+        """Write the update to the server's file, and set `update` and `stats`, which are sent to the simulation."""
         filtered = self.local.filtered(ticket, tensors, info)
         spool = Spool(self.local.layouts.update, self._spool_fd, self._inspection)
         formed = self.local.form(spool, ticket, tensors, filtered=filtered, finish=finish)
@@ -222,7 +222,7 @@ class SimulatedSite:
 
 
 def _outcome_among(outcomes: Mapping[int, messages.Outcome], ticket: int) -> messages.Outcome:
-    """Return a ticket's outcome from those that came with the job; "expired" if it is not among them."""
+    """Return what became of the update of a ticket: from `outcomes`, or "expired" if it is not among them."""
     return outcomes.get(ticket) or messages.Outcome(
         ticket=ticket, state="expired", base_version=0, reason="the ticket is unknown in this run"
     )
@@ -283,7 +283,7 @@ class Station:
     def _begin_random(self, site: str, round_: int) -> None:
         """Seed torch, random and NumPy from the run's seed, the site's name and the round.
 
-        So a site's random numbers do not depend on the process or on the sites trained in it before.
+        So a site's random numbers do not depend on the process or on the sites that it has trained before.
         """
         drawn = int.from_bytes(blake3(f"{self._seed} {round_} {site}".encode()).digest(8), "little")
         self._seed_torch(drawn)
@@ -292,7 +292,7 @@ class Station:
 
 
 def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
-    """Return the answer for a site that failed with an error; the traceback begins at the user's first line."""
+    """Return the answer for a site that failed with an error. Atoll's own frames are left out of the traceback."""
     trace: TracebackType | None = error.__traceback__
     here = os.path.dirname(__file__)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
@@ -304,7 +304,7 @@ def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
 
 
 def _of_the_disk(error: BaseException) -> str:
-    """Return the message of a disk error among an error's causes; empty if there is none."""
+    """Return the message of the disk error among an error's causes; empty if no cause is a disk error."""
     for cause in causes(error):
         if isinstance(cause, StoreError):
             return cause.message
@@ -314,7 +314,7 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def _say_little() -> None:
-    """Log only warnings of simulated sites, on standard error."""
+    """Log only warnings and errors of simulated sites, on standard error; a repeated warning only now and then."""
     logger = logging.getLogger("atoll")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleLines("atoll: "))

@@ -49,11 +49,11 @@ class Simulated:
         model: path of the trained model, a safetensors file.
         metrics_file: path of a JSON Lines file with a line for each round.
         version: number of the newest version.
-        rounds: number of rounds in this call. If the simulation was continued, earlier calls had further rounds.
+        rounds: number of rounds in this call. An interrupted simulation that was continued had further rounds before.
         worker_rounds: number of accepted updates in this call.
-        seconds: time from the first join to the result.
-        bytes_up: bytes of tensors that sites would have sent to a server.
-        bytes_down: bytes of tensors that sites would have received from a server.
+        seconds: time that the rounds took, without the start of the processes.
+        bytes_up: bytes of tensors that real sites would have sent to a server.
+        bytes_down: bytes of tensors that real sites would have received from a server.
         metrics: the metrics of the last round.
         failed: site → the error that ended its participation.
         late: number of updates that came after their round had closed.
@@ -95,13 +95,13 @@ class Simulation:
         processes: number of processes that train the sites; by default one for each core.
         engine: `local` for processes on this machine, or `ray`.
         address: the address of a Ray cluster; by default, Ray is started on this machine.
-        outer_optimizer: as for `atoll.Server`.
-        filters: as for `atoll.Server`.
-        on_round: called with the summary of every committed round.
+        outer_optimizer: the optimizer that applies the averaged update to the global model, as for `atoll.Server`.
+        filters: filters that are applied to updates at the server, as for `atoll.Server`.
+        on_round: called with the summary of every finished round.
 
     Raises:
         ConfigError: a setting is unknown or wrong, or is not supported in a simulation.
-        UsageError: other processes cannot load the script.
+        UsageError: the script is a function that other processes cannot import.
     """
 
     def __init__(  # noqa: PLR0913 (options, by keyword)
@@ -165,7 +165,9 @@ class Simulation:
             self.stop()
             raise
         if self._result is None:
-            raise UsageError("The simulation was stopped.", "Start it again with the same state directory.")
+            raise UsageError(
+                "The simulation was stopped before its end.", "Start it again with the same state directory."
+            )
         return self._result
 
     def start(self) -> Simulation:
@@ -175,7 +177,7 @@ class Simulation:
             UsageError: this simulation was started before.
         """
         if self._started:
-            raise UsageError("The simulation was already started.", "Create a new Simulation for another start.")
+            raise UsageError("This Simulation object was already started.", "Create a new Simulation for each start.")
         self._started = True
         self._thread.start()
         return self
@@ -200,7 +202,7 @@ class Simulation:
 
     @property
     def described(self) -> str:
-        """The sites per round and the number of processes, in words."""
+        """A text for the log about the simulation: the number of sites per round and of processes."""
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
         rounds = self.settings.rounds
         asked = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))
@@ -317,7 +319,7 @@ _ONE_WHOLE_MODEL = (
 
 
 def _simulated(settings: Settings, sites: int) -> Settings:
-    """Return the settings changed for a simulation: the number of sites, no heartbeats, no swarm.
+    """Return the settings with the changes that a simulation needs: its number of sites, no heartbeats, no swarm.
 
     Raises:
         ConfigError: a setting is not supported in a simulation.
@@ -335,7 +337,7 @@ def _simulated(settings: Settings, sites: int) -> Settings:
         )
     require_training(settings)
     if not settings.rounds.total:
-        raise ConfigError("rounds.total is 0: the simulation would never end.", "Set rounds.total.")
+        raise ConfigError("rounds.total is 0, so the simulation would never end.", "Set it to a number of rounds.")
     return settings.changed(
         {
             "rounds.sites": sites,

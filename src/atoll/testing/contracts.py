@@ -1,6 +1,6 @@
-"""The contract suites of plugins: tests that every codec, reducer, outer optimizer and payload type must pass.
+"""Suites of tests that every codec, reducer, outer optimizer and payload type, also your own, must pass.
 
-To test your own, subclass its suite:
+To test your own implementation, subclass the suite for it:
 
     class TestMyCodec(CodecContract):
         codec = MyCodec()
@@ -61,7 +61,10 @@ _SIZES = (0, 1, 63, TILE, TILE + 1, 3 * TILE + 517)
 
 
 class CodecContract:
-    """The tests that every codec must pass. Set `codec` and `relative_error` in a subclass."""
+    """The tests that every codec must pass. Set `codec` and `relative_error` in a subclass.
+
+    A tile is a fixed number of consecutive elements, which are encoded independently of other tiles.
+    """
 
     codec: ClassVar[Codec]
     relative_error: ClassVar[float]
@@ -88,7 +91,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
     def test_the_rate_is_fixed_and_additive_over_whole_tiles(self, dtype: str) -> None:
-        """Check for every dtype that `encoded_bytes` adds up, so that a tile's offset depends only on its number."""
+        """Check for every dtype that the encoded size of whole tiles adds up, so that each tile has a known offset."""
         size = self.codec.encoded_bytes
         assert size(0, dtype) == 0
         for rest in _SIZES:
@@ -107,7 +110,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_any_run_of_tiles_decodes_alone_to_the_same_bits(self, dtype: str) -> None:
-        """Decode ranges that start at tiles, each from its own bytes, and compare with decoding everything at once."""
+        """Decode ranges of whole tiles, each from its own bytes, and compare with decoding everything at once."""
         numel = 3 * TILE + 517
         encoded = self._encode(self._values(numel, dtype), dtype)
         whole = self._decode(encoded, numel, dtype)
@@ -118,7 +121,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_any_run_of_tiles_encodes_alone_to_the_same_bytes(self, dtype: str) -> None:
-        """Encode tile by tile, and compare with encoding everything at once. Workers encode updates in such ranges."""
+        """Encode tile by tile, and compare with encoding everything at once. Workers encode updates piece by piece."""
         values = self._values(3 * TILE + 517, dtype)
         runs = [self._encode(values[start : start + TILE], dtype) for start in range(0, values.numel(), TILE)]
         assert torch.equal(torch.cat(runs), self._encode(values, dtype))
@@ -170,7 +173,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_a_program_may_have_another_default_dtype_and_device(self, dtype: str) -> None:
-        """Set torch's default dtype to bf16 and device to meta, and check that the codec does not depend on them."""
+        """Check that the codec does not depend on torch's default dtype and device, which a program may change."""
         values = self._values(TILE + 517, dtype)
         encoded = self._encode(values, dtype)
         wide = self._decode(encoded, values.numel(), dtype, torch.float64)
@@ -187,7 +190,7 @@ class CodecContract:
         assert torch.equal(target, wide)
 
     def test_the_difference_of_two_fp16_values_stays_finite(self) -> None:
-        """Encode differences beyond fp16's range; they must stay finite. Skip raw codecs, which get fp16 as fp32."""
+        """Check that differences beyond fp16's range stay finite. Skip raw codecs, which get fp16 tensors as fp32."""
         if self.codec.raw:
             pytest.skip("the codec is raw")
         values = torch.tensor([131008.0, -131008.0, 1.0])
@@ -212,7 +215,7 @@ class CodecContract:
         assert torch.equal(self._encode(values, dtype), values.view(torch.uint8))
 
     def test_it_decodes_straight_into_the_dtype_of_the_sum(self) -> None:
-        """Decode fp16 data to fp32, round it to fp16, and compare with decoding to fp16."""
+        """Decode fp16 data to fp32, round the result to fp16, and compare with decoding to fp16 directly."""
         values = self._values(100, "F16")
         encoded = self._encode(values, "F16")
         wide = self._decode(encoded, 100, "F16", torch.float32)
@@ -220,7 +223,7 @@ class CodecContract:
 
 
 class ReducerContract:
-    """The tests that every reducer must pass. Set `reducer` in a subclass."""
+    """The tests that every reducer must pass. A reducer combines a round's updates. Set `reducer` in a subclass."""
 
     reducer: ClassVar[Reducer]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64)
@@ -244,20 +247,20 @@ class ReducerContract:
         assert isinstance(self.reducer, Reducer)
 
     def test_one_update_is_its_own_reduction(self) -> None:
-        """Reduce one row with weight 1, for each of `dtypes`, and check that the result has the row's bits."""
+        """Reduce one update with weight 1, for each of `dtypes`, and check that the result is bit-identical to it."""
         for dtype in self.dtypes:
             (row,) = self._rows(dtype, k=1)
             assert torch.equal(self._reduce([row], [1.0]), row)
 
     def test_equal_updates_are_their_own_reduction(self) -> None:
-        """Reduce four equal rows with weight 1/4, for each of `dtypes`, and check that the result has their bits."""
+        """Reduce four equal updates with weight 1/4, for each of `dtypes`, and check that the result equals them."""
         for dtype in self.dtypes:
             (row,) = self._rows(dtype, k=1)
             reduced = self._reduce([row] * 4, [0.25] * 4)  # quarters add up without rounding
             assert torch.equal(reduced, row)
 
     def test_it_weighs_every_update_and_none_twice_as_much_as_its_share(self) -> None:
-        """Reduce three updates with equal norms and steps: each has its weight, divided by the sum of weights."""
+        """Weigh three updates with equal norms and steps: each share must be the weight / the sum of weights."""
         facts = RoundFacts([1.0, 2.0, 1.0], [3.0, 3.0, 3.0], [5, 5, 5])  # equal norms, so that nothing is clipped
         weights = self.reducer.weigh(facts)
         assert weights == [0.25, 0.5, 0.25]
@@ -270,7 +273,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:
-        """Reduce rows in chunks of `size` elements and whole, and compare. A server chooses the size by its memory."""
+        """Reduce updates in chunks of `size` elements and whole, and compare. The server's memory decides the size."""
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
@@ -278,7 +281,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_the_sign_of_a_zero(self, size: int) -> None:
-        """Reduce four rows of zeros with every combination of signs, in chunks and whole, and compare the signs."""
+        """Reduce four updates of ±0 with every combination of signs, in chunks and whole, and compare the signs."""
         for dtype in self.dtypes:
             if not dtype.is_floating_point:
                 continue
@@ -290,7 +293,7 @@ class ReducerContract:
                 assert torch.equal(torch.signbit(torch.cat(cut)), torch.signbit(self._reduce(rows, weights)))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:
-        """Pass the rows one after the other in the same buffer; skip a reducer with `needs_all`."""
+        """Check a reducer that gets the updates one by one in the same buffer. Skip one that needs all at once."""
         if self.reducer.needs_all:
             pytest.skip("the reducer gets all rows at once")
         for dtype in self.dtypes:
@@ -301,7 +304,9 @@ class ReducerContract:
 
 
 class OuterContract:
-    """The tests that every outer optimizer must pass. Set `target` and its options in a subclass.
+    """The tests that every outer optimizer must pass. Set `target` and the other attributes in a subclass.
+
+    An outer optimizer is the torch optimizer with which the server applies the averaged update to the global model.
 
     The expected results come from the same torch optimizer on whole tensors.
     """
@@ -314,7 +319,7 @@ class OuterContract:
 
     @pytest.fixture
     def rule(self) -> OuterRule:
-        """Build `target` with `options`, as a server does, including the trial run that finds the granularity."""
+        """Build `target` with `options`, as a server does. A trial run finds whether it can step chunks of a tensor."""
         return build_outer(self.target, self.options)
 
     def _numbers(self, dtype: torch.dtype) -> list[Tensor]:
@@ -330,7 +335,7 @@ class OuterContract:
         return parameter.detach(), dict(optimizer.state[parameter])
 
     def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[State]]:
-        """Step chunk by chunk in each round, as the server does. Each chunk has its own state, 0-d tensors included."""
+        """Step chunk by chunk in each round, as the server does. Each chunk has its own state, also for 0-d tensors."""
         flat = [value.clone().reshape(-1) for value in values]
         starts = range(0, flat[0].numel(), size)
         states: list[State] = []
@@ -345,13 +350,13 @@ class OuterContract:
         return flat[0].reshape(self.shape), states
 
     def test_it_runs_as_expected(self, rule: OuterRule) -> None:
-        """Compare the granularity that the trial run found with `granularity`."""
+        """Check that a trial run finds the granularity (chunk or whole tensor) that the subclass states."""
         assert rule.granularity == self.granularity
 
     @pytest.mark.parametrize("size", [7 * 64, 4096, 5 * 4096])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_chunks_come_to_the_bits_of_the_whole_tensor(self, rule: OuterRule, dtype: torch.dtype, size: int) -> None:
-        """Step chunks and the whole tensor, and compare parameter and state; skip granularity "tensor"."""
+        """Step chunks and whole tensors, and compare parameters and state. Skip optimizers that need whole tensors."""
         if rule.granularity == "tensor":
             pytest.skip("the optimizer needs whole tensors")
         values = self._numbers(dtype)
@@ -366,7 +371,7 @@ class OuterContract:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_state_put_away_between_rounds_changes_nothing(self, rule: OuterRule, dtype: torch.dtype) -> None:
-        """Step each round with a new stepper and a clone of the state, and compare with a single optimizer object."""
+        """Step each round with a new stepper and a copy of the state; compare with a single optimizer object."""
         values = self._numbers(dtype)
         parameter, state = values[0].clone(), None
         for gradient in values[1:]:
@@ -386,7 +391,7 @@ class OuterContract:
             assert torch.equal(alone, result)
 
     def test_the_state_is_declared_as_it_is(self, rule: OuterRule) -> None:
-        """Compare `state_specs` with the state after one step: keys, order of keys, and shapes."""
+        """Compare the declared state (`state_specs`) with the real one after a step: keys, their order, and shapes."""
         (state,) = rule.stepper().step_([torch.ones(6, 8)], [torch.ones(6, 8)], None)
         declared = rule.state_specs(TensorSpec("w", "BF16", (6, 8)))
         assert [spec.key for spec in declared] == list(state)
@@ -394,12 +399,12 @@ class OuterContract:
             assert state[spec.key].shape == torch.Size((6, 8) if spec.shape is None else spec.shape)
 
     def test_buffers_and_integers_have_no_state(self, rule: OuterRule) -> None:
-        """Check that `state_specs` is empty for a float buffer and for an int8 parameter."""
+        """Check that no state is declared for a float buffer and for an int8 parameter."""
         assert rule.state_specs(TensorSpec("m", "F32", (3,), BUFFERS)) == []
         assert rule.state_specs(TensorSpec("q", "I8", (3,))) == []
 
     def test_what_decides_the_bits_is_said_outright(self, rule: OuterRule) -> None:
-        """Check that `fused` and `foreach` are set if the optimizer has them. None would let torch choose."""
+        """Check that `fused` and `foreach` are not None, which would let torch choose and so change the result."""
         described = rule.describe()
         assert described["foreach"] is not None or "foreach" not in described["options"]
         assert described["fused"] is not None or "fused" not in described["options"]
@@ -413,7 +418,7 @@ MORE_BYTES = 32 * 2**20
 
 
 class PayloadTypeContract:
-    """The tests that every registered type (its producer and its consumer) must pass. Override `make` and `same`.
+    """The tests that a type registered with `atoll.objects.register` must pass. Override `make` and `same`.
 
     Attributes:
         in_memory: whether a value's data is in memory, as for a tensor; False for a file.
@@ -422,7 +427,7 @@ class PayloadTypeContract:
     in_memory: ClassVar[bool] = True
 
     def make(self, folder: Path, nbytes: int) -> Any:
-        """Return a value of about `nbytes` bytes: equal values for equal `nbytes`. Create files only in `folder`."""
+        """Return a value of about `nbytes` bytes, equal for equal `nbytes`. Create files only in `folder`."""
         raise NotImplementedError
 
     def same(self, one: Any, other: Any) -> bool:
@@ -436,7 +441,7 @@ class PayloadTypeContract:
 
     @pytest.mark.parametrize("nbytes", [0, 1000, 5_000_001])
     def test_it_arrives_as_it_was_sent(self, tmp_path: Path, nbytes: int) -> None:
-        """Send a value of no bytes, of a few bytes, or of several parts, and compare the received value."""
+        """Send a value of no bytes, of a few bytes, or of several parts of a file, and compare the received value."""
         value = self.make(tmp_path, nbytes)
         arrived = there_and_back(value)
         assert type(arrived) is type(value)
@@ -468,25 +473,25 @@ class PayloadTypeContract:
         assert all(self.same(*pair) for pair in zip(found, (value, value, other), strict=True))
 
     def test_what_stands_for_it_is_small(self, tmp_path: Path) -> None:
-        """Check that the data is in streams and tensors: the rest of a packed value is in memory, and must be small."""
+        """Check that a packed value has its data in streams and tensors: the rest is in memory, and must be small."""
         packed = pack(self.make(tmp_path, LARGE_BYTES))
         assert len(json.dumps(packed.skeleton)) < 2**16
         assert sum(part.nbytes for part in packed.tensors) >= LARGE_BYTES / 2
 
     def test_sending_it_takes_a_few_chunks_of_memory(self, tmp_path: Path) -> None:
-        """Write a value of `LARGE_BYTES` to a file, and check that memory grows by less than `MORE_BYTES`."""
+        """Write a value of `LARGE_BYTES` to a file, and check that memory use grows by less than `MORE_BYTES`."""
         value = self.make(tmp_path, LARGE_BYTES)
         with tempfile.TemporaryFile(dir=tmp_path) as file:
             assert peak_growth(lambda: write_object(pack(value), file.fileno(), Cut(PART_BYTES))) < MORE_BYTES
 
     def test_receiving_it_takes_a_few_chunks_beyond_the_value(self, tmp_path: Path) -> None:
-        """Read a value of `LARGE_BYTES`. Memory may grow by `MORE_BYTES`, and by the value's size if `in_memory`."""
+        """Read a value of `LARGE_BYTES`. Memory use may grow by `MORE_BYTES`, plus the value's size if `in_memory`."""
         stored, arrived = written(self.make(tmp_path, LARGE_BYTES)), []
         growth = peak_growth(lambda: arrived.append(stored.tree()))
         assert growth < MORE_BYTES + (LARGE_BYTES if self.in_memory else 0)
 
     def test_the_file_that_it_came_in_goes_with_it(self, tmp_path: Path) -> None:
-        """Check that nothing refers to the stored file after the value is deleted."""
+        """Check that the file in which a value was received is released when the value is deleted."""
         stored = written(self.make(tmp_path, 1000))
         handle, arrived = weakref.ref(stored.handle), stored.tree()
         del stored, arrived
@@ -499,7 +504,7 @@ class PayloadTypeContract:
 
 
 def written(tree: Any) -> Stored:
-    """Write a tree to a file, and return the file as if it were a received object."""
+    """Write a value to a file, and return the file as if another process had sent it."""
     with tempfile.TemporaryFile() as file:
         cuts = write_object(pack(tree), file.fileno(), Cut(PART_BYTES)).cuts
         fd = os.dup(file.fileno())
@@ -508,12 +513,12 @@ def written(tree: Any) -> Stored:
 
 
 def there_and_back(tree: Any) -> Any:
-    """Return a tree after sending and receiving."""
+    """Return a value after sending and receiving it."""
     return written(tree).tree()
 
 
 def peak_growth(work: Callable[[], Any]) -> int:
-    """Return the peak memory of this process during `work`, minus its memory before, in bytes. Linux only."""
+    """Return by how many bytes the memory of this process grows at most during `work`. Linux only."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before = _kib("VmRSS")

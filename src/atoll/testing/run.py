@@ -1,4 +1,4 @@
-"""Run a server and its sites inside a test, make them fail at chosen places, and read the run's history.
+"""Run a server and its sites inside a test, make them fail at chosen places, and read the history of the run.
 
     settings = {"algorithm": {"name": "fedavg"}, "rounds": {"total": 3, "sites": 2}}
     with serve(build(), folder / "state", settings) as server:
@@ -6,7 +6,8 @@
         server.run()                                    # returns when the result is written
     assert [line["version"] for line in history(folder / "state")] == [1, 2, 3]
 
-A failpoint is a named place in Atoll's code. Write `name=action` to make it act; separate several by `;`. Actions are:
+A failpoint is a named place in Atoll's code. The text `name=action` lets an action happen there; several are separated
+by `;`. The actions are:
 
     kill                  send SIGKILL to this process
     stop                  send SIGSTOP
@@ -64,11 +65,11 @@ _HELD_PORTS: list[socket.socket] = []
 def serve(
     model: nn.Module | str | None, state_dir: Path | str, settings: Mapping[str, Any] | None = None, **more: Any
 ) -> Iterator[Server]:
-    """Start a server in this process, on a port that no other test uses. Stop it at the end of the block.
+    """Start a server in this process, on a port that no other test uses. Stop it at the end of the `with` block.
 
     Args:
-        model: the initial model, or its name; None for a run that only executes tasks.
-        state_dir: the run's state directory. A second server on the same directory continues the run.
+        model: the initial model, or its name as in the setting `model.source`; None for a run that only executes tasks.
+        state_dir: the run's state directory. A later server with the same directory continues the run.
         settings: the run's settings, as `{"group.key": value}` or `{"group": {"key": value}}`.
         more: further arguments of `atoll.Server`, such as a workflow or filters.
     """
@@ -106,16 +107,16 @@ def history(state_dir: Path | str) -> list[dict[str, Any]]:
 
 
 class Threads:
-    """Jobs that run at the same time, each in a daemon thread: a job that hangs does not keep the process alive."""
+    """Functions that run at the same time, each in a daemon thread, which cannot keep the process alive if it hangs."""
 
     def __init__(self, *jobs: Callable[[], object]) -> None:
         self._ends = [_begun(job) for job in jobs]
 
     def join(self, timeout_s: float = 60.0) -> None:
-        """Wait for all jobs. If a job raises, raise its error at once.
+        """Wait for all functions to return. If one raises an error, raise it at once.
 
         Raises:
-            AssertionError: a job still runs after `timeout_s` seconds.
+            AssertionError: a function still runs after `timeout_s` seconds.
         """
         _, waiting = wait(self._ends, timeout_s, FIRST_EXCEPTION)
         for end in self._ends:
@@ -138,19 +139,19 @@ def _begun(job: Callable[[], object]) -> Future[object]:
 
 
 def together(*jobs: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Run jobs at the same time, each in a thread, and wait for all of them with `Threads.join`."""
+    """Call functions at the same time, each in a thread. Wait for all of them, as `Threads.join` does."""
     Threads(*jobs).join(timeout_s)
 
 
 @contextmanager
 def failpoints(text: str) -> Iterator[Callable[[str], int]]:
-    """Switch failpoints on in this process, until the end of the block.
+    """Switch failpoints on in this process, until the end of the `with` block.
 
     Args:
         text: failpoints and their actions, as described at the top of this file.
 
     Yields:
-        A function that takes a failpoint's name, and returns how often the failpoint was reached.
+        A function that returns how often a failpoint was reached, given the failpoint's name.
 
     Raises:
         ValueError: an action is unknown.
@@ -170,7 +171,7 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -
 
     Args:
         condition: the function to call.
-        what: the awaited event, for the message.
+        what: the awaited event, for the error message.
         timeout_s: maximum time to wait, in seconds.
 
     Raises:
@@ -187,10 +188,10 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1. No other call returns the same port until this process ends.
+    """Return a free port of 127.0.0.1. Until this process ends, no other call returns the same port.
 
-    The port is outside of Linux's ephemeral ports, so the system does not give it to another socket between two starts
-    of a server. A Unix socket named after the port reserves it, also against calls in other processes.
+    The port is not one of Linux's ephemeral ports, so the system does not give it to another socket between two starts
+    of a server. A Unix socket named after the port reserves the port, also against calls in other processes.
     """
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):  # tests seed `random`
         held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)

@@ -133,7 +133,7 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
     monkeypatch.setitem(sys.modules, "atoll.server.serve", None)  # importing it fails: nothing before it needs it
     with pytest.raises(ImportError):
         server.run_until_finished(Settings.build({"run.name": "mine"}))
-    assert caplog.messages == ["starting mine; loading PyTorch takes a few seconds"]
+    assert caplog.messages == ["starting the run mine; loading PyTorch takes a few seconds"]
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
     (tmp_path / "mine" / "flow.py").write_text("def main(controller):\n    controller.sites(at_least=1)\n")
     (tmp_path / "mine" / "run.toml").write_text('workflow.function = "flow.py:main"\n')
     served = serve()
-    assert served.until("run ").endswith("): workflow; files in atoll-run\n")
+    assert served.until("run ").endswith("): only workflows; files in atoll-run\n")
     assert "flow.py:main; start workers with a script that uses atoll.tasks" in served.until("starting the workflow")
 
 

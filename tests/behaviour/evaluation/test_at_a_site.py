@@ -145,7 +145,7 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
 def test_a_name_has_one_handler(tmp_path: Path) -> None:
     with serve(tmp_path, **ALONE) as server, atoll.tasks(server.url, "a") as worker:
         worker.evaluates(measure)
-        with pytest.raises(UsageError, match="already registered"):
+        with pytest.raises(UsageError, match="'validate' already has a handler"):
             worker.task("validate")(print)
         with pytest.raises(UsageError, match="already registered"):
             worker.evaluates(measure)

@@ -302,7 +302,7 @@ def test_a_model_does_not_go_round_the_filters_of_its_site(nursery: Nursery, tmp
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
     assert losses(matrix, "w")["b"] == {"a": 1.0, "b": 1.0}
     assert "a" not in losses(matrix)
-    assert "its stored model would leave the site without" in errors(matrix)["a", "b"]
+    assert "its stored model was saved before they were applied" in errors(matrix)["a", "b"]
     assert not list(tmp_path.rglob("local.safetensors"))
 
 
@@ -388,7 +388,9 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
     assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
     assert "empty: version 9 on every site: Version 9 does not exist: the newest is 5." in printed
     assert "waiting for 2 sites; " in printed
-    assert f"nope.safetensors is not in {tmp_path} yet; without it, the row" in printed  # before a site joins
+    assert (
+        f"nope.safetensors is not in {tmp_path} yet; until then, it gets no results" in printed
+    )  # before a site joins
     missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"
     assert f"empty: nope.safetensors on every site: {missing}" in printed
     assert losses(matrix_of(tmp_path)) == losses(found)

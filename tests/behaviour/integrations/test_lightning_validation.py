@@ -183,7 +183,7 @@ def test_cross_site_evaluation_validates_models_when_training_is_over(tmp_path: 
     with serve(tmp_path, rounds=1, **{"workflow.steps": WORKFLOWS}) as server:
         trainer, module = patched(server, tmp_path), Tiny()
         atoll.integrations.lightning.evaluates(trainer, module, data())
-        with pytest.raises(UsageError, match="already started or evaluates"):
+        with pytest.raises(UsageError, match="called a second time or after fit"):
             atoll.integrations.lightning.evaluates(trainer, module)
         while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data(), data())

@@ -382,7 +382,7 @@ def test_a_run_that_is_over_gives_its_result_and_no_training(serve: Any, tmp_pat
 def test_steps_that_no_round_holds_are_told(serve: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """5 steps in rounds of 3: the last 2 reach no server. A Trainer that ends with a round says nothing."""
     server = serve()
-    said = "the Trainer ended after 2 steps of round 3; these steps are not sent, because an update needs 3 steps."
+    said = "the Trainer ended after 2 steps of round 3; these steps are not sent, because an update needs 3 steps"
     for most, warnings in ((3, []), (5, [said])):
         trainer = trainer_of(server, tmp_path, sync_every=3, max_steps=most)
         with caplog.at_level(logging.WARNING, "atoll"):

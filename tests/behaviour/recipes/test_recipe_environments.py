@@ -174,7 +174,7 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
     Path("marks").write_text("now it works")
     result = recipe().execute(LocalEnv(sites=2, folder="here", quiet=True))
     assert [row.round for row in result.history] == [1, 2]
-    assert "continuing at version 1" in Path("here/server.log").read_text()
+    assert "continuing the run at version 1" in Path("here/server.log").read_text()
     again = recipe().execute(LocalEnv(sites=2, folder="here"))  # it is finished already
     assert (again.model, again.history, again.finished) == (result.model, result.history, True)
     assert "small was already finished; nothing was trained" in capfd.readouterr().out

@@ -239,7 +239,7 @@ def test_two_processes_of_one_machine_with_folders_of_their_own_are_reported(
     caplog.set_level(logging.INFO, "atoll")
     with serve(tmp_path, **{"network.heartbeat_interval_s": 0.1}) as server:
         with atoll.join(server.url, "a", folder=tmp_path / "one") as first:
-            assert "replaces the process" not in caplog.text
+            assert "replaces the one on host" not in caplog.text
             with atoll.join(server.url, "a", folder=tmp_path / "two"):
                 assert "a: this process replaces the one on host " in caplog.text, "in the log of the newer one"
                 with pytest.raises(Superseded):

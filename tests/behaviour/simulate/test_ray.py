@@ -95,7 +95,10 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
     ("error", "said"),
     [
         ("OutOfDiskError", r"Ray failed: OutOfDiskError: .* To continue from the state directory"),
-        ("GetTimeoutError", r"Ray started no process for a simulated site within 3 s\. Use fewer processes than 2"),
+        (
+            "GetTimeoutError",
+            r"Ray did not start a process that trains simulated sites within 3 s\. Use fewer processes than 2",
+        ),
     ],
 )
 def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(

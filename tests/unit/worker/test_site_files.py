@@ -173,10 +173,7 @@ def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.L
     caplog.set_level(logging.WARNING)
     again.follow(3, "a")
     assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
-    assert (
-        "a: the server went back to version 3, so the stored compression error of earlier updates is set to zero"
-        in caplog.text
-    )
+    assert "a: the server went back to version 3; the error of earlier compressions is set to zero" in caplog.text
     again.close()
 
 

@@ -18,12 +18,12 @@ BATCH = 32
 
 
 def build(hidden: int = 64) -> nn.Module:
-    """Build the model. The server calls this with `model.args` for version 0; every worker calls it for its model."""
+    """Build the model. Every worker calls this; the server, too, for the initial model, with `model.args`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def batches(site: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield images [BATCH, 1, 8, 8] and labels. Put your data here: these are ten shared patterns with random noise."""
+    """Yield images [BATCH, 1, 8, 8] and labels. Put your data here; this example is ten patterns with noise."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     while True:
@@ -32,7 +32,7 @@ def batches(site: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def main() -> None:
-    """Train; Atoll synchronises within `optimizer.step()`."""
+    """Train the model. Atoll synchronises it within calls of `optimizer.step()`."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = batches(os.environ.get("ATOLL_SITE", "alone"))

@@ -19,12 +19,12 @@ Images = tuple[Tensor, Tensor]
 
 
 def build(hidden: int = 64) -> nn.Module:
-    """Build the model. The server calls this with `model.args` for version 0; every site calls it for its model."""
+    """Build the model. Every site calls this; the server, too, for the initial model, with `model.args`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
 def load_data(site: str) -> tuple[Images, Images]:
-    """Return a site's training and test data. Put your data here: these are ten shared patterns with random noise."""
+    """Return a site's training and test data. Put your data here; this example is ten patterns with noise."""
     patterns = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     own = torch.Generator().manual_seed(zlib.crc32(site.encode()))
     labels = torch.randint(10, (512,), generator=own)

@@ -302,8 +302,7 @@ class BaseFile(PartsFile):
             wrong = self.differing(note.part_digests)
             if wrong:
                 LOG.warning(
-                    "%s: %d of %d parts of the file differ from the version that was downloaded; downloading these "
-                    "parts again. Check the disk.",
+                    "%s: %d of %d parts differ from what was downloaded; downloading them again. Check the disk.",
                     self.path,
                     len(wrong),
                     len(self.layout.parts),
@@ -365,10 +364,7 @@ class Outbox(PartsFile):
             self.clear()
         elif self.note is not None and site and self.note.site not in ("", site):
             LOG.warning(
-                "The update in %s belongs to site %s, so this site does not send it. Use a separate folder for each "
-                "site.",
-                self.path,
-                self.note.site,
+                "%s belongs to site %s and is not sent. Use a separate folder for each site.", self.path, self.note.site
             )
             self.note = None
 
@@ -384,7 +380,7 @@ class Outbox(PartsFile):
         """Remove the note of the previous update. Call this before an update with the layout `layout_digest` is formed.
 
         Raises:
-            VersionSkew: the layout of this file, which this worker computed, is another one.
+            VersionSkew: this worker has computed another layout for the file.
         """
         if layout_digest != self.layout.digest:
             raise VersionSkew(
@@ -491,8 +487,7 @@ def _lock(folder: Path, site: str) -> int | None:
         return None
     except FolderTaken as holder:
         raise StateLocked(
-            f"The site name {site!r} is in use: {holder} takes part under this name and uses the folder "
-            f"{str(folder)!r}.",
+            f"The site name {site!r} is in use: {holder} takes part under this name in the folder {str(folder)!r}.",
             "Use another site name, or end the other process.",
         ) from None
     except OSError as error:
@@ -557,9 +552,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
                 parent.rmdir()
     if count:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
-        LOG.info(
-            "%s: freed %s: removed the files of %s, after all their updates were sent", site, size(freed_bytes), runs
-        )
+        LOG.info("%s: freed %s: removed the files of %s (all its updates were sent)", site, size(freed_bytes), runs)
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
@@ -583,8 +576,7 @@ def _remove(folder: Path) -> int | None:
         notes: list[OutboxNote | None] = [peek_note(path, OutboxNote) for path in folder.glob("outbox*.json")]
     except NoteDamaged as error:
         LOG.warning(
-            "The folder %s of an earlier run is kept: %s, and the update that this file describes may not have been "
-            "sent yet.",
+            "The folder %s of an earlier run is kept, because its update may not have been sent yet: %s",
             folder,
             error,
         )

@@ -153,8 +153,7 @@ def _told(call: Callable[[], T]) -> T:
             ) from error.__cause__
         raise UsageError(
             f"The filter {error}.",
-            "The update was not sent. Correct the filter: it must return as many elements as it gets, in the same "
-            "dtype.",
+            "The update was not sent. The filter must return as many elements as it gets, in the same dtype.",
         ) from None
 
 
@@ -350,8 +349,8 @@ class UpdateFormer:
         lacking = {each.spec.group for each in layout.segments if each.spec.is_extra} - set(self.extra)
         if lacking:
             raise UsageError(
-                f"The run's algorithm needs the tensor groups {sorted(lacking)} in each update, in addition to the "
-                "model, but this update does not have them.",
+                f"The run's algorithm needs the tensor groups {sorted(lacking)} in each update, besides the model; "
+                "this update does not have them.",
                 "Use atoll.join and fl_round.submit(model, groups=..., steps=...); atoll.DiLoCo cannot send "
                 "these groups.",
             )

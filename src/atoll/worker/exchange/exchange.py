@@ -178,9 +178,7 @@ class Exchange:
             held = self.outbox.note
             if held is None or held.digest != note.digest:
                 LOG.warning(
-                    "%s does not contain the update of round %d, so this round is trained again",
-                    self.outbox.path,
-                    note.round,
+                    "%s lacks the update of round %d, so this round is trained again", self.outbox.path, note.round
                 )
                 return False
             if check and self.outbox.is_damaged():

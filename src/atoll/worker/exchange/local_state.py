@@ -149,8 +149,7 @@ class TwoPhaseFile:
         if (note.site, note.run) == self._owner:
             return False
         LOG.warning(
-            "The local state in %s belongs to site %s in run %s, so it is not used here. Use a separate folder for "
-            "each site.",
+            "%s belongs to site %s in run %s, so this site does not use it. Use a separate folder for each site.",
             self._note_path,
             note.site,
             note.run,
@@ -282,7 +281,7 @@ class LocalState:
             file.begin()
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Record in every file which update the new values belong to. The arguments are as for `TwoPhaseFile`."""
+        """Record in every file which update the new values belong to. See `TwoPhaseFile.belongs_to`."""
         for file in self._all:
             file.belongs_to(ticket, version, update)
 
@@ -349,8 +348,7 @@ class Residuals(TwoPhaseFile):
         """
         if self.note.version >= version:
             LOG.warning(
-                "%s: the server went back to version %d, so the stored compression error of earlier updates is set "
-                "to zero",
+                "%s: the server went back to version %d; the error of earlier compressions is set to zero",
                 site,
                 version,
             )
@@ -456,10 +454,7 @@ class AlgorithmState(TwoPhaseFile):
                 return
         elif counted.base_version is None:
             if self.state == "kept":
-                LOG.warning(
-                    "%s: the server has no update of this site, so the algorithm's state of the site starts from zero",
-                    self._note_path,
-                )
+                LOG.warning("%s: the server has no update of this site, so the state starts from zero", self._note_path)
                 self.zero()
             return
         if self.state != "new":
@@ -471,8 +466,7 @@ class AlgorithmState(TwoPhaseFile):
     def _go_back(self) -> None:
         """Make the state before the last counted update current. That update becomes pending, to be sent again."""
         LOG.warning(
-            "%s: the server went back to a version without this site's last update, so the algorithm's state of the "
-            "site goes back, too",
+            "%s: the server went back to before this site's last update, so this state goes back, too",
             self._note_path,
         )
         self._write(self.note.counted_pending())

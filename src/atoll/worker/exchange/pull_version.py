@@ -227,8 +227,7 @@ class Puller:
         manifest = self._manifest(version.number, patience.before)
         if manifest.digest != version.digest:
             raise Gone(
-                f"The server has replaced version {version.number}: its content is no longer the one that the server "
-                "announced.",
+                f"The content of version {version.number} at the server is no longer the one announced before.",
                 "Ask for the newest version again.",
             )
         held = source.note
@@ -311,9 +310,9 @@ class Puller:
         If this worker itself serves the version to others, its own file is tried first.
 
         Args:
-        peers: access to the workers.
-        version: number of the version.
-        pull: downloads the parts from an open connection, given the URL path.
+            peers: access to the workers.
+            version: number of the version.
+            pull: downloads the parts from an open connection, given the URL path.
 
         Raises:
             Busy: no worker can give the version at this moment.
@@ -350,11 +349,11 @@ class Puller:
         """Make a version from the older one in `source`: download each delta (difference) between the two, and add it.
 
         Args:
-        manifest: describes the version: its parts and their digests.
-        base: the file to write the version into.
-        source: the file of the older version; it may be `base`.
-        into: tensors that get the version's values, too; None: only the file is written.
-        patience: the number of retries.
+            manifest: describes the version: its parts and their digests.
+            base: the file to write the version into.
+            source: the file of the older version; it may be `base`.
+            into: tensors that get the version's values, too; None: only the file is written.
+            patience: the number of retries.
 
         Returns:
             The parts that do not match their digests afterwards; None if the version has to be downloaded whole.

@@ -79,7 +79,7 @@ class UpdateUpload:
         return progress(f"{self.session.site}{rank}: submitting{self.in_words}", self.outbox.layout.own_nbytes)
 
     def pushing(self, ticket: Ticket, bar: Progress) -> AbstractContextManager[Pushing]:
-        """Send parts in the background while the `with` block forms them, and passes each one to `Pushing.add`."""
+        """Send parts in the background while the `with` block forms them. Pass each formed part to `Pushing.add`."""
         return self.transfer.pushing(routes.parts_of(ticket.id), self.outbox.fd, on_bytes=bar.add)
 
     def retract(self) -> None:

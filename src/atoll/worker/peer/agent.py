@@ -130,12 +130,7 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
             why = str(disk_error(error, target))
         except AtollError as error:
             why = str(error)
-    LOG.warning(
-        "%s: the run's final model could NOT be written to %s: %s. The other sites have it.",
-        site,
-        target,
-        why,
-    )
+    LOG.warning("%s: the final model is NOT in %s: %s; the other sites have it", site, target, why)
 
 
 def plan_of(message: SwarmPlan, split: Split) -> Plan:

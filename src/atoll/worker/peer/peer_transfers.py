@@ -381,10 +381,7 @@ class PeerTransfers:
         """Download a version and, at the same time, the outer optimizer's state after it, from one worker."""
         layout = self._plan.fragments[hold.fragment].version
         if state is not None and source.state is None:
-            raise Gone(
-                f"The other worker has version {hold.version}, but not the outer optimizer's state after it.",
-                "Ask another worker.",
-            )
+            raise Gone(f"The other worker lacks the optimizer state of version {hold.version}.", "Ask another worker.")
         with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
             coming = beside.submit(self._state_from, source.state, hold, state) if source.state and state else None
             digests = self._pulled(source.version, layout, slot, hold.digest)  # the end of the block waits for `coming`
@@ -442,8 +439,7 @@ class PeerTransfers:
                 expected, parts = Manifest.of_cuts(cut, digests), cut.parts()
             if manifest != expected:
                 raise PartCorrupt(
-                    f"The worker at {ref.server} divides its file into other parts than expected.",
-                    "Check that this worker has the same release of Atoll.",
+                    f"The file at {ref.server} is not divided into the expected parts.", "Use one release of Atoll."
                 )
             path = routes.OBJECT_DATA.format(object=ref.object)
             transfer.pull(path, digests, parts, [SlotWriter(slot)], on_bytes=self._move, on_part=on_part)

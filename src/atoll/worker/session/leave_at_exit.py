@@ -379,10 +379,7 @@ def note_lease(site: str, server: str, lease: str) -> None:
     except OSError as error:
         if not _said:
             LOG.warning(
-                "%s: this worker's lease could not be written to a file: %s. If this process is killed, %s",
-                site,
-                error,
-                UNNOTED,
+                "%s: the lease could not be written to a file: %s. If this process is killed, %s", site, error, UNNOTED
             )
         _said = True
 

@@ -206,8 +206,7 @@ class Session:
         if info.protocol != routes.PROTOCOL:
             older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
             raise VersionSkew(
-                f"This worker uses protocol version {routes.PROTOCOL}, but the server {self.channel.server} uses "
-                f"protocol version {info.protocol}.",
+                f"This worker uses protocol {routes.PROTOCOL}, the server {self.channel.server} uses {info.protocol}.",
                 f"Upgrade Atoll at {older}.",
             )
         return info, split_of(self.patiently(self.channel.schema, None, "read the schema"), info)
@@ -531,7 +530,7 @@ class Session:
                 LOG.info("%s: %s", self.site, in_wait(said - begin, reply))
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
-        """Return what became of the update of a ticket: whether it is waiting, counted, refused or expired.
+        """Return what became of the update of a ticket: whether it is accepted, counted, refused or expired.
 
         If the server no longer knows the ticket, the outcome is "expired".
 
@@ -678,8 +677,7 @@ def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
     split = message.to_split()
     if split.count != info.fragments or split.schema.digest != info.schema_digest:
         raise VersionSkew(
-            "The server describes its model in a way that this worker does not understand: the schema (names, shapes "
-            "and dtypes) does not match the digest in the run's description.",
+            "The model's schema from the server does not match the digest in the server's run description.",
             "Install the same release of Atoll at the server and at this worker.",
         )
     return split

@@ -377,7 +377,7 @@ class TaskWorker:
     def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
         """Register the function that evaluates models on this site's data. Usable as a decorator.
 
-        It may also be called directly. If the run asks for it, the site then also sends its own model, so that other
+        If the run asks for it, the site then also sends its own model, so that other
         sites can evaluate it. By default, this is the model that the site submitted last; `submits` can choose another
         one.
 
@@ -394,8 +394,7 @@ class TaskWorker:
             return lambda decorated: self.evaluates(decorated, model=model)
         if self._evaluates:
             raise UsageError(
-                "A function that evaluates models (a handler of task 'validate') is already registered.",
-                "Register only one, with worker.evaluates.",
+                "A function for task 'validate' is already registered.", "Call worker.evaluates only once."
             )
         self._models.filled = model
         self._builtin[VALIDATE] = functools.partial(self._models.evaluate, function, model)
@@ -462,10 +461,9 @@ class TaskWorker:
         """
         if self._session is not None and self._session.evaluates and not self._evaluates:
             raise UsageError(
-                f"The run ends with a cross-site evaluation, but site {self.site} has no function that evaluates "
-                "models.",
-                "Register one with worker.evaluates(function) before the loop, or leave this site out of the sites of "
-                "the evaluation.",
+                f"The run ends with a cross-site evaluation, but site {self.site} has no function to evaluate with.",
+                "Register one with worker.evaluates(function) before the loop, or leave this site out of the "
+                "evaluation.",
             )
 
     def _serve(self, *, rounds: bool) -> bool:
@@ -540,9 +538,7 @@ class TaskWorker:
                     task.fail(never_came(session, task, error))
                     continue
                 stalled = task.id if isinstance(error, TransferStalled) else stalled
-                LOG.warning(
-                    "%s: the tensors of task %r did not arrive; asking for them again: %s", self.site, task.name, error
-                )
+                LOG.warning("%s: the tensors of task %r did not arrive; retrying: %s", self.site, task.name, error)
                 continue
             except (Gone, BadRequest, PartCorrupt, TransferError) as error:
                 if isinstance(error, Gone) and lost != task.id:

@@ -104,15 +104,13 @@ class Models:
             )
         except ValidationError:
             raise BadRequest(
-                "The server's evaluation task does not say which model to evaluate.",
-                "Install the same release of Atoll at the server and at this site.",
+                "The task does not say which model to evaluate.", "Use the same Atoll release at server and site."
             ) from None
         timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
         state = fetch_lazily(ref, self._folder, idle_timeout_s=timeout_s, counters=connection.counters)
         if not isinstance(state, LazyState):
             raise BadRequest(
-                "The model to evaluate is not a flat dict of tensors.",
-                "Check what the function of worker.submits returns at the site that sent this model.",
+                "The model to evaluate is not a flat dict of tensors.", "Check worker.submits at the site that sent it."
             )
         return state
 
@@ -240,10 +238,7 @@ def measured(metrics: Any) -> dict[str, float]:
     """
     if not isinstance(metrics, Mapping) or not metrics:
         what = "nothing" if metrics is None or metrics == {} else f"a {type(metrics).__name__}"
-        raise UsageError(
-            f"The function given to worker.evaluates returned {what}, not metrics.",
-            'Return a dict of metric name → number, such as {"loss": 0.1}.',
-        )
+        raise UsageError(f"The function of worker.evaluates returned {what}.", 'Return metrics: {"loss": 0.1}.')
     found: dict[str, float] = {}
     for key, value in metrics.items():
         try:
@@ -293,15 +288,14 @@ def local_model(place: Participation) -> Packed:
     """Return the model that the site submitted last, ready for sending. Its tensors are read from disk piece by piece.
 
     Args:
-    place: the site's part in the run.
+        place: the site's part in the run.
 
     Raises:
         UsageError: no model was stored; or the site has filters, but the model was stored before they were applied.
     """
     if place.exchange.local.filters:
         raise UsageError(
-            f"Site {place.site} has filters, but its stored model was saved before the filters were applied, so it "
-            "is not sent.",
+            f"Site {place.site} has filters, but its stored model was saved before they were applied.",
             "Register worker.submits(function): the filters are applied to the model that the function returns.",
         )
     path = place.folder / LOCAL_MODEL

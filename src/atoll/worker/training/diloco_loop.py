@@ -134,7 +134,7 @@ _REMEDY = (
 
 
 def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer]) -> Tensors:
-    """Return the model's current tensors by name; `before` itself if no tensor was replaced since then.
+    """Return the model's current tensors by name; `before` itself if no tensor was replaced.
 
     Args:
         model: the model.
@@ -416,8 +416,7 @@ class DiLoCo:
         place.leave(last_words(error))
         counters = place.session.counters
         LOG.info(
-            "%s: left the run after %d steps and %d rounds%s; %d synchronisations skipped, %d retries, "
-            "%d reconnections; sent %s, received %s, waited %.1f s",
+            "%s: %d steps, %d rounds%s, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
             place.site,
             self.step,
             sync.rounds,
@@ -442,8 +441,7 @@ class DiLoCo:
             raise
         if self.step == 0 and error is None:
             LOG.warning(
-                "%s: nothing was trained: step() of the optimizer that was passed to DiLoCo was never called.",
-                place.site,
+                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass DiLoCo the one that steps.", place.site
             )
         elif not sync.finished:
             if self.lost:
@@ -458,18 +456,13 @@ class DiLoCo:
             return
         if self.lost or steps > self.step - sync.newest_step or (sync.skipped and steps >= turn):
             LOG.warning(
-                "%s: the %d local steps after step %d were not sent to the server; only this script's model contains "
-                "them",
+                "%s: the %d local steps after step %d were not sent; only this script's model contains them",
                 place.site,
                 steps,
                 counted,
             )
         else:
-            LOG.info(
-                "%s: the %d local steps after the last synchronisation are in this script's model only",
-                place.site,
-                steps,
-            )
+            LOG.info("%s: the %d steps after the last synchronisation are in the local model only", place.site, steps)
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
@@ -772,8 +765,8 @@ def require_agrees(state: Mapping[str, Any], place: Participation) -> None:
     version.
 
     Args:
-    state: Atoll's entry of the checkpoint, as `checkpoint_of` returns it.
-    place: the site's part in the run.
+        state: Atoll's entry of the checkpoint, as `checkpoint_of` returns it.
+        place: the site's part in the run.
 
     Raises:
         UsageError: the checkpoint belongs to another run or site, or the folder has an older version.

@@ -239,7 +239,8 @@ class Round:
         them to `submit`.
 
         Args:
-        given: the argument `groups` of `submit`. steps: number of local steps in the round.
+            given: the argument `groups` of `submit`.
+            steps: number of local steps in the round.
 
         Raises:
             UsageError: the algorithm needs a correction that was not used, or `given` does not fit the run or this
@@ -433,7 +434,7 @@ _seat: Worker | None = None
 
 @contextmanager
 def taken_by(seat: Worker) -> Iterator[None]:
-    """Let `atoll.join` return this simulated site's worker inside the `with` block, and set `ATOLL_SITE`."""
+    """Let `atoll.join` return this simulated site's worker inside the `with` block. Set `ATOLL_SITE` to its name."""
     global _seat
     _seat, before = seat, os.environ.get("ATOLL_SITE")
     os.environ["ATOLL_SITE"] = seat.site

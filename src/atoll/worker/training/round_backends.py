@@ -117,9 +117,9 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
     """Return a model's own tensors by name, after a check that they have the names, shapes and dtypes of `schema`.
 
     Args:
-    schema: the schema of the run's model.
-    site: the site's name, for the message.
-    model: a module, or a mapping of names to tensors or arrays.
+        schema: the schema of the run's model.
+        site: the site's name, for the message.
+        model: a module, or a mapping of names to tensors or arrays.
 
     Raises:
         SchemaMismatch: the names, shapes or dtypes differ.

@@ -76,8 +76,7 @@ class Outage:
         if now_s - self._said_s >= REPEAT_S:
             self._said_s = now_s
             LOG.warning(
-                "%s: synchronisation %s skipped (%d synchronisations skipped since the server was lost); training "
-                "continues. %s",
+                "%s: synchronisation %s skipped (%d skipped in this outage); training continues. %s",
                 site,
                 what,
                 self._skipped,
@@ -541,12 +540,7 @@ class Synchroniser:
             return pulled
         fragment.heard(pulled.newer or reply)
         self._count_steps_from(fragment, fragment.base_step)
-        LOG.info(
-            "%s: %s went on to version %d without this worker; its local steps were added to that version",
-            site,
-            name,
-            fragment.version,
-        )
+        LOG.info("%s: %s went on to version %d; added the local steps to it", site, name, fragment.version)
         return True
 
     def _submit(self, fragment: FragmentState) -> None:
@@ -728,12 +722,7 @@ class Synchroniser:
             UpdateRefused: too many updates in a row were refused.
         """
         of = "" if self._is_whole else f" of fragment {fragment.index}"
-        LOG.warning(
-            "%s: the server refused the update: local steps%s since version %d are lost",
-            self._session.site,
-            of,
-            fragment.version,
-        )
+        LOG.warning("%s: local steps%s since version %d are lost", self._session.site, of, fragment.version)
         fragment.exchange.refused(refusal)
 
     def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost) -> None:
