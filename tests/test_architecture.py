@@ -6,6 +6,7 @@ The checks are functions of a folder, so that the tests can also plant what they
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
@@ -127,9 +128,10 @@ LINES: dict[str, int] = {
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 
 
-def sources(package: Path) -> Iterator[tuple[Path, ast.Module]]:
+def sources(package: Path) -> Iterator[tuple[Path, str]]:
+    """(path, text) of every file."""
     for path in sorted(package.rglob("*.py")):
-        yield path.relative_to(package), ast.parse(path.read_text(encoding="utf-8"))
+        yield path.relative_to(package), path.read_text(encoding="utf-8")
 
 
 def room_of(path: Path) -> str:
@@ -137,29 +139,32 @@ def room_of(path: Path) -> str:
     return path.parts[0].removesuffix(".py")
 
 
-def imported_modules(path: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
+@functools.cache  # the package is read by several tests; its trees are too large to be kept
+def imported_modules(path: Path, text: str) -> list[tuple[int, str]]:
     """(line, dotted name) of every import, wherever it stands; `from a import b` is "a.b"."""
     parents = ["atoll", *path.parts[:-1]]
-    for node in ast.walk(tree):
+    found = []
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = parents[: len(parents) - node.level + 1] if node.level else []
             module = ".".join([*base, *filter(None, [node.module])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def wrong_imports(package: Path) -> list[str]:
     """Every import that points down or sideways, as "path:line: what"."""
     found = []
-    for path, tree in sources(package):
+    for path, text in sources(package):
         room = room_of(path)
         if room == "__init__":
             continue
         if room not in LEVEL:
             found.append(f"{path}:1: {room} has no row in LAYERS")
             continue
-        for line, name in imported_modules(path, tree):
+        for line, name in imported_modules(path, text):
             first, _, rest = name.partition(".")
             if first != "atoll":
                 continue
@@ -175,17 +180,18 @@ def wrong_imports(package: Path) -> list[str]:
 def dangerous_calls(package: Path) -> list[str]:
     """Every import or use of something that runs code from data, as "path:line: what"."""
     found = []
-    for path, tree in sources(package):
+    for path, text in sources(package):
+        nodes = list(ast.walk(ast.parse(text)))
         bound: dict[str, str] = {}  # local name → what it stands for
-        for line, name in imported_modules(path, tree):
+        for line, name in imported_modules(path, text):
             if name.partition(".")[0] in NEVER_IMPORTED or name in NEVER_CALLED:
                 found.append(f"{path}:{line}: {name}")
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Import):
                 bound |= {alias.asname: alias.name for alias in node.names if alias.asname}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Name | ast.Attribute):
                 first, dot, rest = ast.unparse(node).partition(".")
                 name = bound.get(first, first) + dot + rest
@@ -199,8 +205,8 @@ def dangerous_calls(package: Path) -> list[str]:
 def forbidden_imports(package: Path) -> list[str]:
     """Imports of HTTP libraries outside their rooms, of forbidden pairs and of another room's private names."""
     found = []
-    for path, tree in sources(package):
-        for line, name in imported_modules(path, tree):
+    for path, text in sources(package):
+        for line, name in imported_modules(path, text):
             parts = name.split(".")
             if parts[0] in HTTP_LIBRARIES and not path.as_posix().startswith(KNOWS_HTTP):
                 found.append(f"{path}:{line}: {name} is for {', '.join(KNOWS_HTTP)}")
@@ -222,13 +228,13 @@ def shared_file_names(package: Path) -> list[str]:
 def import_edges(package: Path) -> dict[str, set[str]]:
     """Module → modules of the package that it imports anywhere: at its head, inside functions, for type checkers."""
     modules = {
-        ".".join(["atoll", *path.with_suffix("").parts]): (path, tree)
-        for path, tree in sources(package)
+        ".".join(["atoll", *path.with_suffix("").parts]): (path, text)
+        for path, text in sources(package)
         if path.name != "__init__.py"
     }
     edges: dict[str, set[str]] = {module: set() for module in modules}
-    for module, (path, tree) in modules.items():
-        for _, name in imported_modules(path, tree):
+    for module, (path, text) in modules.items():
+        for _, name in imported_modules(path, text):
             target = name
             while target and target not in modules:
                 target = target.rpartition(".")[0]
