@@ -94,7 +94,7 @@ def test_what_is_no_schema_is_refused_by_name() -> None:
         Schema.build([spec, spec])
     with pytest.raises(UsageError, match="'w' occurs twice"):
         Schema.build([spec], {"w": "w"})
-    with pytest.raises(UsageError, match="'v' is tied to 'x', which is not one of the tensors"):
+    with pytest.raises(UsageError, match="'v' is tied to 'x', but there is no tensor 'x'"):
         Schema.build([spec], {"v": "x"})
 
 
