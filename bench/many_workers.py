@@ -45,7 +45,7 @@ def build():
 
 
 @dataclass
-class Told:
+class Results:
     """What went wrong, how long each round took, and the most memory that the server had in it."""
 
     errors: Counter[str] = field(default_factory=Counter)
@@ -88,11 +88,11 @@ async def _beat(url: str, leases: Connection, interval_s: float, answer: Connect
     answer.send((seconds, dict(errors)))
 
 
-async def drive(url: str, options: argparse.Namespace, leases: Connection, server_pid: int) -> Told:
+async def drive(url: str, options: argparse.Namespace, leases: Connection, server_pid: int) -> Results:
     """Run all workers to the end, and look at the server five times a second."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
-        crowd, told = await Crowd.at(url, session, options.train_s), Told()
+        crowd, results = await Crowd.at(url, session, options.train_s), Results()
 
         async def look() -> None:
             version, since, most_kb = 0, time.monotonic(), 0
@@ -103,16 +103,16 @@ async def drive(url: str, options: argparse.Namespace, leases: Connection, serve
                     head = (await response.json())["fragments"][0]["version"]
                 if head != version:
                     now = time.monotonic()
-                    told.rounds_s.append(now - since)
-                    told.anonymous_mb.append(most_kb * 1024 / 1e6)
+                    results.rounds_s.append(now - since)
+                    results.anonymous_mb.append(most_kb * 1024 / 1e6)
                     version, since, most_kb = head, now, 0
 
         looking = asyncio.create_task(look())
         sites = [f"w-{number:03}" for number in range(options.workers)]
         await asyncio.gather(*(crowd.one(session, site, leases.send) for site in sites))
         looking.cancel()
-    told.errors.update(crowd.errors)
-    return told
+    results.errors.update(crowd.errors)
+    return results
 
 
 def main() -> None:
@@ -154,14 +154,14 @@ def main() -> None:
         try:
             asyncio.run(_up(url))
             pulse.start()
-            told = asyncio.run(drive(url, options, mine, server.pid))
+            results = asyncio.run(drive(url, options, mine, server.pid))
             mine.send(None)
             seconds, errors = answer.recv()
-            told.errors.update(errors)
+            results.errors.update(errors)
         finally:
             server.terminate()
             server.wait(30)
-    report(options, told, seconds)
+    report(options, results, seconds)
 
 
 async def _up(url: str) -> None:
@@ -179,17 +179,23 @@ async def _up(url: str) -> None:
                 await asyncio.sleep(0.1)
 
 
-def report(options: argparse.Namespace, told: Told, seconds: list[float]) -> None:
+def report(options: argparse.Namespace, results: Results, seconds: list[float]) -> None:
     """Write the figures and the gates."""
     if len(seconds) < 2:
         sys.exit("Fewer than two heartbeats were sent before the run ended: use more --rounds or a longer --train-s.")
     quantiles = statistics.quantiles(seconds, n=100)
     p50_ms, p99_ms = 1e3 * statistics.median(seconds), 1e3 * quantiles[98]
-    early, late = told.anonymous_mb[1], max(told.anonymous_mb[2:])
-    rounds_s = statistics.median(told.rounds_s[1:])
-    lately = told.anonymous_mb[-1] - told.anonymous_mb[len(told.anonymous_mb) // 2]
+    early, late = results.anonymous_mb[1], max(results.anonymous_mb[2:])
+    rounds_s = statistics.median(results.rounds_s[1:])
+    lately = results.anonymous_mb[-1] - results.anonymous_mb[len(results.anonymous_mb) // 2]
     gates = [
-        Gate("errors, all requests", sum(told.errors.values()), "0", not told.errors, str(dict(told.errors))[:300]),
+        Gate(
+            "errors, all requests",
+            sum(results.errors.values()),
+            "0",
+            not results.errors,
+            str(dict(results.errors))[:300],
+        ),
         Gate("heartbeat, p99, ms", p99_ms, "<= 50", p99_ms <= 50),
         Gate(
             "server's memory after round 2 until the end, growth in MB",
@@ -206,9 +212,9 @@ def report(options: argparse.Namespace, told: Told, seconds: list[float]) -> Non
         "p99_ms": p99_ms,
         "max_ms": 1e3 * max(seconds),
         "percentiles_ms": [1e3 * each for each in quantiles],
-        "anonymous_mb": told.anonymous_mb,
-        "rounds_s": told.rounds_s,
-        "errors": dict(told.errors),
+        "anonymous_mb": results.anonymous_mb,
+        "rounds_s": results.rounds_s,
+        "errors": dict(results.errors),
     }
     plot(figures, options.folder)
     write(

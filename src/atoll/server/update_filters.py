@@ -49,7 +49,7 @@ class FilterRefused(Exception):
 
 
 @dataclass(eq=False)
-class _Left(OwnedFile):
+class _Filtered(OwnedFile):
     """A filtered update in an open, unnamed file.
 
     Attributes:
@@ -73,7 +73,7 @@ class Filtering:
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
         self.filters, self._plan, self._store, self._aside = filters, plan, store, aside
-        self._kept: dict[_Key, _Left] = {}
+        self._kept: dict[_Key, _Filtered] = {}
         self._going: dict[_Key, asyncio.Future[None]] = {}
 
     def has(self, site: str) -> bool:
@@ -141,8 +141,8 @@ class Filtering:
         """
         if not self.has(row.site):
             return UpdateInput(self._store.tickets.spool(row.ticket).fd, row.norm)
-        left = self._kept[_key(row)]
-        return UpdateInput(left.fd, left.norm)
+        filtered = self._kept[_key(row)]
+        return UpdateInput(filtered.fd, filtered.norm)
 
     def sweep(self) -> None:
         """Close the filtered files of tickets that have ended, and cancel filters that still run for such tickets."""
@@ -162,14 +162,14 @@ class Filtering:
         for key in [*self._going, *self._kept]:
             self._forget(key)
 
-    def _filtered(self, row: TicketRow, number: int) -> _Left:
+    def _filtered(self, row: TicketRow, number: int) -> _Filtered:
         spool = self._store.tickets.spool(row.ticket)
         base = self._store.versions.pin(row.fragment, row.base_version)
         spool.pool.hold(spool.slot, HOLDER)
-        left, done = _Left(-1), False
+        filtered, done = _Filtered(-1), False
         try:
             planned = self._plan.fragments[row.fragment]
-            left.fd = self._plan.new_file("filters", planned.update.nbytes)
+            filtered.fd = self._plan.new_file("filters", planned.update.nbytes)
             about = About(
                 row.site,
                 number,
@@ -180,11 +180,11 @@ class Filtering:
                 fragment=row.fragment,
             )
             model = [spec.name for spec in self._plan.schema.tensors] if self._plan.has_fragments else []
-            left.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(
-                left.fd, self.filters.of(row.site), about, model
+            filtered.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(
+                filtered.fd, self.filters.of(row.site), about, model
             )
             done = True
-            return left
+            return filtered
         except BadFilter as error:
             if error.raised:
                 LOG.error("the server's filter %r failed", error.filter, exc_info=error.__cause__)
@@ -199,7 +199,7 @@ class Filtering:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()
             if not done:
-                left.close()  # otherwise the error's traceback would keep the file open for a while
+                filtered.close()  # otherwise the error's traceback would keep the file open for a while
 
 
 def _key(row: TicketRow) -> _Key:

@@ -254,7 +254,7 @@ def test_the_next_server_hands_over_a_best_version_that_was_due(tmp_path: Path) 
             measure(client, 0.9, 0.1, 0.1, 0.1)
         stopping = threading.Thread(target=server.stop)
         stopping.start()
-        persistor = server._run.behind.persistor  # type: ignore[union-attr]
+        persistor = server._run.background.persistor  # type: ignore[union-attr]
         wait_until(lambda: persistor._thread._shutdown, "that the server ends the persistor")
         Slow.go.set()
         stopping.join()

@@ -170,7 +170,7 @@ class BestVersion:
         self._write_note(measured)
         self.saved = measured
 
-    def handed(self, measured: Measured) -> Best:
+    def for_persistor(self, measured: Measured) -> Best:
         """Return the version that `save` has just written, for `Persistor.save_best`: with an open file descriptor."""
         rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
         summary = next((row.summary_json for row in rows), "") or "{}"
@@ -292,7 +292,7 @@ def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
 T = TypeVar("T")
 
 
-class Behind:
+class BackgroundWriter:
     """Writes files in the background after commits. Call it on the event loop; slow work runs in pool threads."""
 
     def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor) -> None:
@@ -352,7 +352,7 @@ class Behind:
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
             if self.persistor.takes_best:
-                self.persistor.save_best(self._plan, self.best.handed(measured))
+                self.persistor.save_best(self._plan, self.best.for_persistor(measured))
         except Gone:
             LOG.warning(
                 "version %d is the best so far (%s %.6g), but was deleted before it was saved: %s is unchanged",

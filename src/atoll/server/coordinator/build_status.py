@@ -133,7 +133,7 @@ def _best(run: Coordinator) -> status_messages.BestStatus | None:
         round=best.round if best else None,
         value=best.value if best else None,
         stale=progress.stale,
-        file=str(run.behind.best.path.absolute()) if best and run.behind.best.saved == best else "",
+        file=str(run.background.best.path.absolute()) if best and run.background.best.saved == best else "",
     )
 
 

@@ -41,7 +41,14 @@ from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
 from atoll.server.coordinator.aggregate_round import LocalRounds, in_words
-from atoll.server.coordinator.background_writes import Behind, measured_of, missing, over, until_passed, value_of
+from atoll.server.coordinator.background_writes import (
+    BackgroundWriter,
+    measured_of,
+    missing,
+    over,
+    until_passed,
+    value_of,
+)
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info
 from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
@@ -132,7 +139,7 @@ class Coordinator:
         self.task_queue = TaskQueue(
             self.objects, self.wake, self._alive, self.changed, self.require_lease, self.require_space, self.io
         )
-        self.behind, self.user_threads = Behind(plan, store, self.io, persistor), UserThreads()
+        self.background, self.user_threads = BackgroundWriter(plan, store, self.io, persistor), UserThreads()
         self.filtering = Filtering(filters, plan, store, self.user_threads)
         local = LocalRounds(plan, store, self.filtering, self.io)
         self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, self.fail, local.offer)
@@ -155,7 +162,7 @@ class Coordinator:
         self._said_missing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving_best: asyncio.Task[None] | None = None
-        self._behind_last: asyncio.Task[None] | None = None  # background writes of the newest version; they end last
+        self._last_write: asyncio.Task[None] | None = None  # background writes of the newest version; they end last
         for sentence in lost:
             LOG.warning("%s", sentence)
 
@@ -181,7 +188,7 @@ class Coordinator:
         if self._snapshot.finished and not self.state.finished:
             self.store.run_log.finish(False)  # rounds.total is larger than when the run finished
         if self.state.progress.best is not None:  # the server may have been killed before writing it
-            self._saving_best = self._spawn(self.behind.save_best(self.state.progress.best))
+            self._saving_best = self._spawn(self.background.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
             if self.swarm is not None:  # the aggregating worker reports again what it has collected
                 self.apply(events.AggregatorLost(fragment, "the server was restarted"))
@@ -189,11 +196,11 @@ class Coordinator:
                 LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
                 self._spawn(self._next_version(fragment, round_.head, round_.frozen))
         self._spawn(self._tick())
-        self.behind.exports.rewrite_metrics()
+        self.background.exports.rewrite_metrics()
         if self.state.finished:
             self._spawn(self._finish())
         else:
-            self.behind.save_initial()
+            self.background.save_initial()
 
     def send_away(self) -> None:
         """Answer all waiting requests now with an error, because the server is about to end."""
@@ -210,7 +217,7 @@ class Coordinator:
         self.objects.close()
         self._local_rounds.end_aggregator()
         self.filtering.close()
-        self.behind.persistor.close()  # before the store, because the persistor reads from it
+        self.background.persistor.close()  # before the store, because the persistor reads from it
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
@@ -242,7 +249,7 @@ class Coordinator:
             case events.RoundClosed(fragment, base_version, tickets):
                 self._spawn(self._next_version(fragment, base_version, tickets))
             case events.BestFound(measured):
-                self._saving_best = self._spawn(self.behind.save_best(measured))
+                self._saving_best = self._spawn(self.background.save_best(measured))
             case events.RunFinished():
                 self._spawn(self._finish())
         if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):
@@ -734,13 +741,13 @@ class Coordinator:
         last = summary.round == done
         if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:
             LOG.info("round %d was the last synchronous round: from now on, no site waits for another", done)
-        behind = self.behind.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
-        self._behind_last = self._spawn(behind)
+        writing = self.background.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
+        self._last_write = self._spawn(writing)
 
     async def _finish(self) -> None:
-        path = await self.behind.save_result()
-        await over(self._saving_best, self._behind_last)
-        await asyncio.wrap_future(self.behind.persistor.handed())
+        path = await self.background.save_result()
+        await over(self._saving_best, self._last_write)
+        await asyncio.wrap_future(self.background.persistor.idle())
         why_finished = self.ledger.rules.tracking.why(self.state.progress)
         number = min(self.store.versions.heads())
         what = "the run" if self.workflows is None else "training"

@@ -143,7 +143,7 @@ class Persistor:
         else:
             self._thread.submit(self._hand_best, plan)
 
-    def handed(self) -> Future[None]:
+    def idle(self) -> Future[None]:
         """Return a future that is done when all calls queued so far have ended."""
         return self._thread.submit(lambda: None)
 

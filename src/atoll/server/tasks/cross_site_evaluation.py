@@ -79,7 +79,7 @@ def cross_site_evaluation(
         controller.ask(matrix.fill())
     found = matrix.so_far(finished=True)
     run.workflows.evaluated = lambda: found
-    _export(found, run.behind.exports.folder, controller.name)
+    _export(found, run.background.exports.folder, controller.name)
     return found
 
 

@@ -124,7 +124,7 @@ class ModelsToEvaluate:
         Raises:
             Gone: there is no such model, or it is no longer kept.
         """
-        run, exports = self._run, self._run.behind.exports.folder
+        run, exports = self._run, self._run.background.exports.folder
         if isinstance(version, str) and is_file(version):
             return Path(version), row.model_copy(update={"kind": "file"}), False
         if version == "best":
