@@ -105,7 +105,7 @@ class Progress:
     Args:
         what: name of the transfer, which begins each line.
         total_bytes: bytes that are going to be moved.
-        clock: gives the time in seconds.
+        clock: returns the current time, in seconds.
 
     Attributes:
         done_bytes: bytes that were moved so far.

@@ -81,7 +81,7 @@ def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
 
 
 def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
-    """Set base ← base − dec(update) in the base file, where dec(update) is the decoded update in the outbox."""
+    """Subtract the decoded update in the outbox from the base, in the base file: base ← base − decoded update."""
     scratch = _scratch()
     encoded = _scratch()
     with torch.no_grad(), single_thread():

@@ -107,7 +107,7 @@ class TensorFile:
 
     @property
     def fd(self) -> int:
-        """The number of the file's descriptor."""
+        """The file's descriptor, as a number."""
         return self._descriptor.number
 
     def read_into(self, offset: int, target: memoryview) -> None:
@@ -324,7 +324,7 @@ class BaseFile(PartsFile):
         return wanted
 
     def finish(self) -> None:
-        """Record in the note that the version is complete."""
+        """Record in the note that every byte of the version has been written."""
         assert self.note is not None
         self._write_note(replace(self.note, complete=True))
         self._seen = True

@@ -72,7 +72,7 @@ class Filtered:
         self._chain = _told(lambda: Chain(filters, specs, about, raw, model=model))
 
     def sends(self, name: str) -> bool:
-        """Return whether every filter keeps this tensor."""
+        """Return whether this tensor is sent: every filter keeps it."""
         return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
@@ -581,7 +581,7 @@ class LocalFragment:
 
     @property
     def parameter_shapes(self) -> Shapes:
-        """Name of a parameter → its shape."""
+        """The shapes of the fragment's parameters: parameter name → shape."""
         return {spec.name: spec.shape for spec in self.layouts.schema.tensors if spec.group == PARAMS}
 
     @property

@@ -282,7 +282,7 @@ class Puller:
             file: the file to write.
             wanted: the parts to download.
             model: copies arriving parts into the model's tensors, too; None: only the file is written.
-            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         session, expected = self.session, [bytes.fromhex(text) for text in digests]
         arrived = set[int]()

@@ -106,7 +106,7 @@ class UpdateUpload:
             sent: indices of the parts that were sent already; None: not known, so ask the server.
             failure: the error that ended a first attempt to send parts; that attempt counts as one of the retries.
                 None: there was none.
-            retries: retries after a network error; None: as long as ATOLL_GIVE_UP_S says.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
 
         Raises:
             UpdateRefused: the server refuses the update.

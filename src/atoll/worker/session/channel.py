@@ -85,7 +85,7 @@ class Channel:
         return VersionRef(fragment, number, self.manifest(fragment, number).digest)
 
     def complete(self, ticket: int, update: messages.Complete, timeout_s: float = 30.0) -> messages.Receipt:
-        """Tell the server that all parts of the ticket's update were sent. Return the receipt."""
+        """Tell the server that all parts of an update were sent. Return the receipt."""
         return self.http.post(routes.COMPLETE.format(ticket=ticket), update, messages.Receipt, timeout_s=timeout_s)
 
     def leave(self, error: str | None, timeout_s: float) -> None:

@@ -89,7 +89,7 @@ def last_words(error: BaseException | None) -> str | None:
 
 
 class Joined(Protocol):
-    """An object that has joined a run, such as `Session`."""
+    """An object that is part of a run until it leaves, such as `Session`."""
 
     def leave(self, error: str | None = None) -> None:
         """Leave the run. A second call does nothing."""

@@ -377,9 +377,8 @@ class TaskWorker:
     def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
         """Register the function that evaluates models on this site's data. Usable as a decorator.
 
-        If the run asks for it, the site then also sends its own model, so that other
-        sites can evaluate it. By default, this is the model that the site submitted last; `submits` can choose another
-        one.
+        If the run asks for it, the site then also sends its own model, so that other sites can evaluate it. By default,
+        this is the model that the site submitted last; `submits` can choose another one.
 
         Args:
             function: takes a model and returns metrics: name → number.
@@ -454,10 +453,10 @@ class TaskWorker:
         require_joined(self._session is not None and self._session.has_left, self.site, self._joined_by)
 
     def _require_evaluator(self) -> None:
-        """Check that a function for evaluation is registered if the run's cross-site evaluation asks this site.
+        """Raise an error if the run evaluates models at this site, but no function for evaluation is registered.
 
         Raises:
-            UsageError: no function is registered.
+            UsageError: no such function is registered.
         """
         if self._session is not None and self._session.evaluates and not self._evaluates:
             raise UsageError(

@@ -666,7 +666,7 @@ class DiLoCo:
         return self._now() if self._sync.after_step(self.step) else None
 
     def _info(self, base: VersionRef, steps: int) -> UpdateInfo:
-        """Return weight, steps and metrics of the update that is about to be formed; the same at every rank.
+        """Return weight, steps and metrics of the update that is about to be formed; every rank gets those of rank 0.
 
         Args:
             base: the version that the update was trained from.

@@ -89,7 +89,7 @@ def is_running() -> bool:
 
 @public_api
 def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] = "torch") -> Round | None:
-    """Wait for the next round, pull its global model, and return the round; None when the run is over.
+    """Wait for the next round, load its global model, and return the round; None when the run is over.
 
     The model is loaded into `into`; without `into`, it is in the round's attribute `params`. Until `send` is called,
     further calls return the same round.

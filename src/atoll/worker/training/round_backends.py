@@ -222,7 +222,7 @@ class ServerBackend:
         session.optimizers = []  # free the model while this worker waits
 
     def leave(self, error: BaseException | None) -> None:
-        """Deregister from the server, and close the files."""
+        """Leave the run, and close the site's files."""
         self.place.leave(last_words(error))
         sent, received = size(self.counters.bytes_up), size(self.counters.bytes_down)
         LOG.info("%s: left the run after sending %s and receiving %s", self.site, sent, received)
@@ -241,7 +241,7 @@ class ScriptAlone:
 
     @property
     def schema(self) -> Schema:
-        """The schema of the loaded model."""
+        """The schema (names, shapes and dtypes) of the model that the script has loaded."""
         return schema_of(self._loaded())
 
     def _loaded(self) -> nn.Module | Tensors:

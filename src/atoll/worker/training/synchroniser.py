@@ -126,7 +126,7 @@ class FragmentState:
         return self.exchange.counted_step(self.base_step)
 
     def heard(self, reply: Next) -> None:
-        """Store what the server replied about the next round: ticket, round, H_w, and whether the run has ended."""
+        """Store the server's reply about the next round: its ticket and number, and whether the run has ended."""
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
