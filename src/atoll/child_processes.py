@@ -111,13 +111,13 @@ END_WITH_PARENT = partial(_LIBC.prctl, _PR_SET_PDEATHSIG, signal.SIGTERM) if _LI
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
     """Delay SIGINT and SIGTERM until the end of the block."""
-    came: list[int] = []
+    received: list[int] = []
     try:
-        with _handled_by(lambda number, _: came.append(number)):
+        with _handled_by(lambda number, _: received.append(number)):
             yield
     finally:
-        if came:
-            signal.raise_signal(came[0])
+        if received:
+            signal.raise_signal(received[0])
 
 
 @contextlib.contextmanager
@@ -220,21 +220,21 @@ class PipedProcess:
     def __init__(
         self, module: str, *numbers: int, environment: Mapping[str, str], inherited: Sequence[int] = ()
     ) -> None:
-        mine, theirs = ProcessPipe.pair()
-        numbers = theirs.fileno(), *numbers
+        own_end, child_end = ProcessPipe.pair()
+        numbers = child_end.fileno(), *numbers
         code = f"import sys; sys.path[:] = sys.argv[1:]; from {module} import main; main{numbers}"
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", code, *sys.path],
-                pass_fds=[theirs.fileno(), *inherited],
+                pass_fds=[child_end.fileno(), *inherited],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 env=dict(environment),
                 start_new_session=True,
             )
         finally:
-            theirs.close()
-        self.pid, self.pipe = self._popen.pid, ProcessPipe(mine)
+            child_end.close()
+        self.pid, self.pipe = self._popen.pid, ProcessPipe(own_end)
 
     def kill(self) -> None:
         """Kill the process."""

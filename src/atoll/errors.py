@@ -291,7 +291,7 @@ def no_more_files(error: BaseException) -> bool:
     return False
 
 
-def passing(error: BaseException) -> str | None:
+def transient_reason(error: BaseException) -> str | None:
     """Return text that names an error's temporary cause (full disk, too many open files); None for other causes."""
     if isinstance(error, DiskFull):
         return f"the disk is full: {error}"
@@ -391,8 +391,8 @@ def print_error(error: AtollError, where: str = "") -> None:
     """
     if error.trace:
         print(visible_lines(error.trace), file=sys.stderr)
-    place = f" ({where})" if where else ""
-    print(f"atoll: {visible(' '.join(str(error).split()))}{visible(place)}", file=sys.stderr, flush=True)
+    location = f" ({where})" if where else ""
+    print(f"atoll: {visible(' '.join(str(error).split()))}{visible(location)}", file=sys.stderr, flush=True)
 
 
 def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
@@ -423,7 +423,7 @@ def _print_and_exit(kind: type[BaseException], error: BaseException, trace: Trac
         print("atoll: interrupted", file=sys.stderr, flush=True)
         return
     if isinstance(error, AtollError) and is_ours:
-        print_error(error, _place(trace))
+        print_error(error, _last_place_of_user_code(trace))
     else:
         _hook_before(kind, error, trace)
     if isinstance(error, AtollError):
@@ -434,7 +434,7 @@ _PACKAGES = {"site-packages", "dist-packages"}
 """Folders of installed packages. Frames in them, such as torch's between a script and a hook, are skipped."""
 
 
-def _place(trace: TracebackType | None) -> str:
+def _last_place_of_user_code(trace: TracebackType | None) -> str:
     """Return the last place in a traceback outside of Atoll and installed packages, such as `train.py, line 7`."""
     inside = str(Path(__file__).parent)
     frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]

@@ -75,12 +75,12 @@ class Seldom(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: Counter[tuple[str, int]] = Counter()
+        self._times_said: Counter[tuple[str, int]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a record. The last record to be logged gets a note that further ones are not shown."""
-        place = record.pathname, record.lineno
-        self._said[place] += 1
-        if self._said[place] == TIMES_SAID:
+        location = record.pathname, record.lineno
+        self._times_said[location] += 1
+        if self._times_said[location] == TIMES_SAID:
             record.msg = f"{record.msg} (further messages of this kind are not shown)"
-        return self._said[place] <= TIMES_SAID
+        return self._times_said[location] <= TIMES_SAID

@@ -241,10 +241,10 @@ def replace_file(
     try:
         fd = os.open(path, flags, 0o666)
         try:
-            at = 0
+            offset = 0
             for run in runs:
-                write_at(fd, run, at)
-                at += len(run)
+                write_at(fd, run, offset)
+                offset += len(run)
             sync(fd)
         finally:
             os.close(fd)

@@ -141,17 +141,17 @@ def load_attribute(target: str) -> Any:
     try:
         return getattr(module, attribute)
     except AttributeError:
-        here, found = Path(f"{module_name}.py"), getattr(module, "__file__", None) or "a part of Python"
-        if not is_file(target) and here.is_file() and Path(found) != here.resolve():
+        local, module_file = Path(f"{module_name}.py"), getattr(module, "__file__", None) or "a part of Python"
+        if not is_file(target) and local.is_file() and Path(module_file) != local.resolve():
             raise ConfigError(
-                f"{target!r}: the module {module_name} is {found}, and has no {attribute!r}.",
-                f"Use {here}:{attribute}, or rename {here}, because its name is used by another module.",
+                f"{target!r}: the module {module_name} is {module_file}, and has no {attribute!r}.",
+                f"Use {local}:{attribute}, or rename {local}, because its name is used by another module.",
             ) from None
         public = [entry for entry in vars(module) if not entry.startswith("_")]
         raise ConfigError(f"{target!r}: {module_name} has no {attribute!r}.", nearest(attribute, public)) from None
 
 
-def made(build: Callable[[], T], what: str, remedy: str) -> T:
+def construct(build: Callable[[], T], what: str, remedy: str) -> T:
     """Call `build`, which runs user code, and return its result. Turn its errors into `ConfigError`.
 
     Args:
@@ -187,10 +187,10 @@ def _raised(what: str, error: BaseException, remedy: str = "") -> ConfigError:
     lines = [(frame.filename, frame.lineno) for frame in frames if not frame.filename.startswith(_OURS)]
     if isinstance(error, SyntaxError):
         lines.append((error.filename or "", error.lineno))
-    at = f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
+    location = f" ({lines[-1][0]}, line {lines[-1][1]})" if lines else ""
     last = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-    return ConfigError(f"{what}: {last.rstrip('.')}{at}.", "Correct it, and start again.", told)
+    traceback_text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+    return ConfigError(f"{what}: {last.rstrip('.')}{location}.", "Correct it, and start again.", traceback_text)
 
 
 def is_file(target: str) -> bool:

@@ -320,5 +320,5 @@ def _act(name: str, action: str, nth: int) -> None:
         while not os.path.exists(path):
             time.sleep(0.01)
     else:
-        known = "kill, stop, enospc, emfile, eio or pause:PATH"
-        raise ValueError(f"{FAILPOINTS_VARIABLE}: unknown action {action!r} at {name!r}; use {known}")
+        actions = "kill, stop, enospc, emfile, eio or pause:PATH"
+        raise ValueError(f"{FAILPOINTS_VARIABLE}: unknown action {action!r} at {name!r}; use {actions}")

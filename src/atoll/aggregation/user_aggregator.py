@@ -99,7 +99,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
     """
     found = kind = registry.load_attribute(target)
     if isinstance(found, type):
-        found = registry.made(
+        found = registry.construct(
             lambda: kind(**options),
             f"The aggregator {target!r} cannot be created",
             "Write its keyword arguments next to the path in aggregation.aggregator.",

@@ -49,28 +49,28 @@ class ByHand:
         return self._hooks.attach(optimizer)
 
 
-def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tensor]:
+def require_tensors(what: str, values: object, shapes: Shapes) -> dict[str, Tensor]:
     """Check that a script gave one tensor per parameter. Return them contiguous, on the CPU, in fp32 (fp64 for fp64).
 
     Args:
         what: the argument's name, for messages.
-        given: parameter name → tensor, or an array that converts to a tensor (numpy, DLPack, `__array__`).
+        values: parameter name → tensor, or an array that converts to a tensor (numpy, DLPack, `__array__`).
         shapes: parameter name → shape.
 
     Raises:
-        UsageError: `given` is no mapping, a name is missing or unknown, or a tensor has a wrong shape, is not floating
+        UsageError: `values` is no mapping, a name is missing or unknown, or a tensor has a wrong shape, is not floating
             point or is not finite. The message names the tensor.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         raise UsageError(
-            f"{what} is a {type(given).__name__}, not a mapping.",
+            f"{what} is a {type(values).__name__}, not a mapping.",
             "Use a mapping from parameter names to tensors of the same shapes.",
         )
     for name in shapes:
-        if name not in given:
+        if name not in values:
             raise UsageError(f"{what} has no entry for {name!r}.", "Add one: zeros if the parameter is not trained.")
     tensors = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in shapes:
             raise UsageError(f"{what} has an entry for {name!r}, which is not a parameter.", "Use parameter names.")
         tensor = as_tensor(f"{what}[{name!r}]", value).detach()
@@ -89,7 +89,7 @@ def require_tensors(what: str, given: object, shapes: Shapes) -> dict[str, Tenso
 
 
 def given_groups(
-    given: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
+    groups: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
 ) -> Callable[[Moved], Mapping[str, Runs]]:
     """Check the tensors that a script submits for an algorithm such as SCAFFOLD. Return a function that reads them.
 
@@ -98,7 +98,7 @@ def given_groups(
     that the site keeps, just as the server adds the reduced tensors of all sites to the tensor of the version.
 
     Args:
-        given: group → parameter name → tensor.
+        groups: group → parameter name → tensor.
         shapes: group of the run's algorithm → parameter name → shape.
         kept: the tensors that the site keeps; None: the site keeps none.
         keeps: names of the groups that the site keeps.
@@ -106,10 +106,10 @@ def given_groups(
     Raises:
         UsageError: a group is missing or unknown, or a tensor is refused by `require_tensors`.
     """
-    if not isinstance(given, Mapping) or set(given) != set(shapes):
-        is_or_has = f"has {sorted(map(str, given))}" if isinstance(given, Mapping) else f"is a {type(given).__name__}"
-        raise UsageError(f"The argument groups {is_or_has}, but needs {sorted(shapes)}.", "Pass exactly these keys.")
-    tensors = {group: require_tensors(f"groups[{group!r}]", given[group], each) for group, each in shapes.items()}
+    if not isinstance(groups, Mapping) or set(groups) != set(shapes):
+        problem = f"has {sorted(map(str, groups))}" if isinstance(groups, Mapping) else f"is a {type(groups).__name__}"
+        raise UsageError(f"The argument groups {problem}, but needs {sorted(shapes)}.", "Pass exactly these keys.")
+    tensors = {group: require_tensors(f"groups[{group!r}]", groups[group], each) for group, each in shapes.items()}
 
     def run(group: str, name: str, start: int, stop: int) -> Tensor:
         delta = run_of(tensors[group][name], start, stop)

@@ -60,18 +60,18 @@ def _calls_hooks(optimizer: object) -> bool:
     return isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
-def optimizers_in(given: Given | Any) -> tuple[Optimizer, ...]:
+def optimizers_in(optimizers: Given | Any) -> tuple[Optimizer, ...]:
     """Return the given optimizers as a tuple, without wrappers.
 
     Raises:
         UsageError: the list is empty, an optimizer is in the list twice, or an element is no optimizer.
     """
-    if isinstance(given, Mapping | set | frozenset | str):
+    if isinstance(optimizers, Mapping | set | frozenset | str):
         raise UsageError(
-            f"The optimizers are in a {type(given).__name__}, not a list.",
+            f"The optimizers are in a {type(optimizers).__name__}, not a list.",
             "Pass a list, in the order in which the optimizers step.",
         )
-    found = tuple(map(innermost, given)) if isinstance(given, Iterable) else (innermost(given),)
+    found = tuple(map(innermost, optimizers)) if isinstance(optimizers, Iterable) else (innermost(optimizers),)
     if not found:
         raise UsageError("The list of optimizers is empty.", "Pass the optimizers that train the model.")
     if len(set(map(id, found))) < len(found):
@@ -117,9 +117,9 @@ def warn_of_unheld_parameters(
         site: the site's name, for the message.
         advice: the consequence and the remedy, for the message.
     """
-    held = held_by(optimizers)
+    held_parameters = held_by(optimizers)
     trainable = {name: id(value) for name, value in parameters.items() if value.requires_grad}
-    missing = [name for name, each in trainable.items() if each not in held]
+    missing = [name for name, each in trainable.items() if each not in held_parameters]
     if missing:
         LOG.warning(
             "%s: the optimizer holds only %d of the model's %d trainable parameters; %r is not among them. "
@@ -268,13 +268,13 @@ class StepHooks:
         require_trains([*others, last], self.parameters)
         if self.one_rate:
             self._require_one_rate([*others, last])
-        left = dict(self.parameters)
+        remaining = dict(self.parameters)
         for each in others if self.correction is not None else ():
-            held = held_by([each])
-            names = [name for name, value in left.items() if id(value) in held]
-            left = {name: value for name, value in left.items() if name not in names}
+            held_parameters = held_by([each])
+            names = [name for name, value in remaining.items() if id(value) in held_parameters]
+            remaining = {name: value for name, value in remaining.items() if name not in names}
             self._followed.append(_Followed(self, each, names, is_counted=False))
-        self._followed.append(_Followed(self, last, list(left), is_counted=True))
+        self._followed.append(_Followed(self, last, list(remaining), is_counted=True))
         return self
 
     def _require_one_rate(self, optimizers: Sequence[Optimizer]) -> None:
@@ -351,15 +351,15 @@ class StepHooks:
             UsageError: the algorithm divides by η, and the optimizer has no learning rate, several different ones, or
                 one that is negative or not finite.
         """
-        given = [group.get("lr") for group in optimizer.param_groups]
+        lrs = [group.get("lr") for group in optimizer.param_groups]
         if not self.one_rate:
-            return float(given[0] or 0.0)
-        if None in given:
+            return float(lrs[0] or 0.0)
+        if None in lrs:
             raise UsageError(
                 f"{type(optimizer).__name__} has no learning rate, because it chooses its own step length.",
                 f"{self.algorithm} needs one: set lr, use another optimizer, or use fedavg.",
             )
-        rates = {float(rate) for rate in given if rate is not None}
+        rates = {float(rate) for rate in lrs if rate is not None}
         if len(rates) > 1:
             raise UsageError(
                 f"The optimizer has the learning rates {', '.join(f'{rate:g}' for rate in sorted(rates))}.",

@@ -206,8 +206,8 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callab
     Raises:
         ConfigError: the learning rate or the momentum is out of range, or the optimizer has no momentum.
     """
-    given = settings.algorithm.outer_optimizer.options
-    lr, momentum = given.get("lr"), given.get("momentum")
+    options = settings.algorithm.outer_optimizer.options
+    lr, momentum = options.get("lr"), options.get("momentum")
     if lr is not None and not (type(lr) in (int, float) and 0 < lr < math.inf):
         raise ConfigError(f"algorithm.outer_optimizer.lr is {lr!r}.", "Use a number above 0.")
     if momentum is not None:
@@ -219,9 +219,9 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callab
                 f"Leave momentum out, or {_INSTEAD_OF_MOMENTUM[outer]}.",
             )
     defaults = dict(algorithm.outer_options) if outer == algorithm.outer else {}
-    if given.get("momentum") == 0:
+    if options.get("momentum") == 0:
         defaults.pop("nesterov", None)  # torch refuses Nesterov without momentum
-    return defaults | given
+    return defaults | options
 
 
 def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -287,9 +287,9 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
     if not isinstance(algorithm, Algorithm) or algorithm.local is None:
         raise ConfigError(f"The algorithm {name!r} installed at this site does not correct local training.", install)
     rule = algorithm.local
-    return registry.made(lambda: rule(**options), f"The options {dict(options)!r} do not fit {name!r}", install)
+    return registry.construct(lambda: rule(**options), f"The options {dict(options)!r} do not fit {name!r}", install)
 
 
-def name_of(given: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
     """Return the name of a callable, for messages."""
-    return str(getattr(given, "__qualname__", repr(given)))
+    return str(getattr(function, "__qualname__", repr(function)))

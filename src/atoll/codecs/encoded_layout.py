@@ -43,7 +43,7 @@ def build_codecs(
             f"{setting} = {codec!r} is not a codec.",
             f"Name a class with the methods of atoll.codecs.Codec: {', '.join(_METHODS)}.",
         )
-    made = registry.made(
+    built = registry.construct(
         lambda: found(**options),
         f"{setting} = {dict(options)!r}",
         registry.options_of(found, codec),
@@ -51,18 +51,18 @@ def build_codecs(
     for option, value in options.items():
         if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):
             raise ConfigError(f"{setting}: {option} = {value!r}.", "Use a string or a finite number.")
-    if not isinstance(made, Codec):
+    if not isinstance(built, Codec):
         raise ConfigError(
             f"{setting} = {codec!r} lacks one of the properties name, elementwise, raw and feedback.",
             "Add the missing one, as in atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
         )
-    is_ours = WideCodec.name in (codec, made.name)  # `wide` is internal: settings cannot name it
-    if is_ours or (made.name != codec and made.name in registry.names("codecs")):
+    is_ours = WideCodec.name in (codec, built.name)  # `wide` is internal: settings cannot name it
+    if is_ours or (built.name != codec and built.name in registry.names("codecs")):
         raise ConfigError(
-            f"{setting} = {codec!r} has the name {made.name!r}, which another codec has already.",
+            f"{setting} = {codec!r} has the name {built.name!r}, which another codec has already.",
             "Give it another name.",
         )
-    return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: made, made.name: made}
+    return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: built, built.name: built}
 
 
 def _require_imported(codec: str) -> None:

@@ -69,15 +69,15 @@ class TopKCodec(Narrowing):
 
         values = rows_of(source, TILE)
         tiles = len(values)
-        places = _largest(values.abs(), self.k)
-        chosen = values.gather(1, places)
+        indices = _largest(values.abs(), self.k)
+        chosen = values.gather(1, indices)
         sizes = chosen.abs()
         is_high = sizes > sizes.mean(dim=1, keepdim=True)
         magnitudes, codes, where = self._split(target, tiles)
         for column, group in enumerate((~is_high, is_high)):
             count = group.sum(dim=1).clamp_(min=1)
             magnitudes[:, column].copy_(torch.where(group, sizes, 0.0).sum(dim=1) / count)
-        pairs = places[:, 0::2] | places[:, 1::2] << 12  # two indices fill the low three of eight bytes
+        pairs = indices[:, 0::2] | indices[:, 1::2] << 12  # two indices fill the low three of eight bytes
         where.view(tiles, -1, 3).copy_(pairs.view(torch.uint8).view(tiles, -1, 8)[:, :, :3])
         bits = (chosen < 0).int() | is_high.int() << 1
         shifts = torch.arange(0, 8, 2, device=bits.device, dtype=torch.int32)
@@ -92,11 +92,11 @@ class TopKCodec(Narrowing):
         pairs = torch.zeros(tiles, self.k // 2, 8, dtype=torch.uint8, device="cpu")
         pairs[:, :, :3].copy_(where.view(tiles, -1, 3))  # two indices fill the low three of eight bytes
         both = pairs.view(torch.int64)
-        places = torch.cat((both & 0xFFF, both >> 12), dim=2).view(tiles, self.k)
+        indices = torch.cat((both & 0xFFF, both >> 12), dim=2).view(tiles, self.k)
         shifts = torch.arange(0, 8, 2, dtype=torch.int64, device="cpu")
         bits = (codes.unsqueeze(2) >> shifts & 3).view(tiles, self.k)
         signed = torch.stack((magnitudes, -magnitudes), dim=2).view(tiles, 4)
-        values.view(tiles, TILE).scatter_(1, places, signed.gather(1, bits))
+        values.view(tiles, TILE).scatter_(1, indices, signed.gather(1, bits))
         if not in_place:
             target.copy_(values[: target.numel()])
 
@@ -131,9 +131,9 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
     is_clear = np.count_nonzero(is_chosen, axis=1) == k
     if is_clear.all():
         return torch.from_numpy(np.flatnonzero(is_chosen).reshape(-1, k)).remainder_(sizes.shape[1])
-    places = torch.empty(len(sizes), k, dtype=torch.int64, device="cpu")
+    indices = torch.empty(len(sizes), k, dtype=torch.int64, device="cpu")
     clear = torch.from_numpy(is_clear)
     found = np.flatnonzero(is_chosen[is_clear]).reshape(-1, k)
-    places[clear] = torch.from_numpy(found).remainder_(sizes.shape[1])
-    places[~clear] = slowly(sizes[~clear])
-    return places
+    indices[clear] = torch.from_numpy(found).remainder_(sizes.shape[1])
+    indices[~clear] = slowly(sizes[~clear])
+    return indices

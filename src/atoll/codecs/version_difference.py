@@ -156,17 +156,17 @@ class DifferenceWriter:
             theta: [n], the server's new full-precision values of a float parameter, in fp32 (fp64 for fp64); None for
                 other tensors.
         """
-        there = self._downlink.runs.counterpart(run)
-        memory = self._zeros(there.stop)[there.start - there.stop :]
+        encoded_run = self._downlink.runs.counterpart(run)
+        memory = self._zeros(encoded_run.stop)[encoded_run.start - encoded_run.stop :]
         thetas = run.split(values if theta is None else theta)
         for piece, target, held, new in zip(
-            there.pieces, there.encoded(memory), run.split(values), thetas, strict=True
+            encoded_run.pieces, encoded_run.encoded(memory), run.split(values), thetas, strict=True
         ):
             if theta is None:
                 self._downlink.codecs[piece.segment.codec].encode_(held, target, run.spec.dtype)
             else:
                 self._downlink.encode_(piece.segment, new, held, target)
-        self._write(there.stop)
+        self._write(encoded_run.stop)
 
     def end(self) -> bytes:
         """Pad the part to its end with zeros, and return its BLAKE3 digest."""

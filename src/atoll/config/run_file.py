@@ -86,16 +86,16 @@ def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> 
     tree = dict(onto or {})
     chosen = {tuple(key.split(".")): value for key, value in flat(values).items()}
     for (group, *names), value in chosen.items():
-        other = _INSTEAD.get(names[-1], "") if names else ""
-        both = (group, *names[:-1], other) in chosen  # keep both: validation refuses them
-        _set(tree, ["async" if group == "async_" else group, *names], value, "" if both else other)
+        displaced = _INSTEAD.get(names[-1], "") if names else ""
+        both = (group, *names[:-1], displaced) in chosen  # keep both: validation refuses them
+        _set(tree, ["async" if group == "async_" else group, *names], value, "" if both else displaced)
     return tree
 
 
 _INSTEAD = {"name": "path", "path": "name"}
 
 
-def _set(table: dict[str, Any], path: list[str], value: Any, other: str = "") -> None:
+def _set(table: dict[str, Any], path: list[str], value: Any, displaced: str = "") -> None:
     (name, *rest), inner = path, value
     if isinstance(value, BaseModel):
         value = inner = value.model_dump(exclude_unset=True)
@@ -103,9 +103,9 @@ def _set(table: dict[str, Any], path: list[str], value: Any, other: str = "") ->
         old = table.get(name)
         inner = dict(old) if isinstance(old, Mapping) else {}
         for key, each in [(rest, value)] if rest else [([key], each) for key, each in value.items()]:
-            _set(inner, key, each, other)
+            _set(inner, key, each, displaced)
     else:
-        table.pop(other, None)
+        table.pop(displaced, None)
     table[name] = inner
 
 
@@ -282,8 +282,8 @@ def file_layer(path: Path, fields: Fields) -> Layer:
         raise ConfigError(f"{str(path)!r} is a folder.", f"Give the run file: {path / 'run.toml'}.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # tomllib names the table ('a', 'b') that the file writes as [a.b]
-        said = re.sub(r"\('(.+?)',?\)", lambda found: f"[{found[1]}]".replace("', '", "."), str(error))
-        raise ConfigError(f"{path}: {said}.", "A run file is TOML: tables with one key = value a line.") from None
+        reason = re.sub(r"\('(.+?)',?\)", lambda found: f"[{found[1]}]".replace("', '", "."), str(error))
+        raise ConfigError(f"{path}: {reason}.", "A run file is TOML: tables with one key = value a line.") from None
     values: dict[str, Any] = {}
     for group, table in tables.items():
         values |= (

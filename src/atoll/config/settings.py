@@ -553,14 +553,14 @@ def default_of(key: str) -> Any:
 
 
 def collected(
-    path: Path | None, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    path: Path | None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Merge the settings of the run file, the environment and the command line. Return where each was set, too.
 
     Returns:
         The values as nested tables, not validated yet; and `group.key` → the source of its value.
     """
-    line: Layer = {key: (value, "command line") for key, value in (given or {}).items() if value is not None}
+    line: Layer = {key: (value, "command line") for key, value in (flags or {}).items() if value is not None}
     layers = [
         file_layer(path, FIELDS) if path else {},
         environment_layer(os.environ if environ is None else environ, FIELDS),

@@ -92,8 +92,8 @@ def entries_of(tables: Sequence[Mapping[str, Any]]) -> tuple[WorkflowEntry, ...]
     Raises:
         ConfigError: a table is wrong, or two tables are of the kind `train`. The message names the table.
     """
-    entries = tuple(_entry(place, table) for place, table in enumerate(tables, start=1))
-    trains = [place for place, entry in enumerate(entries, start=1) if entry.kind == TRAIN]
+    entries = tuple(_entry(number, table) for number, table in enumerate(tables, start=1))
+    trains = [number for number, entry in enumerate(entries, start=1) if entry.kind == TRAIN]
     if len(trains) > 1:
         raise ConfigError(
             f"Workflows {' and '.join(map(str, trains))} are both of the kind 'train', but a run trains only once.",
@@ -102,8 +102,8 @@ def entries_of(tables: Sequence[Mapping[str, Any]]) -> tuple[WorkflowEntry, ...]
     return entries
 
 
-def _entry(place: int, table: Mapping[str, Any]) -> WorkflowEntry:
-    where = f"Workflow {place}"
+def _entry(number: int, table: Mapping[str, Any]) -> WorkflowEntry:
+    where = f"Workflow {number}"
     kind, path = table.get("kind", ""), table.get("path", "")
     if not isinstance(kind, str) or not (isinstance(path, str) or callable(path)) or bool(kind) == bool(path):
         raise ConfigError(
@@ -136,9 +136,9 @@ def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         ConfigError: the table has an unknown key.
     """
-    more = {key: value for key, value in table.items() if key not in _KEYS}
+    own_keys = {key: value for key, value in table.items() if key not in _KEYS}
     known = registry.OPTIONS.get(kind, ())
-    for key in more:
+    for key in own_keys:
         if key not in known:
             of = f"of the kind {kind!r}" if kind else "with a path"
             known_keys = [*_KEYS, *known]
@@ -146,7 +146,7 @@ def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]
                 f"{where}, {of}, has the unknown key {key!r}; the keys are {', '.join(known_keys)}.",
                 registry.nearest(key, known_keys, "Put the arguments of a function into args."),
             )
-    return more
+    return own_keys
 
 
 def _limit(where: str, key: str, value: Any) -> float:
@@ -162,17 +162,17 @@ def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
         ConfigError: a table is wrong, or two tables have the same id.
     """
     found: dict[str, Component] = {}
-    for place, table in enumerate(tables, start=1):
+    for number, table in enumerate(tables, start=1):
         for key in table:
             if key not in _COMPONENT_KEYS:
                 raise ConfigError(
-                    f"Component {place} has the unknown key {key!r}; the keys are {', '.join(_COMPONENT_KEYS)}.",
+                    f"Component {number} has the unknown key {key!r}; the keys are {', '.join(_COMPONENT_KEYS)}.",
                     registry.nearest(key, _COMPONENT_KEYS, "Put the arguments of the component into args."),
                 )
         name, path, args = table.get("id"), table.get("path"), table.get("args", {})
         if not isinstance(name, str) or not name or not isinstance(path, str) or not isinstance(args, Mapping):
             raise ConfigError(
-                f"Component {place} is {dict(table)!r}, which is not a valid table.",
+                f"Component {number} is {dict(table)!r}, which is not a valid table.",
                 'Write {id = "schedule", path = "my_file.py:Schedule", args = {first = 0.1}}; args is optional.',
             )
         if name in found:

@@ -133,11 +133,11 @@ def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
     """
     if isinstance(filters, Filter):
         raise UsageError(f"filters is {filters!r}, not a list.", f"Pass a list: [{filters!r}].")
-    given = tuple(filters)  # a generator can be read only once
-    for each in given:
+    as_tuple = tuple(filters)  # a generator can be read only once
+    for each in as_tuple:
         if not isinstance(each, Filter):
             raise UsageError(f"{each!r} is not a filter.", "Derive it from atoll.filters.Filter.")
-    return given
+    return as_tuple
 
 
 class BadFilter(Exception):
@@ -182,27 +182,27 @@ class Chain:
         model: Collection[str] = (),
         finite: bool = False,
     ) -> None:
-        self._filters, self.specs, self._raw, self._kept = filters, specs, raw, set(specs)
+        self._filters, self.specs, self._raw, self._sent = filters, specs, raw, set(specs)
         self._finite, aliases = finite, aliases or {}
         whole = "the payload" if about.task else "the update"
         for index, filter_ in enumerate(filters):
-            kept = {name: spec for name, spec in specs.items() if name in self._kept}
+            sent = {name: spec for name, spec in specs.items() if name in self._sent}
 
             def before(name: str, start: int, stop: int, index: int = index) -> Tensor:
                 return self._after(name, start, raw(name, start, stop), index)
 
-            further = {alias: name for alias, name in aliases.items() if name in kept}
-            outgoing = Outgoing(about, kept, before, further, model)
+            further = {alias: name for alias, name in aliases.items() if name in sent}
+            outgoing = Outgoing(about, sent, before, further, model)
             _call(filter_, f"the start of {whole}", partial(filter_.begin, outgoing))
-            named = list(kept.items())
-            named += [(name, replace(kept[name], name=alias)) for alias, name in further.items()]
-            self._kept -= {
+            named = list(sent.items())
+            named += [(name, replace(sent[name], name=alias)) for alias, name in further.items()]
+            self._sent -= {
                 name for name, spec in named if not _call(filter_, f"{spec.name!r}", partial(filter_.keeps, spec))
             }
 
     def sends(self, name: str) -> bool:
         """Return whether the tensor is sent, because no filter drops it."""
-        return name in self._kept
+        return name in self._sent
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a float tensor after all filters; zeros if a filter drops the tensor.
@@ -210,11 +210,11 @@ class Chain:
         Raises:
             BadFilter: a filter raised, or returned another shape or dtype, or (if `finite`) NaN or Inf.
         """
-        if name not in self._kept:
+        if name not in self._sent:
             return torch.zeros(stop - start, dtype=accumulate_dtype(self.specs[name].dtype), device="cpu")
         return self._after(name, start, self._raw(name, start, stop), len(self._filters))
 
-    def taken(self, name: str, start: int, stop: int) -> Tensor:
+    def removed(self, name: str, start: int, stop: int) -> Tensor:
         """Return what the filters removed from elements [start, stop): values before − values after."""
         raw = self._raw(name, start, stop)
         return raw.sub_(self._after(name, start, raw.clone(), len(self._filters)))
@@ -257,15 +257,15 @@ ByTask = Sequence[Filter] | Mapping[str, Sequence[Filter]]
 """A list of filters for all tasks, or task name → list of filters."""
 
 
-def for_tasks(given: ByTask) -> list[tuple[Filter, frozenset[str]]]:
+def for_tasks(by_task: ByTask) -> list[tuple[Filter, frozenset[str]]]:
     """Return each filter with the names of the tasks to which it applies. An empty set of names means all tasks.
 
     Raises:
         UsageError: an element is no filter.
     """
-    if not isinstance(given, Mapping):
-        return [(each, frozenset()) for each in require_filters(given)]
-    return [(each, frozenset([task])) for task, filters in given.items() for each in require_filters(filters)]
+    if not isinstance(by_task, Mapping):
+        return [(each, frozenset()) for each in require_filters(by_task)]
+    return [(each, frozenset([task])) for task, filters in by_task.items() for each in require_filters(filters)]
 
 
 def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str) -> Packed:
@@ -284,7 +284,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
         UsageError: a filter failed, or a tensor has NaN or Inf before it is filtered. The message names the filter or
             the tensor.
     """
-    names = _told(lambda: names_of(packed), what) if filters else {}
+    names = _as_usage_error(lambda: names_of(packed), what) if filters else {}
     if not names:
         return packed
     tensors = {own[0]: packed.tensors[index] for index, own in names.items()}
@@ -303,7 +303,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
         return values
 
     aliases = {further: own[0] for own in names.values() for further in own[1:]}
-    chain = _told(lambda: Chain(filters, specs, about, raw, aliases=aliases, finite=True), what)
+    chain = _as_usage_error(lambda: Chain(filters, specs, about, raw, aliases=aliases, finite=True), what)
     changing = any(type(each).apply is not Filter.apply for each in filters)
     through = list(packed.tensors)
     for index, (name, *_) in names.items():
@@ -314,7 +314,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
     return without(replace(packed, tensors=tuple(through)), dropped)
 
 
-def said(error: BaseException) -> str:
+def with_cause(error: BaseException) -> str:
     """Return an error and its cause's traceback as text. To log the error itself would keep the payload in memory."""
     cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
     return f"{error}{cause}"
@@ -330,7 +330,7 @@ class _Through(Stream):
 def _runs(chain: Chain, spec: TensorSpec, dtype: torch.dtype, last: str, what: str) -> Iterator[Tensor]:
     for start in range(0, spec.numel, CHUNK_ELEMENTS):
         stop = min(start + CHUNK_ELEMENTS, spec.numel)
-        values = _told(partial(chain.change, spec.name, start, stop), what).to(dtype)
+        values = _as_usage_error(partial(chain.change, spec.name, start, stop), what).to(dtype)
         if dtype.itemsize < 4 and not bool(torch.isfinite(values.float()).all()):
             raise UsageError(
                 f"{what}: after filter {last}, {spec.name!r} has values that {dtype} cannot represent.",
@@ -344,17 +344,17 @@ class _Cursor:
     """Reads ranges of elements from a stream. For a range before the current position, the stream starts again."""
 
     stream: Stream
-    at: int = 0
+    position: int = 0
     rest: memoryview = field(default_factory=lambda: memoryview(b""))
     chunks: Iterator[memoryview] | None = None
 
     def run(self, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the stream, in new memory."""
         size = self.stream.itemsize
-        if self.chunks is None or start * size < self.at:
-            self.chunks, self.at, self.rest = self.stream.runs(), 0, memoryview(b"")
+        if self.chunks is None or start * size < self.position:
+            self.chunks, self.position, self.rest = self.stream.runs(), 0, memoryview(b"")
         out = torch.empty(stop - start, dtype=self.stream.dtype)
-        self._read(None, start * size - self.at)
+        self._read(None, start * size - self.position)
         self._read(bytes_of(out), (stop - start) * size)
         if stop * size == self.stream.nbytes:
             for _ in self.chunks:  # the stream raises here if it has too many bytes
@@ -372,10 +372,10 @@ class _Cursor:
             if into is not None:
                 into[done : done + len(run)] = run
             done += len(run)
-        self.at += count
+        self.position += count
 
 
-def _told(call: Callable[[], T], what: str) -> T:
+def _as_usage_error(call: Callable[[], T], what: str) -> T:
     try:
         return call()
     except BadFilter as error:

@@ -42,19 +42,19 @@ def build_outer(
     factory = registry.load("outer", target) if isinstance(target, str) else target
     if not callable(factory):
         raise ConfigError(f"algorithm.outer_optimizer {label!r} is a {type(factory).__name__}, which cannot be called.")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     known = _arguments(factory)
     if known is not None:
-        _require_options(label, given, known)
-    given = _explicit_flags(label, factory, given, known or set())
-    rule = OuterRule(label, factory, given)
+        _require_options(label, arguments, known)
+    arguments = _explicit_flags(label, factory, arguments, known or set())
+    rule = OuterRule(label, factory, arguments)
     granularity = granularity_of(rule)
     if lrs and "lr" not in rule.make([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]:
         raise ConfigError(
             f"algorithm.outer_lr_of is set, but the outer optimizer {label!r} has no lr.",
             "Leave algorithm.outer_lr_of out.",
         )
-    return OuterRule(label, factory, given, granularity, lrs)
+    return OuterRule(label, factory, arguments, granularity, lrs)
 
 
 def _arguments(factory: Callable[..., Optimizer]) -> set[str] | None:

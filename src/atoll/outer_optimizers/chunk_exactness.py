@@ -44,15 +44,15 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
         together = _plain(rule, tensors)
         if not _equal(together, _plain(rule, tensors)):
             raise ConfigError("two steps from the same numbers give different results; the steps may be random.")
-        apart = [stepped for tensor in tensors for stepped in _plain(rule, [tensor])]
-        if not _equal(together, apart):
+        one_by_one = [stepped for tensor in tensors for stepped in _plain(rule, [tensor])]
+        if not _equal(together, one_by_one):
             raise ConfigError("the optimizer steps a tensor differently if another tensor is present.")
-        if not _equal(apart, [_with_stored_state(rule, tensor) for tensor in tensors]):
+        if not _equal(one_by_one, [_with_stored_state(rule, tensor) for tensor in tensors]):
             raise ConfigError("the optimizer keeps data between steps outside `optimizer.state`, which would be lost.")
     except Exception as error:
         reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}."
         raise ConfigError(f"{rule.label!r} cannot be an outer optimizer: {reason}", _INSTEAD) from error
-    return "chunk" if all(_chunks_equal(rule, tensors[0], apart[0], cuts) for cuts in _CUTS) else "tensor"
+    return "chunk" if all(_chunks_equal(rule, tensors[0], one_by_one[0], cuts) for cuts in _CUTS) else "tensor"
 
 
 def _numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> list[Tensor]:

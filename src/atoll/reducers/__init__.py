@@ -43,16 +43,16 @@ def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, A
     Raises:
         ConfigError: an option is unknown or has a wrong value, or the name is not the name of a reducer.
     """
-    params = _made(name, options)
-    reducers = {group: _made(other, {}) for group, other in groups.items()} | {PARAMS: params}
+    params = _construct(name, options)
+    reducers = {group: _construct(other, {}) for group, other in groups.items()} | {PARAMS: params}
     if name != groups[PARAMS] and BUFFERS in groups:
-        reducers[BUFFERS] = _made(params.buffers, {}) if params.buffers else params
+        reducers[BUFFERS] = _construct(params.buffers, {}) if params.buffers else params
     return reducers
 
 
-def _made(name: str, options: Mapping[str, Any]) -> Reducer:
+def _construct(name: str, options: Mapping[str, Any]) -> Reducer:
     kind = registry.load("reducers", name)
-    reducer = registry.made(
+    reducer = registry.construct(
         lambda: kind(**options),
         f"aggregation.reducer = {dict(options)!r}",
         registry.options_of(kind, name),

@@ -54,28 +54,28 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
         ranks: the wanted ranks, each below k; rank 0 holds the smallest values.
         spare: scratch [n] with the dtype of the rows; overwritten. A returned row may be in this memory.
     """
-    held = list(rows)
-    for low, high, wanted in network(len(held), ranks):
+    all_rows = list(rows)
+    for low, high, wanted in network(len(all_rows), ranks):
         if wanted == "max":
-            torch.maximum(held[low], held[high], out=held[high])
+            torch.maximum(all_rows[low], all_rows[high], out=all_rows[high])
         elif wanted == "min":
-            torch.minimum(held[low], held[high], out=held[low])
+            torch.minimum(all_rows[low], all_rows[high], out=all_rows[low])
         else:
-            torch.minimum(held[low], held[high], out=spare)
-            torch.maximum(held[low], held[high], out=held[high])
-            held[low], spare = spare, held[low]
-    return [held[rank] for rank in sorted(ranks)]
+            torch.minimum(all_rows[low], all_rows[high], out=spare)
+            torch.maximum(all_rows[low], all_rows[high], out=all_rows[high])
+            all_rows[low], spare = spare, all_rows[low]
+    return [all_rows[rank] for rank in sorted(ranks)]
 
 
 @functools.lru_cache(maxsize=64)
 def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
     """Return the comparators (i, j, needed outputs), in order, that sort k rows as far as the given ranks need it."""
-    needed, kept = set(ranks), list[tuple[int, int, Wanted]]()
+    needed, comparisons = set(ranks), list[tuple[int, int, Wanted]]()
     for low, high in reversed(list(_merge_sort(k))):
         if low in needed or high in needed:
-            kept.append((low, high, "max" if low not in needed else "min" if high not in needed else "both"))
+            comparisons.append((low, high, "max" if low not in needed else "min" if high not in needed else "both"))
             needed |= {low, high}
-    return tuple(reversed(kept))
+    return tuple(reversed(comparisons))
 
 
 def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
@@ -101,9 +101,9 @@ class Median(Reducer):
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """Write the mean of the two middle values of each element into `out`. Overwrite the rows; ignore `weights`."""
-        held = list(rows)
-        k = len(held)
-        middle = select(held, frozenset({(k - 1) // 2, k // 2}), spare=out)
+        all_rows = list(rows)
+        k = len(all_rows)
+        middle = select(all_rows, frozenset({(k - 1) // 2, k // 2}), spare=out)
         torch.lerp(middle[0], middle[-1], 0.5, out=out)  # for an odd k, both are the same row
         out.add_(0.0)
 
@@ -133,9 +133,9 @@ class TrimmedMean(Reducer):
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """Write the mean of all values but the ⌊β·k⌋ at each end into `out`. Overwrite the rows; ignore `weights`."""
-        held = list(rows)
-        cut = int(self.trim * len(held) + 1e-9)  # in fp64, 0.29 · 100 is 28.999999999999996
-        lowest, *others = select(held, frozenset(range(cut, len(held) - cut)), spare=out)
+        all_rows = list(rows)
+        cut = int(self.trim * len(all_rows) + 1e-9)  # in fp64, 0.29 · 100 is 28.999999999999996
+        lowest, *others = select(all_rows, frozenset(range(cut, len(all_rows) - cut)), spare=out)
         for row in others:
             lowest.add_(row)  # added in rising order, so that the bits do not depend on the order of the sites
         torch.div(lowest, 1 + len(others), out=out)

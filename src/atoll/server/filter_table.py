@@ -122,7 +122,7 @@ def _made(entry: Mapping[str, Any], setting: Setting) -> _Entry:
             'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; only path is required.',
         )
     kind = registry.load("filters", str(path))
-    filter_ = registry.made(
+    filter_ = registry.construct(
         lambda: kind(*args) if isinstance(args, list) else kind(**args),
         f"{setting}: {path!r} with args = {args!r}",
         "Use only arguments that the filter has.",

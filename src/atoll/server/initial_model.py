@@ -57,7 +57,7 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     torch.manual_seed(settings.run.seed)
     model: Any = registry.load_attribute(settings.model.source)
     if not isinstance(model, nn.Module):
-        model = registry.made(
+        model = registry.construct(
             functools.partial(model, **settings.model.args),
             f"{settings.model.source!r} cannot be called",
             "Set model.args to the keyword arguments of this function.",

@@ -253,7 +253,7 @@ class _Work:
         elif not chain.sends(spec.name):
             values = self._base(spec, start, stop)
         else:  # (change − filtered change) + the site's value: bit-exact if filters change nothing
-            values = chain.taken(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
+            values = chain.removed(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
         encoded = torch.empty(run.nbytes, dtype=torch.uint8)
         self._codecs[run.segment.codec].encode_(values, encoded, spec.dtype)
         return encoded

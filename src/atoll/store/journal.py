@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed, passing
+from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed, transient_reason
 from atoll.posix import FULL
 from atoll.runtime import failpoint
 from atoll.store import journal_tables
@@ -386,7 +386,7 @@ def journal_failed(error: StoreError) -> bool:
 
     True for a failed fsync, and for an error of SQLite that a retry cannot cure. False for a full disk.
     """
-    return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and passing(error) is None)
+    return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and not transient_reason(error))
 
 
 def placeholders(values: Iterable[object]) -> str:

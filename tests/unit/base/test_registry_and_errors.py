@@ -111,9 +111,9 @@ def test_what_a_users_class_raises_is_told_as_it_is() -> None:
         raise OSError("no such site")
 
     with pytest.raises(ConfigError, match=rf"It cannot be made: OSError: no such site \({HERE}, line \d+\)"):
-        registry.made(build, "It cannot be made", "Give others.")
+        registry.construct(build, "It cannot be made", "Give others.")
     with pytest.raises(ConfigError, match=r"It cannot be made: 'n' is an invalid keyword .* Give others\."):
-        registry.made(partial(int, n=1), "It cannot be made", "Give others.")
+        registry.construct(partial(int, n=1), "It cannot be made", "Give others.")
 
 
 def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
@@ -121,10 +121,10 @@ def test_a_wrong_type_within_the_users_code_is_no_wrong_argument() -> None:
         return width + "1"  # type: ignore[operator]
 
     with pytest.raises(ConfigError, match=rf"TypeError: unsupported operand .*{HERE}, line \d+\)") as caught:
-        registry.made(partial(build, width=3), "It cannot be made", "Give others.")
+        registry.construct(partial(build, width=3), "It cannot be made", "Give others.")
     assert "in build" in caught.value.trace
     with pytest.raises(ConfigError, match=r"missing 1 required positional argument: 'width'\. Give others\."):
-        registry.made(build, "It cannot be made", "Give others.")  # type: ignore[arg-type]
+        registry.construct(build, "It cannot be made", "Give others.")  # type: ignore[arg-type]
 
 
 @pytest.mark.covers("X3")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, MutableMapping, Sequence
 
 from atoll.aggregation.plan import Plan
-from atoll.errors import AtollError, StoreError, UpdateRefused, passing
+from atoll.errors import AtollError, StoreError, UpdateRefused, transient_reason
 from atoll.protocol import messages
 from atoll.rounds import events
 from atoll.server.coordinator.ledger import Ledger
@@ -71,7 +71,7 @@ class UpdateAdmission:
                 ticket, message.digest, message.weight, message.steps, dict(message.metrics), norm
             )
         except StoreError as error:
-            if passing(error) is None:
+            if transient_reason(error) is None:
                 self._fail(error)
             raise
         self._on_accepted(row, self._ledger.state.rounds[row.fragment].number)

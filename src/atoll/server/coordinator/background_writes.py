@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import model_header, model_runs
-from atoll.errors import RETRY_S, AtollError, ConfigError, Gone, StoreError, passing
+from atoll.errors import RETRY_S, AtollError, ConfigError, Gone, StoreError, transient_reason
 from atoll.posix import folder_error
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
@@ -342,7 +342,7 @@ class BackgroundWriter:
             async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
         except (AtollError, OSError) as error:
-            reason = passing(error)
+            reason = transient_reason(error)
             if reason is None:
                 raise
             LOG.error("version %d could not be saved: %s", row.version, reason)
@@ -394,7 +394,7 @@ async def until_passed(
         try:
             return await attempt()
         except Exception as error:
-            reason = passing(error)
+            reason = transient_reason(error)
             if reason is None:
                 raise
             note(reason)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 
-from atoll.errors import DiskFull, StoreError, passing
+from atoll.errors import DiskFull, StoreError, transient_reason
 from atoll.rounds import events, machine
 from atoll.rounds.early_stopping import Progress
 from atoll.rounds.leases import Member
@@ -94,7 +94,7 @@ class Ledger:
             self._carry_out(effects)
         except StoreError as error:
             self.state = before
-            if passing(error) is None:
+            if transient_reason(error) is None:
                 self._on_failure(error)
             raise
         return effects

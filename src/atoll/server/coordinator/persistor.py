@@ -76,7 +76,7 @@ class Persistor:
             return
         found = kind = registry.load_attribute(self.name)
         if isinstance(found, type):
-            found = registry.made(
+            found = registry.construct(
                 lambda: kind(**settings.model.persistor.options),
                 f"The persistor {self.name!r} cannot be created",
                 "Write its keyword arguments next to the path in model.persistor.",

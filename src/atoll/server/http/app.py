@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest, StoreError, no_more_files, out_of_memory, passing
+from atoll.errors import AtollError, BadRequest, StoreError, no_more_files, out_of_memory, transient_reason
 from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, Operation, openapi
 from atoll.server.coordinator.build_status import status_of
@@ -220,7 +220,7 @@ def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResp
 def _failed(coordinator: Coordinator, request: web.Request, error: Exception) -> web.StreamResponse:
     """Return the answer to a request that failed. If the server cannot go on after the error, end the server."""
     if no_more_files(error):
-        LOG.error("%s", passing(error))
+        LOG.error("%s", transient_reason(error))
         return problem(
             "busy", "The server has too many files open.", "It accepts requests again when there are fewer.", 2.0
         )

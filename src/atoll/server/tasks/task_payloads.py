@@ -19,7 +19,7 @@ from atoll.blobs.object_file import Contents, Stored, write_object
 from atoll.blobs.payload_cut import ChunkSizes, Cut, way_of
 from atoll.config import Settings
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
-from atoll.filters.base import About, Filter, filtered, said
+from atoll.filters.base import About, Filter, filtered, with_cause
 from atoll.posix import nameless_file, read_at
 from atoll.protocol import task_messages as tm
 from atoll.runtime import single_thread
@@ -122,7 +122,7 @@ class TaskFilters:
             with single_thread():
                 return self._filtered(answer, answer.contents, filters, task)
         except AtollError as error:
-            LOG.error("%s", said(error))
+            LOG.error("%s", with_cause(error))
             return Answer(answer.site, answer.key, error=str(error))
         except BaseException as error:  # sys.exit in a filter, or a filter with a failing repr
             LOG.error("the answer of site %s to task %r was not used", answer.site, task, exc_info=error)
@@ -263,7 +263,7 @@ class PayloadWriter:
                 case TaskPayload():
                     payloads.own[site] = own
                 case UsageError():
-                    LOG.error("%s", said(own))
+                    LOG.error("%s", with_cause(own))
                     payloads.failed[site] = str(own)
                 case BaseException():
                     raise own

@@ -211,7 +211,7 @@ class Components:
             args = self._filled(dict(component.args), f"component {name!r}")
             found = registry.load_attribute(component.path)
             if isinstance(found, type) or args:  # a function without arguments is the component itself
-                found = registry.made(
+                found = registry.construct(
                     functools.partial(found, **args),
                     f"Component {name!r} is {component.path!r} with args = {args!r}",
                     "Use only arguments that it has.",

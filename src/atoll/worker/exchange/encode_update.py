@@ -98,7 +98,7 @@ class Filtered:
         local = run_of(self._tensors[name], start, stop).cpu()
         if not self._chain.specs[name].is_float:
             return local
-        taken = _told(partial(self._chain.taken, name, start, stop))
+        taken = _told(partial(self._chain.removed, name, start, stop))
         return taken.add_(local)  # bit-identical to `local` if no filter changed the value
 
 

@@ -49,7 +49,7 @@ from atoll.errors import (
     print_interrupt_in_a_line,
     public_api,
 )
-from atoll.filters.base import ByTask, for_tasks, said
+from atoll.filters.base import ByTask, for_tasks, with_cause
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
@@ -495,7 +495,7 @@ class TaskWorker:
                     del packed
                 task.deliver(answer)
             except UNDELIVERED as error:
-                LOG.error("%s: %s", self.site, said(error))
+                LOG.error("%s: %s", self.site, with_cause(error))
                 task.fail(error)
         return self._rounds_begin
 
