@@ -34,12 +34,28 @@ LAYERS: list[set[str]] = [
     {"protocol"},
     {"store", "transport"},
     {"aggregation"},
-    {"server", "worker"},
+    {"server/coordinator", "worker"},
+    {"server/swarm", "server/tasks", "worker/session"},
+    {"server/http", "worker/exchange"},
+    {"server", "worker/peer"},
+    {"worker/tasks"},
+    {"worker/training"},
     {"integrations", "simulate"},
     {"recipes", "functional", "objects"},
     {"cli", "testing"},
 ]
-"""A room imports rooms of the rows above its own, and no other member of its own row."""
+"""A room imports rooms of the rows above its own, and no other member of its own row.
+
+"server" and "worker" are the files directly in these folders.
+"""
+
+MAY_IMPORT = {
+    ("server/coordinator/coordinator.py", "server/swarm"),  # it makes both, and gives them its parts, not itself
+    ("server/coordinator/coordinator.py", "server/tasks"),
+    ("server/http/byte_routes.py", "server"),  # the file of a swarm's version 0
+    ("worker/exchange/participation.py", "worker/peer"),  # a worker that joins a swarm starts its part as a peer
+}
+"""(File, room): an import against the rows."""
 
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 TOP = len(LAYERS) - 1
@@ -108,22 +124,22 @@ LINES: dict[str, int] = {
     "recipes": 790,
     "reducers": 240,
     "rounds": 1_010,
-    "server": 942,
-    "server/coordinator": 2_170,
+    "server": 590,
+    "server/coordinator": 2_670,
     "server/http": 530,
     "server/swarm": 600,
-    "server/tasks": 1_600,
+    "server/tasks": 1_450,
     "simulate": 1_450,
     "store": 2_565,
     "tensors": 1_890,
     "testing": 470,
     "transport": 2_460,
-    "worker": 250,
+    "worker": 200,
     "worker/exchange": 2_050,
     "worker/peer": 790,
     "worker/session": 870,
     "worker/tasks": 580,
-    "worker/training": 1_630,
+    "worker/training": 1_680,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 
@@ -134,9 +150,10 @@ def sources(package: Path) -> Iterator[tuple[Path, str]]:
         yield path.relative_to(package), path.read_text(encoding="utf-8")
 
 
-def room_of(path: Path) -> str:
-    """`tensors/schema.py` → "tensors", `errors.py` → "errors", `__init__.py` → "__init__"."""
-    return path.parts[0].removesuffix(".py")
+def room_of(*parts: str) -> str:
+    """`tensors/schema.py` → "tensors", `server/http/app.py` → "server/http", `errors.py` → "errors"."""
+    folder = "/".join(parts[:2])
+    return folder if folder in LEVEL else parts[0].removesuffix(".py")
 
 
 @functools.cache  # the package is read by several tests; its trees are too large to be kept
@@ -158,7 +175,7 @@ def wrong_imports(package: Path) -> list[str]:
     """Every import that points down or sideways, as "path:line: what"."""
     found = []
     for path, text in sources(package):
-        room = room_of(path)
+        room = room_of(*path.parts)
         if room == "__init__":
             continue
         if room not in LEVEL:
@@ -168,11 +185,11 @@ def wrong_imports(package: Path) -> list[str]:
             first, _, rest = name.partition(".")
             if first != "atoll":
                 continue
-            target = rest.partition(".")[0]
+            target = room_of(*rest.split("."))
             if target not in LEVEL:
                 if LEVEL[room] < TOP:
                     found.append(f"{path}:{line}: {room} imports {name}; take it from the room that has it")
-            elif target != room and LEVEL[target] >= LEVEL[room]:
+            elif target != room and LEVEL[target] >= LEVEL[room] and (str(path), target) not in MAY_IMPORT:
                 found.append(f"{path}:{line}: {room} imports {name}")
     return found
 
@@ -302,13 +319,19 @@ def test_imports_point_one_way() -> None:
         (
             "worker/session/session.py",
             "from atoll import DiLoCo",
-            "worker imports atoll.DiLoCo; take it from the room",
+            "worker/session imports atoll.DiLoCo; take it from the room",
         ),
         (
             "server/http/app.py",
             "if TYPE_CHECKING:\n    from atoll.cli import main",
-            "server imports atoll.cli.main",
+            "server/http imports atoll.cli.main",
         ),
+        (
+            "worker/exchange/pull_version.py",
+            "from atoll.worker.tasks import answer_tasks",
+            "worker/exchange imports atoll.worker.tasks.answer_tasks",
+        ),
+        ("worker/arguments.py", "from atoll.worker.session import ranks", "worker imports atoll.worker.session.ranks"),
         ("common/util.py", "", "common has no row in LAYERS"),
     ],
 )

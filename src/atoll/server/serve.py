@@ -24,14 +24,14 @@ from atoll.runtime import Latch
 from atoll.server.coordinator.background_writes import export_model
 from atoll.server.coordinator.build_status import keep_status, status_of, write_status
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.filter_table import Given
+from atoll.server.coordinator.user_code import Function
 from atoll.server.http.app import HTTP_LOG, make_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.server.tasks.user_code import Function
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of

@@ -22,8 +22,8 @@ from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, pub
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
-from atoll.server.filter_table import Given
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate import STATE_DIR, require_engine

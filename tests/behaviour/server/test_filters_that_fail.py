@@ -27,7 +27,7 @@ from torch import Tensor
 
 from atoll.errors import RunFailed, UsageError
 from atoll.filters import Drop, Filter, Outgoing
-from atoll.server.update_filters import HOLDER, Filtering
+from atoll.server.coordinator.update_filters import HOLDER, Filtering
 from atoll.testing.run import failpoints
 
 
@@ -266,7 +266,7 @@ def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_p
             begun.append(1)
             return super().apply(name, start, values)
 
-    monkeypatch.setattr("atoll.server.tasks.user_code.SAY_S", 0.05)
+    monkeypatch.setattr("atoll.server.coordinator.user_code.SAY_S", 0.05)
     hanging = Counting(go)
     options = {"rounds.total": 2, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
     with serving(tmp_path, filters={"a": [hanging], "b": [Filter()]}, **options) as server:
@@ -293,7 +293,7 @@ def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_p
 @pytest.mark.covers("T8", "X3")
 def test_a_turn_that_comes_to_nothing_is_given_back(go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
-    from atoll.server.tasks import user_code
+    from atoll.server.coordinator import user_code
 
     monkeypatch.setattr(user_code, "AT_ONCE", 1)
 

@@ -18,8 +18,8 @@ from atoll.protocol import status_messages
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.sampling import Sampling
 from atoll.server.coordinator.accept_update import staleness
+from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_aggregator_process import Aggregator
-from atoll.server.update_filters import Filtering
 from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store

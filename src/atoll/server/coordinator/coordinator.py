@@ -49,6 +49,7 @@ from atoll.server.coordinator.background_writes import (
     until_passed,
     value_of,
 )
+from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info
 from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
@@ -62,12 +63,11 @@ from atoll.server.coordinator.roster import (
     roster_of,
     why_silent,
 )
-from atoll.server.filter_table import SiteFilters
-from atoll.server.settings_advice import advice
+from atoll.server.coordinator.settings_advice import advice
+from atoll.server.coordinator.update_filters import Filtering
+from atoll.server.coordinator.user_code import UserThreads
 from atoll.server.swarm.assignments import Swarm
 from atoll.server.tasks.task_queue import TaskQueue
-from atoll.server.tasks.user_code import UserThreads
-from atoll.server.update_filters import Filtering
 from atoll.store.journal_tables import PartRow, TicketRow, VersionRow
 from atoll.store.kept_objects import ObjectStore
 from atoll.store.store import Store, directory_gone

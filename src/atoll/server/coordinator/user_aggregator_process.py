@@ -19,7 +19,7 @@ from atoll.aggregation.plan import Plan
 from atoll.aggregation.user_aggregator import result_layout
 from atoll.child_processes import PipedProcess
 from atoll.errors import AtollError, ConfigError, RunFailed
-from atoll.server.update_filters import Filtering
+from atoll.server.coordinator.update_filters import Filtering
 from atoll.store.file_slots import Slot, SlotPool, disk_error
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store

@@ -24,9 +24,9 @@ from atoll.posix import nameless_file, read_at
 from atoll.protocol import task_messages as tm
 from atoll.runtime import single_thread
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.filter_table import Given, SiteFilters
+from atoll.server.coordinator.filter_table import Given, SiteFilters
+from atoll.server.coordinator.user_code import UserThreads
 from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, read_contents
-from atoll.server.tasks.user_code import UserThreads
 from atoll.store.file_slots import disk_error
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed

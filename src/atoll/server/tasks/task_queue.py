@@ -24,7 +24,7 @@ from atoll.posix import OwnedFile
 from atoll.protocol import task_messages as tm
 from atoll.protocol.status_messages import TaskStatus
 from atoll.server.coordinator.roster import Lease
-from atoll.server.tasks.user_code import shared
+from atoll.server.coordinator.user_code import shared
 from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import Kept, ObjectStore
 from atoll.tensors.payload import Packed

@@ -26,8 +26,8 @@ from atoll.rounds import events
 from atoll.runtime import failpoint
 from atoll.server.coordinator.background_writes import until_passed
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.user_code import Components, Function
 from atoll.server.tasks.task_payloads import TaskFilters
-from atoll.server.tasks.user_code import Components, Function
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
 
 LOG = logging.getLogger("atoll.server")

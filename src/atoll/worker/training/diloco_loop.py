@@ -52,7 +52,6 @@ from atoll.transport.http_client import server_of
 from atoll.worker.arguments import default_site, finite_metrics, positive, require_site, sync_retries
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
-from atoll.worker.metrics import Measured, Metrics, Reports
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
@@ -60,6 +59,7 @@ from atoll.worker.session.session import OF_THE_ALGORITHM
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules
+from atoll.worker.training.metrics import Measured, Metrics, Reports
 from atoll.worker.training.synchroniser import Synchroniser
 
 T = TypeVar("T")

@@ -29,9 +29,9 @@ from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.pull_version import WAITS, Patience
 from atoll.worker.log_lines import LOG, why_skipped
-from atoll.worker.metrics import Measured
 from atoll.worker.session.session import Session
 from atoll.worker.training.fragment_order import FragmentOrder, Place, SyncRules
+from atoll.worker.training.metrics import Measured
 
 LOOK_S = 1.0
 """Seconds after which a worker that waits for other workers checks whether it must submit another update first."""

@@ -25,8 +25,8 @@ from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.filters.base import About, BadFilter, Chain, Filter
 from atoll.posix import OwnedFile, read_at, write_at
 from atoll.runtime import failpoint, single_thread
-from atoll.server.filter_table import SiteFilters
-from atoll.server.tasks.user_code import UserThreads, shared
+from atoll.server.coordinator.filter_table import SiteFilters
+from atoll.server.coordinator.user_code import UserThreads, shared
 from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
