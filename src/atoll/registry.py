@@ -87,6 +87,11 @@ def names(kind: str) -> list[str]:
     return [*TABLES[kind], *sorted(plugins)]
 
 
+def is_known(kind: str, name: str) -> bool:
+    """Return whether a name is registered. For a built-in name, this does not read the data of installed packages."""
+    return name in TABLES[kind] or name in names(kind)
+
+
 def package_of(kind: str, name: str) -> str:
     """Return name and version of the package that registered `name` for this kind; empty if no package did."""
     if name in TABLES[kind]:
@@ -235,8 +240,8 @@ def require_known(kind: str, setting: str, name: str) -> None:
     Raises:
         ConfigError: the name is unknown. The message suggests the nearest known name.
     """
-    known = names(kind)
-    if name not in known and ":" not in name:
+    if ":" not in name and not is_known(kind, name):
+        known = names(kind)
         raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", nearest(name, known))
 
 

@@ -109,7 +109,7 @@ def _loaded(settings: Settings) -> Algorithm:
             f"The entry point {name!r} has an algorithm with another name, {algorithm.name!r}.",
             "Use the same name for both, because sites load the algorithm by this name.",
         )
-    if algorithm.local is not None and algorithm.name not in registry.names("algorithms"):
+    if algorithm.local is not None and not registry.is_known("algorithms", algorithm.name):
         raise ConfigError(
             f"algorithm.path = {name!r} has a local rule, but no installed package has the algorithm "
             f"{algorithm.name!r}: sites load a local rule only from an installed package.",
@@ -279,7 +279,7 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
         return None
     install = f"Install {package}" if package else f"Install the package with the entry point {name!r}"
     install += " of the group atoll.algorithms at this site, as at the server." if not package else " at this site."
-    if name not in registry.names("algorithms"):
+    if not registry.is_known("algorithms", name):
         raise ConfigError(
             f"The run's algorithm {name!r} corrects local training, but it is not installed at this site.", install
         )

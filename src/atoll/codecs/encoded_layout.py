@@ -57,7 +57,7 @@ def build_codecs(
             "Add the missing one, as in atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
         )
     is_ours = WideCodec.name in (codec, built.name)  # `wide` is internal: settings cannot name it
-    if is_ours or (built.name != codec and built.name in registry.names("codecs")):
+    if is_ours or (built.name != codec and registry.is_known("codecs", built.name)):
         raise ConfigError(
             f"{setting} = {codec!r} has the name {built.name!r}, which another codec has already.",
             "Give it another name.",
@@ -66,7 +66,7 @@ def build_codecs(
 
 
 def _require_imported(codec: str) -> None:
-    if ":" not in codec or codec in registry.names("codecs"):
+    if ":" not in codec or registry.is_known("codecs", codec):
         return
     target = codec.rpartition(":")[0]
     module = Path(target).stem if registry.is_file(codec) else target

@@ -13,10 +13,13 @@ from atoll import registry
 from atoll.errors import ConfigError
 from atoll.outer_optimizers.chunk_exactness import granularity_of
 from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
-from atoll.outer_optimizers.torch_optimizer import EachTensor, OuterRule
+from atoll.outer_optimizers.torch_optimizer import EachTensor, Granularity, OuterRule
 from atoll.outer_optimizers.yogi import Yogi
 
 __all__ = ["DelayedNesterov", "EachTensor", "OuterRule", "Yogi", "build_outer"]
+
+_granularities: dict[tuple[str, str] | None, Granularity] = {}
+"""Results of trial runs in this process: (name of a built-in optimizer, its options) → granularity."""
 
 
 def build_outer(
@@ -48,7 +51,10 @@ def build_outer(
         _require_options(label, arguments, known)
     arguments = _explicit_flags(label, factory, arguments, known or set())
     rule = OuterRule(label, factory, arguments)
-    granularity = granularity_of(rule)
+    key = (target, repr(arguments)) if isinstance(target, str) and target in registry.TABLES["outer"] else None
+    granularity = _granularities.get(key) or granularity_of(rule)
+    if key is not None:
+        _granularities[key] = granularity
     if lrs and "lr" not in rule.make([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]:
         raise ConfigError(
             f"algorithm.outer_lr_of is set, but the outer optimizer {label!r} has no lr.",

@@ -193,7 +193,8 @@ def free_port() -> int:
     The port is not one of Linux's ephemeral ports, so the system does not give it to another socket between two starts
     of a server. A Unix socket named after the port reserves the port, also against calls in other processes.
     """
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):  # tests seed `random`
+    first = random.SystemRandom().randrange(len(_PORTS))  # tests seed `random`
+    for port in (*_PORTS[first:], *_PORTS[:first]):
         held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do

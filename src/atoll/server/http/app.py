@@ -6,6 +6,7 @@ A request's limits are checked before its handler runs. Errors are sent as `Prob
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import re
@@ -79,11 +80,11 @@ class ServerPages:
     """Handlers of requests about the server itself: status, metrics, health and the OpenAPI document."""
 
     def __init__(self, coordinator: Coordinator, version: str) -> None:
-        self._run, self._document = coordinator, openapi(version)
+        self._run, self._document = coordinator, functools.cache(lambda: openapi(version))  # most servers never need it
 
     async def get_openapi(self) -> web.Response:
         """Return the description of all requests in the OpenAPI format."""
-        return web.json_response(self._document)
+        return web.json_response(self._document())
 
     async def get_status(self) -> status_messages.Status:
         """Return the status of the run, as `atoll status` shows it."""
