@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from harness.processes import wait_until
+from harness.processes import free_port, wait_until
 from kit import SITES, copy_folder, together
 from kit.client import Client
 from kit.servers import plain_server
@@ -36,8 +36,9 @@ class Run:
         self.folder, self.workers = folder, folder / "w"
         self.seen: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
-    def serve(self, sites: int = 1) -> atoll.Server:
-        return plain_server(self.folder, {"w": torch.zeros(2)}, algorithm="scaffold", sites=sites, rounds=9)
+    def serve(self, sites: int = 1, port: int = 0) -> atoll.Server:
+        settings = {"algorithm": "scaffold", "sites": sites, "rounds": 9, "network.port": port}
+        return plain_server(self.folder, {"w": torch.zeros(2)}, **settings)
 
     def part(self, server: atoll.Server, site: str = "a", until: int = 0, workers: Path | None = None) -> list[float]:
         """Rounds up to this one, at least one; c_i as the last of them begins."""
@@ -293,3 +294,37 @@ def test_a_server_restored_to_its_begin_begins_with_controls_of_zero(run: Run) -
         run.both(server, 3)
     assert run.seen["a", 1][1].tolist() == run.seen["b", 1][1].tolist() == [0.0, 0.0]
     run.require_the_mean(3)
+
+
+@pytest.mark.covers("S2")
+def test_a_site_that_keeps_running_steps_back_with_a_restored_server(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server lost its third version. The site sends the third update again, and c_i is as after two, then three."""
+    port, seen = free_port(), list[list[float]]()
+
+    def rounds(client: Client, server: atoll.Server, until: int) -> None:
+        number = 0
+        while number != until:
+            number = client.next_round() or 0
+            model = client.pull()
+            seen.append([number, *client.round.own_state("control")["w"].tolist()])
+            client.submit(model, steps=1, groups={"control": {"w": CHANGES["a"]}})
+        wait_until(lambda: server.status().fragments[0].version == until, f"version {until}")
+
+    with ExitStack() as stack:
+        with run.serve(port=port) as server:
+            client = stack.enter_context(Client(server.url, site="a", folder=run.workers))
+            rounds(client, server, until=2)
+        backup = copy_folder(run.folder / "state", run.folder / "backup")
+        with run.serve(port=port) as server:
+            rounds(client, server, until=3)
+            assert client.next_round() == 4  # the site knows that its third update counted
+        shutil.rmtree(run.folder / "state")
+        copy_folder(backup, run.folder / "state")
+        with run.serve(port=port) as server:
+            rounds(client, server, until=5)
+            client.close()
+    assert seen == [[1, 0, 0], [2, 1, 2], [3, 2, 4], [4, 3, 6], [5, 4, 8]]
+    assert "the server went back to before this site's last update, so this state goes back, too" in caplog.text
+    assert "damaged" not in caplog.text

@@ -14,11 +14,15 @@ from kit.servers import plain_server
 from torch import nn
 
 import atoll
-from atoll.errors import StateLocked
+from atoll.codecs.version_difference import Downlink
+from atoll.errors import ConfigError, StateLocked
 from atoll.protocol import messages
+from atoll.protocol.messages import Counted
+from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile, folder_of, locked, remove_earlier
 from atoll.worker.exchange.local_state import AlgorithmState, Owner, Residuals
+from atoll.worker.exchange.pull_version import DeltaFile
 
 # -- folders
 
@@ -162,18 +166,30 @@ def counted_residuals(folder: Path) -> Residuals:
     return mine
 
 
-def test_a_server_that_went_back_takes_it_along(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+SINCE = pytest.mark.parametrize("restarted", [False, True], ids=["running", "restarted"])
+"""Whether the process that wrote the files still has them open when the server goes back."""
+
+
+@SINCE
+def test_a_server_that_went_back_takes_it_along(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, restarted: bool
+) -> None:
     """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
-    mine = counted_residuals(tmp_path / "w")
-    mine.follow(4, "a")
-    assert mine.read("w", 0, 2).tolist() == [1.0, 2.0]
-    mine.close()
-    again = residuals(tmp_path / "w")
-    assert again.read("w", 0, 2).tolist() == [1.0, 2.0]
+    mine = again = counted_residuals(tmp_path / "w")
+    mine.begin()
+    mine.write("w", 0, torch.tensor([5.0, 6.0]))
+    mine.belongs_to(8, version=4)
+    mine.settle(outcome("counted"))
+    mine.follow(5, "a")
+    assert mine.read("w", 0, 2).tolist() == [5.0, 6.0]
+    if restarted:
+        mine.close()
+        again = residuals(tmp_path / "w")
+    assert again.read("w", 0, 2).tolist() == [5.0, 6.0]
     caplog.set_level(logging.WARNING)
-    again.follow(3, "a")
+    again.follow(4, "a")
     assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
-    assert "a: the server went back to version 3; the error of earlier compressions is set to zero" in caplog.text
+    assert "a: the server went back to version 4; the error of earlier compressions is set to zero" in caplog.text
     again.close()
 
 
@@ -246,3 +262,110 @@ def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path)
     assert state.read("atoll.momentum.w", 0, 1).tolist() == [6.0]
     assert state.read("atoll.momentum.frozen", 0, 2).tolist() == [1.0, 2.0]
     state.close()
+
+
+def counted_state(folder: Path) -> AlgorithmState:
+    """Of two updates that counted, from version 0 and version 1: they left 1 and 2."""
+    state = AlgorithmState(folder, MODEL, ["momentum"], OWNER)
+    state.begin_at_zero()
+    for ticket in (1, 2):
+        state.begin()
+        state.write(MOMENTUM, 0, torch.tensor([float(ticket)]))
+        state.belongs_to(ticket, ticket - 1, str(ticket) * 64)
+        state.settle(outcome("counted"))
+    return state
+
+
+MOMENTUM = "atoll.momentum.w"
+
+
+@pytest.mark.covers("S2")
+@SINCE
+@pytest.mark.parametrize(
+    ("last", "value", "counts_again"),
+    [
+        pytest.param(Counted(base_version=0, digest="1" * 64), 1.0, 2.0, id="first-update"),
+        pytest.param(Counted(), 0.0, 0.0, id="no-update"),
+    ],
+)
+def test_the_state_steps_back_with_the_server(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    restarted: bool,
+    last: Counted,
+    value: float,
+    counts_again: float,
+) -> None:
+    """Update 2 is lost and may be sent again; without any update, the state is zero."""
+    state = counted_state(tmp_path)
+    if restarted:
+        state.close()
+        state = AlgorithmState(tmp_path, MODEL, ["momentum"], OWNER)
+    state.follow(last)
+    assert state.read(MOMENTUM, 0, 1).tolist() == [value]
+    assert "damaged" not in caplog.text
+    state.settle(outcome("counted"))
+    assert state.read(MOMENTUM, 0, 1).tolist() == [counts_again]
+    state.close()
+
+
+@pytest.mark.covers("S2")
+def test_the_state_before_an_update_belongs_to_one_update_only(tmp_path: Path) -> None:
+    """Another update from version 0, which a restored server has counted, did not leave this state."""
+    state = counted_state(tmp_path)
+    assert state.last_updates == [
+        Counted(base_version=1, digest="2" * 64),
+        Counted(base_version=0, digest="1" * 64),
+    ]
+    with pytest.raises(ConfigError, match="state of this site is lost"):
+        state.follow(Counted(base_version=0, digest="9" * 64))
+    state.close()
+
+
+@pytest.mark.covers("S2", "F41")
+def test_a_state_that_may_start_from_zero_is_checked_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on, zero is the state after the update that the server named: damage to it is noticed."""
+    state = counted_state(tmp_path)
+    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
+    state.follow(Counted(base_version=7, digest="9" * 64))
+    state.close()
+    for damage in (False, True):
+        if damage:
+            (tmp_path / "algorithm-0.bin").write_bytes(b"\1" * (tmp_path / "algorithm-0.bin").stat().st_size)
+        again = AlgorithmState(tmp_path, MODEL, ["momentum"], OWNER)
+        assert again.state == ("missing" if damage else "kept")
+        again.close()
+
+
+# -- the difference between two versions
+
+
+def test_of_a_difference_only_what_is_missing_is_downloaded_again(tmp_path: Path) -> None:
+    """Its first part arrived; the process goes on, starts again, or has lost the file meanwhile."""
+    schema = Schema.build([TensorSpec(name, "F32", (2**14,)) for name in "abc"])
+    downlink = Downlink.of(file_layout(schema.tensors, b"", 2**16), "bf16", {})
+    assert downlink is not None
+    file = DeltaFile(tmp_path, downlink)
+    first, *rest = every = [part for part in downlink.parts if part.nbytes]
+    file.write(first.start, memoryview(b"\1" * first.nbytes))
+    digests = [file.digest(first).hex(), *["0" * 64] * (downlink.count - 1)]
+    delta = messages.Delta(
+        base_version=1,
+        base_digest="1" * 64,
+        digest="2" * 64,
+        layout_digest=downlink.layout.digest,
+        nbytes=downlink.layout.nbytes,
+        part_digests=digests,
+    )
+    assert file.begin(delta, "3" * 64) == every
+    assert file.begin(delta, "3" * 64) == rest
+    file.close()
+    again = DeltaFile(tmp_path, downlink)
+    assert again.begin(delta, "3" * 64) == rest
+    again.close()
+    (tmp_path / "delta.bin").unlink()
+    anew = DeltaFile(tmp_path, downlink)
+    assert anew.begin(delta, "3" * 64) == every
+    anew.close()

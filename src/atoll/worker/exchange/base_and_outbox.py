@@ -161,8 +161,8 @@ class ScratchFile(TensorFile):
     """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        is_new: whether the file was just created and holds only zeros, because it was missing or had another size. A
-            note from before then no longer describes it.
+        was_missing: whether the file had to be created when it was opened, because it was missing or had another size.
+            A note from before then no longer describes it.
 
     Args:
         path: the file's path.
@@ -176,19 +176,32 @@ class ScratchFile(TensorFile):
     def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
         super().__init__(path, Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)), nbytes)
         self._one_writes = threading.Lock()  # the kernel serialises writes to a file; other writers would spin
+        self._used = ((0, nbytes),) if used is None else tuple(used)
+        self.was_missing = os.fstat(self.fd).st_size != nbytes
+        if self.was_missing:
+            try:
+                self.zero()
+            except DiskFull:
+                self.close()
+                path.unlink(missing_ok=True)
+                raise
+
+    def zero(self) -> None:
+        """Set all bytes of the file to zero, without writing them.
+
+        Raises:
+            DiskFull: the file cannot be allocated.
+        """
         try:
-            self.is_new = os.fstat(self.fd).st_size != nbytes
-            if self.is_new:
-                os.ftruncate(self.fd, 0)
-                os.ftruncate(self.fd, nbytes)
-                for offset, count in ((0, nbytes),) if used is None else used:
-                    if count:
-                        os.posix_fallocate(self.fd, offset, count)
+            os.ftruncate(self.fd, 0)
+            os.ftruncate(self.fd, self.nbytes)
+            for offset, count in self._used:
+                if count:
+                    os.posix_fallocate(self.fd, offset, count)
         except OSError as error:
-            self.close()
-            path.unlink(missing_ok=True)
+            gb = f"{self.nbytes / 1e9:.2f} GB"
             raise DiskFull(
-                f"The disk of {path.parent} does not have {nbytes / 1e9:.2f} GB of free space ({error.strerror}).",
+                f"The disk of {self.path.parent} does not have {gb} of free space ({error.strerror}).",
                 "Free disk space, or set ATOLL_DIR to a folder on a larger disk.",
             ) from error
 
@@ -284,7 +297,7 @@ class BaseFile(PartsFile):
         super().__init__(folder / f"{name}.safetensors", layout.nbytes, layout.parts, len(layout.all_parts))
         self.layout, self.name = layout, name
         self._note_path = folder / f"{name}.json"
-        if self.is_new:
+        if self.was_missing:
             self._note_path.unlink(missing_ok=True)
         self.note = read_note(self._note_path, BaseNote)
         self._seen = False  # whether this process has written or checked every byte of the note's version

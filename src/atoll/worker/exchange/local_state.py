@@ -19,7 +19,7 @@ from atoll.errors import ConfigError
 from atoll.json_files import note_from, read_note, write_note
 from atoll.protocol import messages
 from atoll.protocol.messages import Counted
-from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
+from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
 from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec, extra_specs
@@ -52,7 +52,7 @@ class TwoPhaseNote:
         pending_version: the version that the pending update was formed against.
         counted: ticket of the update that counted last; 0: not known, or none counted.
         version: the version that the last counted update was formed against; -1: none counted.
-        digests: content digest of each file, in hex; empty if not known.
+        digests: content digest of each file, in hex.
         site: name of the site that the files belong to, to notice that a user swapped or copied folders.
         run: id of the run that the files belong to.
         update: digest of the update that counted last; empty if not known.
@@ -129,15 +129,13 @@ class TwoPhaseFile:
         layout = file_layout(list(specs), b"")
         self._segments = layout.by_name
         self._note_path, self._owner = folder / f"{name}.json", owner
-        self._sparse, used = sparse, () if sparse else None
+        used = () if sparse else None
         self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
         note: TwoPhaseNote | None = read_note(self._note_path, TwoPhaseNote)
         if note is not None and not _is_sound(note):
             note = None
         foreign = note is not None and self._is_foreign(note)
         self.found = note is not None and not foreign and self._holds(note, note.current)
-        if not self.found and not foreign and (note is None or not note.digests[note.current]):
-            self._note_path.unlink(missing_ok=True)  # an old note does not describe the files that were just created
         self.note = note if note is not None and self.found else TwoPhaseNote()
         self._is_pending_lost = bool(self.note.pending) and not self._holds(self.note, 1 - self.note.current)
 
@@ -157,9 +155,9 @@ class TwoPhaseFile:
         return True
 
     def _holds(self, note: TwoPhaseNote, index: int) -> bool:
-        """Return whether the file with this index exists and has the digest in the note; warn if it is damaged."""
+        """Return whether the file with this index has the digest in the note; warn if it has another one."""
         file = self._files[index]
-        if not file.is_new and note.digests[index] in ("", file.content_digest()):
+        if note.digests[index] == file.content_digest():
             return True
         LOG.warning("%s is damaged, because its digest differs, and is not used. Check the disk.", file.path)
         return False
@@ -168,14 +166,8 @@ class TwoPhaseFile:
         """Remove the note, and set all tensors to zero."""
         self._note_path.unlink(missing_ok=True)
         self.note, self._is_pending_lost = TwoPhaseNote(), False
-        zeros = memoryview(bytes(CHUNK_BYTES))
         for file in self._files:
-            if self._sparse:
-                os.ftruncate(file.fd, 0)
-                os.ftruncate(file.fd, file.nbytes)
-            elif not file.is_new:
-                for offset in range(0, file.nbytes, CHUNK_BYTES):
-                    file.write(offset, zeros[: file.nbytes - offset])
+            file.zero()
 
     def close(self) -> None:
         """Close both files. They are kept on disk."""
@@ -459,9 +451,8 @@ class AlgorithmState(TwoPhaseFile):
             return
         if self.state != "new":
             self.lose()
-        self._write(
-            TwoPhaseNote(version=_version(counted), update=counted.digest)
-        )  # from here on, zero is the state after this update
+        digests = [file.content_digest() for file in self._files]  # from here on, zero is the state after this update
+        self._write(TwoPhaseNote(version=_version(counted), update=counted.digest, digests=digests))
 
     def _go_back(self) -> None:
         """Make the state before the last counted update current. That update becomes pending, to be sent again."""

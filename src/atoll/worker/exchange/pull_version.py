@@ -66,6 +66,8 @@ class DeltaFile(PartsFile):
         super().__init__(folder / f"{name}.bin", downlink.layout.nbytes, downlink.parts, downlink.count)
         self.downlink = downlink
         self._note_path = folder / f"{name}.json"
+        if self.was_missing:
+            self._note_path.unlink(missing_ok=True)
 
     def begin(self, delta: messages.Delta, version: str) -> list[Part]:
         """Write the note for a delta that is about to be downloaded. Return the parts of it that are still missing.
@@ -76,9 +78,8 @@ class DeltaFile(PartsFile):
         """
         parts = [part for part in self.downlink.parts if part.nbytes]
         note: DeltaNote | None = read_note(self._note_path, DeltaNote)
-        if note is not None and note.version == version and not self.is_new:
+        if note is not None and note.version == version:
             return self.differing(delta.part_digests, parts)
-        self._note_path.unlink(missing_ok=True)
         write_note(self._note_path, DeltaNote(version))
         return parts
 
