@@ -223,7 +223,7 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
             place.exchange.form(ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, UpdateInfo(1.0, 0, {}))
         info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not match the digest"):
-            split_of(place.session.channel.schema(), info)
+            split_of(place.session.http.get(routes.SCHEMA, messages.SchemaMessage), info)
 
 
 # -- an attempt at a part that arrives after its repetition was recorded

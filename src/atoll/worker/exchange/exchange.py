@@ -233,7 +233,7 @@ class Exchange:
         ATOLL_GIVE_UP_S says, since all ranks have to continue from the same version.
         """
         session = self.session
-        ask, what = partial(session.channel.manifest, self.fragment, version.number), f"pull version {version.number}"
+        ask, what = partial(session.manifest, self.fragment, version.number), f"pull version {version.number}"
         manifest = session.call(ask, what, retries=retries, kind=messages.Manifest)
         if isinstance(manifest, Lost):
             return manifest
@@ -269,7 +269,7 @@ class Exchange:
         """
         while True:
             try:
-                ask = partial(self.session.channel.head, self.fragment)
+                ask = partial(self.session.head, self.fragment)
                 head = require(self.session.call(ask, "look up the newest version", kind=VersionRef))
             except Gone:  # another version became the head meanwhile
                 continue

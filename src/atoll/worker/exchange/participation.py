@@ -21,7 +21,6 @@ from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, 
 from atoll.worker.exchange.encode_update import EncodingLosses, Layouts, LocalFragment
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.upload_update import Outlet
-from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE, RankGroup
 from atoll.worker.session.session import Session
@@ -105,7 +104,7 @@ def take_part(
             Or the run has another number of ranks. Or the run's algorithm is not installed at this site.
     """
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
-    session = Session(Channel(http), site, labels=labels, ranks=terms.ranks)
+    session = Session(http, site, labels=labels, ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
         _check(session, loop)

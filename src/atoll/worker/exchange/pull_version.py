@@ -254,7 +254,7 @@ class Puller:
             apply_version.load_(into, base)
 
     def _manifest(self, number: int, retries: int | None) -> messages.Manifest:
-        ask = partial(self.session.channel.manifest, self.fragment, number)
+        ask = partial(self.session.manifest, self.fragment, number)
         return self.session.patiently(ask, retries, f"pull version {number}")
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:
@@ -320,7 +320,7 @@ class Puller:
             Gone: the server says that the version is no longer kept.
         """
         session, until_s = self.session, time.monotonic() + QUIET_S
-        ask = partial(session.channel.manifest, self.fragment, version)
+        ask = partial(session.manifest, self.fragment, version)
         while not (sources := ask().sources) and time.monotonic() < until_s:
             time.sleep(LOOK_S)
             session.on_wait()

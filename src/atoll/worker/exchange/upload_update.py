@@ -23,7 +23,7 @@ from atoll.transport.part_transfer import HttpTransfer, Pushing
 from atoll.worker.exchange.base_and_outbox import Outbox, OutboxNote
 from atoll.worker.exchange.pull_version import Sources
 from atoll.worker.log_lines import LOG, Progress, progress
-from atoll.worker.session.session import Session
+from atoll.worker.session.session import POLL_MARGIN_S, Session
 
 AGAIN_S = 1.0
 """In a swarm: seconds until an update that another worker could not pull is offered again."""
@@ -137,7 +137,7 @@ class UpdateUpload:
         def complete() -> messages.Receipt:
             if not self.session.ranks.together:
                 push()
-            return self.session.channel.complete(note.ticket, _complete(note), 30.0)
+            return self._complete(note.ticket, _message(note), 30.0)
 
         for conflicts in range(MAX_CONFLICTS + 1):
             if self.session.ranks.together:
@@ -152,12 +152,15 @@ class UpdateUpload:
                 LOG.debug("%s: %s", self.session.site, error)
         raise AssertionError("the last conflict is raised")
 
+    def _complete(self, ticket: int, message: messages.Complete, timeout_s: float) -> messages.Receipt:
+        path = routes.COMPLETE.format(ticket=ticket)
+        return self.session.http.post(path, message, messages.Receipt, timeout_s=timeout_s)
+
     def _offer(self, outlet: Outlet, note: OutboxNote, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
         """In a swarm: report to the server where the update can be downloaded, until a worker has downloaded it."""
-        message = _complete(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
+        message = _message(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
         while True:
-            timeout_s = routes.LONG_POLL_S + 10.0
-            ask = partial(self.session.channel.complete, note.ticket, message, timeout_s)
+            ask = partial(self._complete, note.ticket, message, routes.LONG_POLL_S + POLL_MARGIN_S)
             receipt = self.session.call(ask, "submit", retries=retries, kind=messages.Receipt)
             if isinstance(receipt, Lost) or receipt.accepted:
                 return receipt
@@ -205,7 +208,7 @@ def resend_note(
     return again if info.mode == "async" and note.sent else None
 
 
-def _complete(note: OutboxNote) -> messages.Complete:
+def _message(note: OutboxNote) -> messages.Complete:
     return messages.Complete(
         digest=note.digest,
         base_digest=note.base_digest,

@@ -23,6 +23,7 @@ from atoll.errors import (
     TRANSIENT,
     AtollError,
     ConfigError,
+    Gone,
     LeaseLost,
     ServerLost,
     ServerUnreachable,
@@ -33,12 +34,12 @@ from atoll.errors import (
 )
 from atoll.format_text import duration
 from atoll.protocol import messages, routes
+from atoll.protocol.status_messages import Status
 from atoll.protocol.values import Lost, Next, next_of, require
 from atoll.runtime import Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Http, unanswered
 from atoll.worker.log_lines import LOG, error_text, in_wait
-from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import (
     GOODBYE_S,
     forget_lease,
@@ -53,6 +54,8 @@ T = TypeVar("T")
 
 GIVE_UP_S = 86400.0
 """Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
+POLL_MARGIN_S = 10.0
+"""Seconds by which the timeout of a long poll exceeds the longest wait at the server."""
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 HEARTBEAT_RETRY_S = 2.0
@@ -144,7 +147,7 @@ class Session:
     """The session of one worker process with the server, from join to leave.
 
     Args:
-        channel: the calls to the server.
+        http: the connections to the server; also used for files and tasks.
         site: the site's name.
         labels: labels of the worker, shown in the status.
         ranks: the processes of the worker. Rank 0 joins, sends heartbeats and makes calls; every rank gets the answers.
@@ -173,14 +176,14 @@ class Session:
 
     def __init__(
         self,
-        channel: Channel,
+        http: Http,
         site: str,
         *,
         labels: dict[str, str] | None = None,
         ranks: RankGroup = ALONE,
     ) -> None:
-        self.site, self.channel, self.ranks = site, channel, ranks
-        self.silence, self.counters = OutageTimer(channel.server), channel.counters
+        self.site, self.http, self.ranks = site, http, ranks
+        self.silence, self.counters = OutageTimer(http.server), http.counters
         self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
@@ -202,19 +205,15 @@ class Session:
         self.schema = self.split.schema
 
     def _read_run(self) -> tuple[messages.RunInfo, Split]:
-        info = self.patiently(self.channel.run, None, "join")
+        info = self.patiently(partial(self.http.get, routes.RUN, messages.RunInfo), None, "join")
         if info.protocol != routes.PROTOCOL:
             older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
             raise VersionSkew(
-                f"This worker uses protocol {routes.PROTOCOL}, the server {self.channel.server} uses {info.protocol}.",
+                f"This worker uses protocol {routes.PROTOCOL}, the server {self.http.server} uses {info.protocol}.",
                 f"Upgrade Atoll at {older}.",
             )
-        return info, split_of(self.patiently(self.channel.schema, None, "read the schema"), info)
-
-    @property
-    def http(self) -> Http:
-        """The HTTP connections to the server, also used for tasks, for objects (large files), and in swarms."""
-        return self.channel.http
+        ask = partial(self.http.get, routes.SCHEMA, messages.SchemaMessage)
+        return info, split_of(self.patiently(ask, None, "read the schema"), info)
 
     def require_here(self) -> None:
         """Raise an error if this worker has left the run.
@@ -254,7 +253,7 @@ class Session:
         If the server has forgotten the worker, join again. The timeout is half a heartbeat interval, so that if a
         connection is dead, there is time for another heartbeat before the server takes the worker for lost.
         """
-        lease = self.channel.lease
+        lease = self.http.lease
         try:
             self._send_heartbeat()
             self._answered()
@@ -301,7 +300,7 @@ class Session:
             }
         )
         timeout_s = timeout_s or min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
-        reply = self.channel.heartbeat(message, timeout_s)
+        reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
         self.finished = self.finished or reply.finished
         self.durable_versions = dict(enumerate(reply.durable_versions))
 
@@ -319,8 +318,8 @@ class Session:
         self._sync_every, self._num_fragments = sync_every, num_fragments
         every_s = self.info.waiting_heartbeat_s
         if not self.ranks.is_first:  # rank 0 joins for all, and sends the heartbeats
-            self.channel.lease = self.ranks.from_rank0(lambda: "")
-            self._watch_calls(partial(self.channel.health, every_s), every_s)
+            self.http.lease = self.ranks.from_rank0(lambda: "")
+            self._watch_calls(partial(self.http.reach, routes.HEALTH, timeout_s=every_s), every_s)
             return
         self.ranks.from_rank0(self._join)
         watch_exit(self)
@@ -336,7 +335,7 @@ class Session:
             ask: a call with which the thread finds out whether the server answers.
             every_s: seconds between two such calls.
         """
-        self.channel.watch.begin(lambda: is_answered(self.channel, ask), every_s)
+        self.http.watch.begin(lambda: is_answered(self.http, ask), every_s)
 
     def _join(self, max_retries: int | None = None) -> str:
         """Join the run, or join it again. Return the new lease: the token that the server gives the worker.
@@ -357,9 +356,9 @@ class Session:
             peer=self.peer_address,
             **self.state_fields(),
         )
-        joined = self.patiently(lambda: self.channel.join(message), max_retries, "join")
-        self.channel.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
-        note_lease(self.site, self.channel.server, joined.lease)
+        joined = self.patiently(partial(self.http.post, routes.WORKERS, message, messages.Joined), max_retries, "join")
+        self.http.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
+        note_lease(self.site, self.http.server, joined.lease)
         if joined.displaces is not None:
             LOG.info(
                 "%s: this process replaces the one on host %s that last joined under this site name. If that process "
@@ -383,7 +382,7 @@ class Session:
         if not self.ranks.is_first:
             raise LeaseLost(f"The server no longer knows the worker {self.site}.")
         with self._join_lock:
-            if self._fatal is None and self.channel.lease == lost:
+            if self._fatal is None and self.http.lease == lost:
                 self.reconnections += 1
                 LOG.info("%s: the server no longer knows this worker; joining again", self.site)
                 try:
@@ -410,7 +409,7 @@ class Session:
         self._closing.set()
         self._news.set()
         if not self.ranks.is_first:  # rank 0 tells the server
-            self.channel.close()
+            self.http.close()
             return
         if self._beat is not None:
             self._beat.join(GOODBYE_S)
@@ -421,13 +420,14 @@ class Session:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 keep_last_status(self.http)
-                self.channel.leave(error_text(error) if error else None, GOODBYE_S)
-            forget_lease(self.site, self.channel.lease)
+                message = messages.Leave(error=error_text(error) if error else None)
+                self.http.send(routes.LEAVE, message, timeout_s=GOODBYE_S)
+            forget_lease(self.site, self.http.lease)
         except (AtollError, OSError) as problem:
             LOG.debug("%s: could not tell the server that this worker leaves: %s", self.site, problem)
         finally:
             has_left(self)
-            self.channel.close()
+            self.http.close()
 
     # -- calls
 
@@ -465,7 +465,7 @@ class Session:
         attempts = _Attempts(self, retries, what)
         try:
             while True:
-                self.channel.lease = self.ranks.from_rank0(attempts.begin)
+                self.http.lease = self.ranks.from_rank0(attempts.begin)
                 try:
                     self.ranks.gather(work)
                     attempts.succeeded()
@@ -519,7 +519,11 @@ class Session:
         self.tell(state="waiting for the round")
         while True:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
-            ask = partial(self.channel.next_ticket, fragment, min(left_s, routes.LONG_POLL_S), self.answers_tasks)
+            request = messages.TicketRequest(
+                fragment=fragment, wait_s=min(left_s, routes.LONG_POLL_S), tasks=self.answers_tasks
+            )
+            timeout_s = routes.LONG_POLL_S + POLL_MARGIN_S
+            ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)
             reply = self.patiently(ask, retries, "ask for the next round")
             is_over = wait_s is not None and time.monotonic() - begin >= wait_s
             if reply.status != "wait" or reply.tasks or is_over:
@@ -539,7 +543,7 @@ class Session:
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         what = "ask for the result of the update"
-        return self.call(lambda: self.channel.ticket(ticket).outcome, what, retries=retries, kind=messages.Outcome)
+        return self.call(lambda: self._state_of(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
         """Return what became of the update of a ticket, as `outcome` does, but raise an error if the server is lost.
@@ -560,7 +564,7 @@ class Session:
         Raises:
             TicketClosed: the round closed without this update.
         """
-        state = self.channel.ticket(ticket)
+        state = self._state_of(ticket)
         if state.outcome.state == "expired":
             raise TicketClosed(f"The round closed without this worker's update: {state.outcome.reason}.")
         if state.outcome.is_in:
@@ -571,6 +575,22 @@ class Session:
             if digest == digests.get(index, b"").hex()
         }
 
+    def _state_of(self, ticket: int) -> messages.TicketState:
+        try:
+            return self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+        except Gone as error:  # the server no longer knows the ticket
+            outcome = messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
+            return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
+
+    def manifest(self, fragment: int, number: int) -> messages.Manifest:
+        """Ask once for the manifest (the parts and their digests) of the fragment's version with this number."""
+        return self.http.get(routes.MANIFEST.format(fragment=fragment, version=number), messages.Manifest)
+
+    def head(self, fragment: int) -> messages.VersionRef:
+        """Ask once for the newest version of a fragment: its number from the run's status, then its digest."""
+        number = self.http.get(routes.STATUS, Status).fragments[fragment].version
+        return messages.VersionRef(fragment, number, self.manifest(fragment, number).digest)
+
     def _failed(self, error: AtollError) -> None:
         """Note a failed attempt. Any error except an unreachable server or a stalled transfer counts as an answer."""
         if isinstance(error, ServerUnreachable | TransferStalled):
@@ -580,7 +600,7 @@ class Session:
 
     def _answered(self) -> None:
         self.silence.answered()
-        self.channel.watch.answered()
+        self.http.watch.answered()
 
 
 class _Attempts:
@@ -616,12 +636,12 @@ class _Attempts:
             if session._fatal is not None:
                 raise session._fatal
             try:
-                if not session.channel.watch.is_back():
-                    raise unanswered(session.channel.server)
+                if not session.http.watch.is_back():
+                    raise unanswered(session.http.server)
                 if self._stale:
                     session.rejoin(self._stale)
                     self._stale = ""
-                self._lease = session.channel.lease
+                self._lease = session.http.lease
                 return self._lease
             except TRANSIENT as error:
                 self._error = error
@@ -646,7 +666,7 @@ class _Attempts:
             return
         self._count += 1
         session._failed(error)
-        if self._most is not None and (self._count > self._most or session.channel.watch.is_lost):
+        if self._most is not None and (self._count > self._most or session.http.watch.is_lost):
             raise error  # if the watch broke the call off, it has taken as long as all retries together
         if isinstance(error, ServerUnreachable) and error.is_other and not silence.was_answered:
             raise error
@@ -683,12 +703,12 @@ def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
     return split
 
 
-def is_answered(channel: Channel, ask: Callable[[], object]) -> bool:
+def is_answered(http: Http, ask: Callable[[], object]) -> bool:
     """Make a call, and return whether the server answered it; an answer that is an error counts, too."""
     try:
         ask()
     except (ServerUnreachable, TransferStalled):
         return False
     except AtollError as error:  # for example a lost lease; the waiting calls get the same error
-        LOG.debug("%s: %s", channel.server, error)
+        LOG.debug("%s: %s", http.server, error)
     return True

@@ -59,7 +59,6 @@ from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import default_site, require_joined, require_site
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, ensure_lines, error_text
-from atoll.worker.session.channel import Channel
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.session import OF_EVALUATIONS, Session
 from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, reference_to, uploaded
@@ -612,7 +611,7 @@ def tasks(
         )
     for_tasks(filters)  # check the filters before any request
     site = require_site(site or default_site())
-    session = Session(Channel(http_to(server)), site, labels=labels)
+    session = Session(http_to(server), site, labels=labels)
     folder = Path(os.environ.get("ATOLL_DIR", ""))
     kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
     worker = TaskWorker(site, session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)

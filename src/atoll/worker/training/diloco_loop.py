@@ -354,7 +354,7 @@ class DiLoCo:
             raise
         if self._ranks.is_first:
             told = in_words(info, self.sync_every)
-            LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.channel.server, told)
+            LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.http.server, told)
             if not info.sync_every:  # 0: the run's algorithm does not count local steps
                 text = _OTHER_ALGORITHM.format(info.algorithm)
                 LOG.warning("%s: %s", site, text)

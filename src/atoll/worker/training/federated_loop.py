@@ -40,7 +40,6 @@ from atoll.worker.arguments import counted, default_site, finite_metrics, positi
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
-from atoll.worker.session.channel import Channel
 from atoll.worker.session.session import Session
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
@@ -513,7 +512,7 @@ def join(
     where = Path(folder) if folder else None
     place = take_part(server, site, folder=where, labels=labels, filters=filters)
     session = place.session
-    LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.channel.server)
+    LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
     return Worker(ServerBackend(place), place)
 
 
@@ -542,6 +541,6 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
         return _run_of(seat).info
     if not server:
         return None
-    session = Session(Channel(http_to(server)), site)
-    session.channel.close()
+    session = Session(http_to(server), site)
+    session.http.close()
     return session.info
