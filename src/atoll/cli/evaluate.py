@@ -16,11 +16,10 @@ import typer
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
 from atoll.cli.state_directory import journal_of
-from atoll.cli.text import ELSEWHERE, counted, log_lines
+from atoll.cli.text import counted, log_lines, require_file
 from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.format_text import visible
-from atoll.posix import require_writable_folder
 
 if TYPE_CHECKING:
     from atoll.protocol.task_messages import Evaluation
@@ -73,7 +72,7 @@ def command(
             "A run file starts an evaluation of stored models; --server shows the results of a running server.",
         )
     if out is not None:  # now, not after the evaluation
-        require_writable_folder(out.parent, ELSEWHERE)
+        require_file(out, "evaluation.md")
     if server is not None:
         from atoll.protocol import routes
         from atoll.protocol.task_messages import Evaluation

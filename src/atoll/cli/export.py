@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atoll.cli.state_directory import no_run, open_journal, permitted, require_unchanged, stored_status
-from atoll.cli.text import ELSEWHERE
+from atoll.cli.text import ELSEWHERE, require_file
 from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
-from atoll.posix import folder_error, nameless_file, replace_file, require_writable_folder
+from atoll.posix import folder_error, nameless_file, replace_file
 
 if TYPE_CHECKING:
     from atoll.protocol.messages import Manifest, RunInfo
@@ -60,14 +60,12 @@ def command(
     """Write the model of a run to OUT.safetensors; tied tensors appear under each of their names."""
     if server is not None and state_dir is not None:
         raise UsageError("Both --server and --dir are given.", "Use only one of them.")
-    if out.is_dir():
-        raise UsageError(f"{str(out)!r} is a folder, not a file.", f"Give a file name: {out / 'model.safetensors'}.")
+    require_file(out, "model.safetensors")
     if out.suffix != ".safetensors":
         name = out.with_suffix(".safetensors")
         raise UsageError(f"{str(out)!r} does not end in .safetensors, as an export must.", f"Use {name}.")
     if best and version is not None:
         raise UsageError("Both --best and --version are given.", "Use one of them.")
-    require_writable_folder(out.parent, ELSEWHERE)
     if state_dir is not None:
         with permitted(state_dir):
             written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from atoll.errors import UsageError
 from atoll.format_text import VisibleLines
 from atoll.format_text import duration as duration
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
+from atoll.posix import require_writable_folder
 
 if TYPE_CHECKING:
     from atoll.protocol import status_messages
@@ -20,6 +23,22 @@ ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy if the file that a command was asked to write cannot be written."""
 QUIET_S = 30.0
 """Seconds without progress after which the line of a workflow says how long nothing has moved."""
+
+
+def require_file(out: Path, example: str) -> None:
+    """Check, before the work begins, that a command can write its result to `out`.
+
+    Args:
+        out: the path from the command line.
+        example: a file name for the remedy.
+
+    Raises:
+        UsageError: `out` is a folder.
+        StoreError: the folder of `out` cannot be made, or this user may not write into it.
+    """
+    if out.is_dir():
+        raise UsageError(f"{str(out)!r} is a folder, not a file.", f"Give a file name: {out / example}.")
+    require_writable_folder(out.parent, ELSEWHERE)
 
 
 def counted(count: int, what: str) -> str:

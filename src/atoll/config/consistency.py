@@ -311,6 +311,12 @@ def _require_the_rest(at: At) -> None:
             "disk.durability is 'power', but disk.in_files is false: data in memory does not survive a power loss.",
             "Set disk.durability to 'process', or disk.in_files to true.",
         )
+    exports, own = at("disk.export_dir"), [at("disk.state_dir") / name for name in ("slots", "objects")]
+    if exports is not None and exports.absolute() in [folder.absolute() for folder in own]:
+        raise ConfigError(
+            f"disk.export_dir is {str(exports)!r}, where the server keeps its own files and removes others.",
+            "Use another folder, or leave disk.export_dir out.",
+        )
     if at("rounds.early_stop_after") and best is None:
         raise ConfigError(
             f"rounds.early_stop_after is {at('rounds.early_stop_after')}, but rounds.best_metric is not set, "

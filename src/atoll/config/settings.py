@@ -526,6 +526,12 @@ class Settings(BaseModel):
                 found |= {f"algorithm.{option}": value for option, value in self.algorithm.options.items()}
         return found
 
+    def with_absolute_folders(self) -> Settings:
+        """Return these settings with absolute `disk` folders, which stay valid if code changes the current folder."""
+        folders = {key: getattr(self.disk, key) for key in ("state_dir", "export_dir")}
+        absolute = {key: folder and folder.absolute() for key, folder in folders.items()}
+        return self.model_copy(update={"disk": self.disk.model_copy(update=absolute)})
+
     @property
     def exports(self) -> Path:
         """The folder to which the run writes `model.safetensors` and `metrics.jsonl`."""

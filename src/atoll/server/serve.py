@@ -94,7 +94,7 @@ class Server:
     ) -> None:
         self.settings = settings_beside(
             "Server", settings, model=model, workflow=workflow, outer_optimizer=outer_optimizer
-        )
+        ).with_absolute_folders()
         model = None if isinstance(model, str) else model
         workflow = None if isinstance(workflow, str) else workflow
         self._outer = outer_optimizer = None if isinstance(outer_optimizer, str) else outer_optimizer

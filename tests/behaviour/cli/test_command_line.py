@@ -191,6 +191,10 @@ def test_evaluate_names_a_folder_that_cannot_be_written_before_it_asks_for_anyth
     assert outcome.stderr == (
         "atoll: The folder taken cannot be made (File exists). Give a file in a folder that this user may write.\n"
     )
+    (tmp_path / "folder").mkdir()
+    outcome = atoll_command("evaluate", "--server", "http://127.0.0.1:9", "--out", "folder")
+    assert outcome.returncode == 2
+    assert outcome.stderr == "atoll: 'folder' is a folder, not a file. Give a file name: folder/evaluation.md.\n"
 
 
 def test_new_quotes_a_name_that_toml_would_misread(atoll_command, tmp_path: Path) -> None:

@@ -64,6 +64,21 @@ def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
     assert told[0].startswith("a: removed the files of an earlier run, ")
 
 
+@pytest.mark.covers("D4", "X3")
+def test_code_that_changes_the_current_folder_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both folders are relative to the one that the processes were started in."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with plain_server(Path(), nn.Linear(8, 4), rounds=2) as server:
+        with atoll.join(server.url, site="a", folder="w") as worker:
+            for fl_round in worker:
+                monkeypatch.chdir(tmp_path / "elsewhere")
+                fl_round.submit(fl_round.load_into(nn.Linear(8, 4)), weight=1)
+        assert server.wait(30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "state", "w"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def unsent(folder: Path) -> None:
     rewrite_note(folder / "outbox.json", sent=False)
 

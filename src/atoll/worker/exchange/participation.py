@@ -111,7 +111,7 @@ def take_part(
         transfer = HttpTransfer(http, info.connections, info.idle_timeout_s)
         opened.callback(transfer.close)
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
-        home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))) / site
+        home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute() / site  # a script may change folders
         where = folder_of(home, info.run, share)
         opened.enter_context(locked(where, site))
         outlet, start_peer = _open_peer(session, where) if info.placement == "swarm" else (None, None)
