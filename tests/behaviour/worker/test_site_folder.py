@@ -61,7 +61,7 @@ def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
     assert list(second.parent.iterdir()) == [second]
     told = [line for line in caplog.messages if "removed the files" in line]
     assert len(told) == 1
-    assert told[0].startswith("a: removed the files of an earlier run, ")
+    assert told[0].startswith("a: freed ")
 
 
 @pytest.mark.covers("D4", "X3")
