@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -204,6 +204,14 @@ class PartScan:
     def stats(self, digest: bytes) -> PartStats:
         """Return the result of the check. `digest` is the BLAKE3 of the part's bytes."""
         return PartStats(digest, self._sumsq, self._bad[0] if self._bad else None)
+
+
+def norm_of(squares: Iterable[float]) -> float:
+    """Return the root of the sum of these squares; infinity if the sum overflows, as that of huge fp64 values does."""
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
 
 
 def receive_buffer(start: int, stop: int) -> memoryview:

@@ -25,7 +25,6 @@ The pass does not fsync the files; its caller does.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import defaultdict
@@ -37,7 +36,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.aggregation.check_arriving_parts import require_finite
+from atoll.aggregation.check_arriving_parts import norm_of, require_finite
 from atoll.aggregation.decode_updates import Updates, read_at, rows_at_once
 from atoll.aggregation.outer_state import WHOLES, Column, tail_region
 from atoll.aggregation.plan import FragmentPlan, Plan
@@ -275,7 +274,7 @@ class _Pass:
             part_digests=part_digests,
             state_digests=state_digests,
             digest=self.planned.version.blob_id(part_digests),
-            grad_norm=math.sqrt(math.fsum(self.squares)) if all(map(math.isfinite, self.squares)) else math.inf,
+            grad_norm=norm_of(self.squares),
             seconds=time.monotonic() - began,
             delta_digest=downlink.digest(delta_digests) if downlink else "",
             delta_digests=delta_digests,

@@ -326,7 +326,7 @@ class Aggregation(Group):
         "options, where name is `int8`, `int4`, …. Default: `none`, which sends whole versions.",
     )
     max_update_norm: float = Field(1e12, ge=0, description="Refuse updates with a larger L2 norm; 0: no limit.")
-    max_weight: float = Field(1e12, gt=0, description="Refuse updates with a larger weight.")
+    max_weight: float = Field(1e12, gt=0, le=1e300, description="Refuse updates with a larger weight.")
 
 
 class Workflow(Group):

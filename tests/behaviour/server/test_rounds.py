@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import atoll
+from atoll.errors import ConfigError
 
 
 def tiny(seed: int = 0) -> nn.Module:
@@ -83,6 +85,31 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
     first, _ = server.status().history
     assert first.weights == [1.0, 2.0, 5.0]
     assert first.total_weight is None, "no reducer needs it, so that it is not kept"
+
+
+@pytest.mark.covers("L15", "F31")
+def test_huge_finite_numbers_of_a_site_do_not_stop_the_run(tmp_path: Path) -> None:
+    """Products with weights, sums and squares overflow; the means of the metrics, and the model, are finite."""
+    model, rounds = {"w": torch.zeros(3, dtype=torch.float64)}, []
+    largest = sys.float_info.max
+    reports = {"a": {"perplexity": math.exp(705), "big": largest}, "b": {"big": largest}, "c": {"big": largest}}
+    limits = {"aggregation.max_update_norm": 0.0}
+    with plain_server(tmp_path, model, sites=3, rounds=1, **limits) as server:
+        for site in [WireSite(server.url, name) for name in reports]:
+            rounds.append(site.train(1e200, weight=50_000.0, metrics=reports[site.name]))
+        for update in rounds:
+            update.submit()
+        assert server.wait(30)
+        (told,) = server.status().history
+        assert told.metrics == {"perplexity": math.exp(705), "big": largest}
+        assert told.grad_norm is None, "it is not finite"
+    result = load_file(server.exports / "model.safetensors")
+    assert result["w"].tolist() == pytest.approx([1e200] * 3)
+
+
+def test_weights_of_which_the_sum_overflows_are_never_accepted(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_weight"):
+        plain_server(tmp_path, tiny(), **{"aggregation.max_weight": 1.7e308})
 
 
 WORKERS, ROUNDS = 200, 2

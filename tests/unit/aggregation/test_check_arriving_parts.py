@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 from pass_world import CODECS, MIXED, OPENED, World, values
 
-from atoll.aggregation.check_arriving_parts import ELEMENTS, ROW, RUN_BYTES, Inspection, PartChecker
+from atoll.aggregation.check_arriving_parts import ELEMENTS, ROW, RUN_BYTES, Inspection, PartChecker, norm_of
 from atoll.errors import StateCorrupt
 from atoll.tensors.layout import update_layout
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
@@ -238,3 +238,8 @@ def test_buffers_do_not_count_in_the_norm():
     specs = [TensorSpec("w", "F32", (1,)), TensorSpec("mean", "F32", (1,), BUFFERS)]
     (stats,) = stats_of(*filled(specs, torch.tensor([3.0]), torch.tensor([1000.0])))
     assert stats.sumsq == 9.0
+
+
+def test_a_norm_that_overflows_is_infinite():
+    assert norm_of([9.0, 16.0]) == 5.0
+    assert norm_of([1e308] * 3) == norm_of([math.inf, 1.0]) == math.inf

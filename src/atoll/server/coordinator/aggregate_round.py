@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,7 +57,7 @@ def frozen_round(
                 digest=row.digest or "",
                 weight=row.weight,
                 steps=row.steps,
-                norm=row.norm,
+                norm=min(row.norm, sys.float_info.max),  # infinite if squares of fp64 values overflow
                 staleness=(behind := staleness(base_version, row.base_version, lost)),
                 scale=plan.staleness_weight(behind),
                 metrics=dict(row.metrics),
@@ -190,7 +191,12 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
     counts: dict[str, int] = {}
     for key in sorted({key for each in updates for key in each.metrics}):
         reported = [(each.metrics[key], each.weight) for each in updates if key in each.metrics]
-        means[key] = sum(value * weight for value, weight in reported) / sum(weight for _, weight in reported)
+        mean = sum(value * weight for value, weight in reported) / sum(weight for _, weight in reported)
+        if not math.isfinite(mean):  # a product has overflowed, or their sum; the mean lies between the values
+            total, values = sum(weight for _, weight in reported), [value for value, _ in reported]
+            mean = sum(value * (weight / total) for value, weight in reported)
+            mean = max(min(values), min(max(values), mean))  # after the last rounding, too
+        means[key] = mean
         counts[key] = len(reported)
     return status_messages.RoundSummary(
         fragment=frozen.fragment,

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from atoll.aggregation.check_arriving_parts import norm_of
 from atoll.aggregation.make_version import UpdateInput
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.base import Codec
@@ -239,7 +239,7 @@ class _Work:
                         squares.append(float(values.square().sum()))
                 failpoint("filters.write")
                 write_at(fd, bytes_of(encoded), run.offset)
-        return math.sqrt(math.fsum(squares))
+        return norm_of(squares)
 
     def _run(self, chain: Chain, run: Piece) -> Tensor:
         """Return the filtered and encoded values of a range of elements of one tensor."""

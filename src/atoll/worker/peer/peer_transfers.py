@@ -11,9 +11,9 @@ Each worker serves its files to the others over HTTP. Environment variables conf
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from atoll.aggregation.check_arriving_parts import Inspection
+from atoll.aggregation.check_arriving_parts import Inspection, norm_of
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import Cuts, Manifest, state_id
 from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, PortInUse
@@ -475,4 +475,4 @@ class PeerTransfers:
                 bad.append(stats.bad)
 
         spool = Spool(collect.fragment, slot, self._pulled(collect.source, layout, slot, collect.digest, look))
-        return spool, (math.sqrt(math.fsum(sums)) if not bad else 0.0), (min(bad) if bad else "")
+        return spool, (min(norm_of(sums), sys.float_info.max) if not bad else 0.0), (min(bad) if bad else "")
