@@ -588,13 +588,6 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
     where = source_of(key, source) or "settings"
     if isinstance(cause, AtollError):
         return type(cause)(f"{where}: {key}: {cause.message}", cause.remedy) if first["loc"] else cause
-    flat = [str(each["loc"][0]) for each in error.errors() if len(each["loc"]) == 1 and _is_flat(each)]
-    if len(flat) > 1:
-        return ConfigError(
-            f"{source_of(flat[0], source) or 'settings'}: this is the old flat form: {', '.join(flat)} are set outside "
-            "the tables of their groups.",
-            "Put each key into the table of its group, say total = 3 under [rounds]; `atoll config schema` lists them.",
-        )
     if first["type"] == "extra_forbidden":
         remedy = nearest_key(key, FIELDS, is_group=isinstance(first["input"], Mapping))
         return ConfigError(f"{where}: the setting {key!r} does not exist.", remedy)
@@ -610,11 +603,3 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
         message = f"this setting is a table: write {key} = {{{part} = {first['input']!r}}}"
     remedy = f"{key}: {field.description}" if field and field.description else ""
     return ConfigError(f"{where}: {key} = {first['input']!r}: {message}.", remedy)
-
-
-_LEAVES = frozenset(key.partition(".")[2] for key in FIELDS)
-
-
-def _is_flat(error: Mapping[str, Any]) -> bool:
-    """Return whether an error is about a plain value at the top level, named like a group or like a key of a group."""
-    return not isinstance(error["input"], Mapping) and str(error["loc"][0]) in GROUPS.keys() | _LEAVES

@@ -218,9 +218,9 @@ def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
         "Did you mean rounds.total? `atoll config schema` lists all settings."
     )
     assert refusal(tmp_path, "wandb = 1\n", {}, {}).remedy == "`atoll config schema` lists all settings."
-    assert str(refusal(tmp_path, "rounds = 3\nwandb = 1\nsites = 2\n[model]\nranks = 1\n", {}, {})) == (
-        f"{tmp_path}/run.toml: this is the old flat form: rounds, sites are set outside the tables of their groups. "
-        "Put each key into the table of its group, say total = 3 under [rounds]; `atoll config schema` lists them."
+    assert str(refusal(tmp_path, "sites = 2\nwandb = 1\n[model]\nranks = 1\n", {}, {})) == (
+        f"{tmp_path}/run.toml: the setting 'sites' does not exist. "
+        "Did you mean rounds.sites? `atoll config schema` lists all settings."
     )
     assert "Did you mean rounds.min_sites?" in refusal(tmp_path, "min_clients = 1\n", {}, {}).remedy
     assert "Did you mean network.host?" in refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
