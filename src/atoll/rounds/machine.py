@@ -3,23 +3,23 @@
     state, _ = restore(Rules(sites=3), Snapshot((FragmentSnapshot(head=0),)), now_s)
     state, effects = step(state, events.WorkerJoined("clinic-a"), now_s)
 
-The server and the simulator both run this code. After every relevant event, `settle` updates each open round: it
+The server and the simulator both run this code. After every relevant event, `_settle` updates each open round: it
 derives the expected sites from the live sites and the tickets, and asks the closing policy. A restarted server calls
-`settle` on the state from the journal, so the same rules repair a crash between two writes to the journal.
+`_settle` on the state from the journal, so the same rules repair a crash between two writes to the journal.
 
 `now_s` is a time in seconds on a monotonic clock. With a wall clock, setting the clock could declare workers dead.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import assert_never
 
 from atoll.rounds import events, leases
+from atoll.rounds.closing_policy import Barrier, StayOpen
 from atoll.rounds.early_stopping import Measured
-from atoll.rounds.events import RunFinished
-from atoll.rounds.opening import drop_ended, end_open, expire, open_next, pending_tickets, settle
 from atoll.rounds.state import (
     Draft,
     FragmentSnapshot,
@@ -29,6 +29,7 @@ from atoll.rounds.state import (
     Snapshot,
     State,
     ticket_by_id,
+    view,
 )
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, advance
 from atoll.rounds.waiting import why
@@ -71,7 +72,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
             _collect_again(draft, fragment, reason)
         case events.TrainingBegins():
             draft.change(rules=replace(state.rules, held=False))
-            settle(draft)
+            _settle(draft)
         case events.TimePassed():
             _end_silent(draft)
         case _:
@@ -85,7 +86,7 @@ def _join(draft: Draft, site: str) -> None:
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
     draft.effects.append(events.LeaseGranted(site, lease))
-    settle(draft)
+    _settle(draft)
 
 
 def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
@@ -96,7 +97,7 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
         draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
         draft.effects.append(events.LeaseEnded(site, members[site].lease, members[site].why, detail))
         draft.wake.update(range(len(draft.state.rounds)))
-    settle(draft)
+    _settle(draft)
 
 
 def _end_silent(draft: Draft) -> None:
@@ -110,9 +111,9 @@ def _submits_no_more(draft: Draft, site: str) -> None:
     draft.see(site)
     draft.change(ending=draft.state.ending | {site})
     for fragment in range(len(draft.state.rounds)):
-        end_open(draft, fragment, "its site ends", events.ENDS, site=site)
+        _end_open(draft, fragment, "its site ends", events.ENDS, site=site)
         draft.wake.add(fragment)
-    settle(draft)
+    _settle(draft)
 
 
 def _request(draft: Draft, site: str, fragment: int) -> None:
@@ -159,7 +160,7 @@ def _request_async(draft: Draft, site: str, fragment: int) -> None:
         draft.effects.append(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:
         reason = f"a newer ticket of {site} has replaced it"
-        end_open(draft, fragment, "replaced by a newer one", reason, site=site)
+        _end_open(draft, fragment, "replaced by a newer one", reason, site=site)
         _issue(draft, site, fragment)
 
 
@@ -169,7 +170,7 @@ def _issue(draft: Draft, site: str, fragment: int) -> None:
     draft.change(next_ticket=number + 1)
     draft.effects.append(events.TicketIssued(site, number, fragment, head, new=True))
     if site not in draft.round(fragment).expected:  # a ticket of an expected site changes no round
-        settle(draft)
+        _settle(draft)
 
 
 def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -> None:
@@ -184,13 +185,13 @@ def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -
         draft.put(replace(ticket, state=state, reason="", order=event.order))
     else:
         draft.put(replace(ticket, state=state, reason=event.reason, order=0))
-    drop_ended(draft, ticket.fragment)
+    _drop_ended(draft, ticket.fragment)
     round_ = draft.round(ticket.fragment)
     if state == "accepted" and round_.phase == "open" and round_.first_s is None:
         draft.change_round(ticket.fragment, first_s=draft.now_s)
     if ticket.site in draft.state.seen_s:
         draft.see(ticket.site)
-    settle(draft)
+    _settle(draft)
 
 
 def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> None:
@@ -209,16 +210,16 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
     draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1)
     if (rounds and draft.round(fragment).done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
         phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
-        end_open(draft, fragment, "run finished", "the run is finished")
+        _end_open(draft, fragment, "run finished", "the run is finished")
         # Keep acknowledged updates: the run may be started again with more rounds.
-        waiting = {site: ticket for site, ticket in pending_tickets(round_).items() if ticket.state == "accepted"}
+        waiting = {site: ticket for site, ticket in _pending_tickets(round_).items() if ticket.state == "accepted"}
         draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
         draft.wake.add(fragment)
         if draft.state.finished:
             draft.effects.append(events.RunFinished())
     else:
-        open_next(draft, fragment, "version committed")
-        settle(draft)
+        _open_next(draft, fragment, "version committed")
+        _settle(draft)
 
 
 def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
@@ -245,7 +246,7 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
     # Sites that have left are not expected any more.
     draft.effects.append(events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))
     draft.wake.add(fragment)
-    settle(draft)
+    _settle(draft)
 
 
 # -- the state after a start
@@ -288,14 +289,14 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     draft = Draft(state, now_s)
     for fragment, round_ in enumerate(rounds):
         if round_.phase == "closing" and not round_.frozen:  # crash after the commit, before the next round opened
-            open_next(draft, fragment, "version committed")
+            _open_next(draft, fragment, "version committed")
         elif round_.phase == "closing":
-            expire(draft, fragment)
+            _expire(draft, fragment)
         elif round_.phase == "finished":
-            end_open(draft, fragment, "run finished", "the run is finished")
-    settle(draft)
+            _end_open(draft, fragment, "run finished", "the run is finished")
+    _settle(draft)
     if draft.state.finished and not journal.finished:
-        draft.effects.append(RunFinished())
+        draft.effects.append(events.RunFinished())
     return draft.result()
 
 
@@ -310,3 +311,172 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket
         first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
         return Round("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
     return Round("closing" if journal.started else "gathering", head, tickets=tickets, lost=lost)
+
+
+# -- rounds open, expect sites and close
+
+
+def _settle(draft: Draft) -> None:
+    """Update every round after a change of members, tickets or time, and close it if the closing policy decides so."""
+    rules = draft.state.rules
+    for fragment, round_ in enumerate(draft.state.rounds):
+        if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
+            _open_next(draft, fragment, "enough workers joined")
+        if draft.round(fragment).phase == "open":
+            limit, head = rules.max_staleness, draft.round(fragment).head
+            if limit is not None:  # expire tickets with an update that would be refused as too stale
+                reason = f"its base is more than async.max_staleness {limit} versions behind version {head}"
+                _end_open(draft, fragment, "too far behind", reason, oldest=head - limit)
+            _revise(draft, fragment)
+            _judge(draft, fragment)
+
+
+def _open_next(draft: Draft, fragment: int, event: str) -> None:
+    """Open the next round of a fragment for sites drawn from the live sites.
+
+    If too few sites are alive now, others are added later. An asynchronous round takes over tickets of earlier rounds:
+    open tickets, and tickets with accepted updates that were not reduced.
+
+    Args:
+        draft: the new state, which this function changes.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
+        event: the event that opens the round, from the table of transitions `ROUND`.
+    """
+    round_ = draft.round(fragment)
+    phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
+    rules, alive = draft.state.rules, draft.state.active_s
+    drawn = rules.sampling.draw(alive, fragment, round_.head, at_least=rules.floor)
+    expected = dict.fromkeys(drawn, draft.now_s)
+    tickets = _pending_tickets(round_) if draft.state.is_async(fragment) else {}
+    waits = any(ticket.state == "accepted" for ticket in tickets.values())
+    draft.change_round(
+        fragment,
+        phase=phase,
+        opened_s=draft.now_s,
+        expected=expected,
+        tickets=tickets,
+        frozen=(),
+        until_s=None,
+        first_s=draft.now_s if waits else None,
+    )
+    draft.effects.append(events.RoundOpened(fragment, round_.head, tuple(expected)))
+    draft.wake.add(fragment)
+
+
+def _revise(draft: Draft, fragment: int) -> None:
+    """Set the expected sites of an open round.
+
+    In an asynchronous round, these are all sites that may submit, and all sites with an accepted update.
+
+    In a synchronous round, these are:
+      - the sites with an accepted update, alive or not;
+      - the sites that may still submit and that have an open ticket, or were expected before and not refused.
+    If they are too few to close the round, other live sites without a ticket are added, oldest lease first.
+    """
+    round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
+    alive = draft.state.active_s.keys()
+    state_of = {site: ticket.state for site, ticket in round_.tickets.items()}
+    if draft.state.is_async(fragment):
+        _expect(draft, fragment, {*alive, *(site for site, state in state_of.items() if state == "accepted")})
+        return
+    are_here = len(round_.expected) >= floor and round_.expected.keys() <= alive
+    if are_here and state_of.keys() <= round_.expected.keys() and "refused" not in state_of.values():
+        return  # shortcut for large rounds: the rest would give the same result
+    wanted = {site for site in round_.expected if site in alive and state_of.get(site) != "refused"}
+    wanted.update(
+        site for site, state in state_of.items() if state == "accepted" or (state == "open" and site in alive)
+    )
+    if len(wanted) < floor:
+        spare = [
+            m.site for m in leases.alive(members) if m.site in alive and m.site not in wanted and m.site not in state_of
+        ]
+        wanted.update(spare[: floor - len(wanted)])
+    _expect(draft, fragment, wanted)
+
+
+def _expect(draft: Draft, fragment: int, wanted: set[str]) -> None:
+    round_ = draft.round(fragment)
+    if wanted != round_.expected.keys():
+        expected = {site: round_.expected.get(site, draft.now_s) for site in sorted(wanted)}
+        draft.change_round(fragment, expected=expected)
+        draft.effects.append(events.ExpectedChanged(fragment, round_.head, tuple(expected)))
+        draft.wake.add(fragment)
+
+
+def _judge(draft: Draft, fragment: int) -> None:
+    round_, policy = draft.round(fragment), draft.state.rules.policy
+    if type(policy) is Barrier and round_.until_s is None:
+        states = [ticket.state for ticket in round_.tickets.values()]
+        if states.count("accepted") < len(round_.expected):
+            return  # shortcut for large rounds: an update is missing, so the policy would decide to wait
+    seen = view(draft.state, fragment)
+    decision = policy.decide(seen, draft.now_s)
+    if isinstance(decision, StayOpen):
+        if decision.until_s != round_.until_s:
+            draft.change_round(fragment, until_s=decision.until_s)
+        return
+    # Every accepted update was acknowledged, so a synchronous round must reduce all of them. An asynchronous round may
+    # leave some to the next round.
+    accepted = {ticket.id for ticket in seen.accepted}
+    is_async = draft.state.is_async(fragment)
+    fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
+    if not fit or len(set(decision.tickets)) < max(seen.floor, len(decision.tickets)):
+        raise IllegalTransition(
+            f"The policy {str(policy)!r} closes a round with the tickets {decision.tickets}, but the accepted tickets "
+            f"are {sorted(accepted)}, and at least {seen.floor} are needed."
+        )
+    phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "policy closes")
+    draft.change_round(fragment, phase=phase, expected={}, frozen=decision.tickets, until_s=None, first_s=None)
+    draft.effects.append(events.RoundClosed(fragment, round_.head, decision.tickets))
+    _expire(draft, fragment)
+
+
+def _pending_tickets(round_: Round) -> dict[str, Ticket]:
+    """Return site → ticket for the tickets that are open, or have an accepted update that is not being reduced."""
+    return {
+        site: ticket for site, ticket in round_.tickets.items() if ticket.is_live and ticket.id not in round_.frozen
+    }
+
+
+def _drop_ended(draft: Draft, fragment: int) -> None:
+    """In an asynchronous round, drop the tickets that are neither open nor accepted. Keep all in a synchronous one."""
+    if draft.state.is_async(fragment):
+        tickets = draft.round(fragment).tickets
+        draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})
+
+
+def _expire(draft: Draft, fragment: int) -> None:
+    """End the open tickets of a synchronous round that has closed.
+
+    Call this after the effect `RoundClosed`. Then a crash between the effects cannot leave an open round with expired
+    tickets.
+    """
+    if not draft.state.is_async(fragment):
+        reason = f"the round from version {draft.round(fragment).head} closed without it"
+        _end_open(draft, fragment, "round closed without it", reason)
+
+
+def _end_open(
+    draft: Draft, fragment: int, event: str, reason: str, *, site: str = "", oldest: float = math.inf
+) -> None:
+    """End open tickets of a fragment: those of one site or of all sites, with a base version before `oldest`.
+
+    Args:
+        draft: the new state, which this function changes.
+        fragment: index of the fragment (part of the model); 0 if the model is not divided.
+        event: the event that ends the tickets, from the table of transitions `TICKET`.
+        reason: the reason, which the sites get.
+        site: the site; empty for all sites.
+        oldest: tickets with this base version or a newer one stay open; infinity ends all tickets.
+    """
+    tickets = [
+        ticket
+        for ticket in draft.round(fragment).tickets.values()
+        if ticket.state == "open" and ticket.site == (site or ticket.site) and ticket.base_version < oldest
+    ]
+    for ticket in tickets:
+        state = advance(f"Ticket {ticket.id}", TICKET, ticket.state, event)
+        draft.put(replace(ticket, state=state, reason=reason))
+    _drop_ended(draft, fragment)
+    if tickets:
+        draft.effects.append(events.TicketsExpired(tuple(sorted(ticket.id for ticket in tickets)), reason))

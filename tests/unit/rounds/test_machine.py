@@ -6,7 +6,7 @@ import pytest
 from harness.sim_journal import initial
 from round_story import Story, closed
 
-from atoll.rounds import events, machine, opening, waiting
+from atoll.rounds import events, machine, waiting
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
@@ -286,8 +286,8 @@ def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
     run = story(sites=len(sites))
     run.join(*sites)
     looks: list[int] = []
-    view = opening.view
-    monkeypatch.setattr(opening, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
+    view = machine.view
+    monkeypatch.setattr(machine, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
     for site in sites:
         assert run.state.rounds[0].phase == "open"
         run.ticket(site)

@@ -11,7 +11,7 @@ import pytest
 from harness import schedules
 from harness.schedules import MUTANTS, Fault, Schedule, Violation, explore, simulate
 
-from atoll.rounds import machine, opening
+from atoll.rounds import machine
 from atoll.rounds.events import AggregatorLost, ExpectedChanged
 
 PLAIN = Schedule(workers=3, sites=3, min_sites=2, quorum=0, deadline_s=30, fragments=1)
@@ -59,7 +59,7 @@ def test_a_planted_bug_of_the_server_is_found(mutant):
 
 
 def no_help_from_late_joiners(monkeypatch):
-    monkeypatch.setattr(opening.leases, "alive", lambda members: [])
+    monkeypatch.setattr(machine.leases, "alive", lambda members: [])
 
 
 def every_restart_opens_the_round_anew(monkeypatch):
@@ -71,7 +71,7 @@ def every_restart_opens_the_round_anew(monkeypatch):
 
 
 def the_dead_are_waited_for(monkeypatch):
-    monkeypatch.setattr(opening, "_revise", lambda draft, fragment: None)
+    monkeypatch.setattr(machine, "_revise", lambda draft, fragment: None)
 
 
 def leases_start_again(monkeypatch):
