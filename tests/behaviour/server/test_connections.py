@@ -280,10 +280,11 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
 
 
 def rest_of(raw: socket.socket, got: bytes) -> bytes:
+    everything = bytearray(got)  # megabytes in thousands of pieces: bytes would be copied for each
     with raw, contextlib.suppress(ConnectionResetError):
         while chunk := raw.recv(1 << 16):
-            got += chunk
-    return got.partition(b"\r\n\r\n")[2]
+            everything += chunk
+    return bytes(everything.partition(b"\r\n\r\n")[2])
 
 
 @pytest.mark.covers("P3")
