@@ -24,7 +24,7 @@ from typing import Literal
 
 _READ_BYTES = 64 * 2**10
 _PACED_BYTES = 4 * 2**10
-_LOOK_S = 0.02
+_LOOK_S = 0.5
 BEFORE_HEADER = -1
 
 
@@ -253,12 +253,14 @@ class _Link:
                 self._proxy._gone(self)
 
     def _read(self, source: socket.socket) -> bytes:
-        """What there is next. Waits in short steps: closing a socket does not end another thread's wait for it."""
+        """What there is next. Looks now and then: a socket that closes before the wait begins does not end it."""
         waiting = select.poll()  # select() knows no descriptor above 1,023
         waiting.register(source, select.POLLIN)
         while not waiting.poll(_LOOK_S * 1000):
             if self._ended.is_set():
                 raise Broken
+        if self._ended.is_set():
+            raise Broken
         return source.recv(_READ_BYTES if self._proxy._pace is None else _PACED_BYTES)
 
     def _pass(self, target: socket.socket, direction: str, offset: int, piece: bytes) -> None:
@@ -323,7 +325,6 @@ def _end(side: socket.socket, *, reset: bool) -> None:
     with contextlib.suppress(OSError):
         if reset:
             side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        else:
-            side.shutdown(socket.SHUT_RDWR)
+        side.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)  # ends another thread's wait, as closing does not
     with contextlib.suppress(OSError):
         side.close()
