@@ -65,23 +65,32 @@ class SiteRound:
         ticket: the site's ticket for the round, which names the version to train from.
         outcomes: what became of those earlier updates of the site that its local state may depend on.
         counts: whether an earlier update of this site has been accepted in the run.
+        counted: the site's last counted update, to which its algorithm's state has to belong; None if the run's
+            algorithm keeps no state at its sites.
     """
 
     site: str
     ticket: messages.Ticket
     outcomes: tuple[messages.Outcome, ...]
     counts: bool
+    counted: messages.Counted | None
 
     def to_json(self) -> dict[str, Any]:
         """Return this message as JSON values, to send it to a process."""
-        outcomes = [each.model_dump() for each in self.outcomes]
-        return {"site": self.site, "ticket": self.ticket.model_dump(), "outcomes": outcomes, "counts": self.counts}
+        return {
+            "site": self.site,
+            "ticket": self.ticket.model_dump(),
+            "outcomes": [each.model_dump() for each in self.outcomes],
+            "counts": self.counts,
+            "counted": self.counted and self.counted.model_dump(),
+        }
 
     @classmethod
     def from_json(cls, told: dict[str, Any]) -> SiteRound:
         """Return the message that `to_json` encoded as `told`."""
         outcomes = tuple(messages.Outcome(**each) for each in told["outcomes"])
-        return cls(told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"])
+        counted = told["counted"] and messages.Counted(**told["counted"])
+        return cls(told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"], counted)
 
 
 @dataclass(eq=False)

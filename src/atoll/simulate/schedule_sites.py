@@ -22,6 +22,7 @@ from atoll.protocol import messages, routes, status_messages
 from atoll.rounds import events, leases, waiting
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.joining import counted_of
 from atoll.server.coordinator.roster import Lease
 from atoll.simulate.engine import ATTEMPTS, Answer, Engine, Job, SiteRound
 from atoll.store.file_slots import WRITER
@@ -323,8 +324,9 @@ class Conductor:
         spool = self._run.store.tickets.spool(issued.ticket)
         spool.pool.hold(spool.slot, WRITER)
         nbytes = self._run.plan.fragments[0].update.nbytes
+        counted = counted_of(site, self._run.store) if self._run.plan.algorithm.keeps else None
         return Job(
-            SiteRound(site, ticket, self._outcomes(site), site in self._counted),
+            SiteRound(site, ticket, self._outcomes(site), site in self._counted, counted),
             base,
             spool.fd,
             nbytes,
@@ -332,11 +334,14 @@ class Conductor:
         )
 
     def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
-        """Return what became of the updates on which the site's local state depends."""
+        """Return what became of the updates on which the site's local state depends.
+
+        If the state directory was restored and the folder of the sites was not, the run may not know a ticket.
+        """
         if self._folder is None:
             return ()
-        tickets = sorted(pending(self._folder / site))
-        return tuple(outcome_of(self._run.store, self._run.store.tickets.get(ticket)) for ticket in tickets)
+        store, tickets = self._run.store, sorted(pending(self._folder / site))
+        return tuple(outcome_of(store, row) for ticket in tickets for row in store.tickets.select("ticket = ?", ticket))
 
     def _release(self, job: Job) -> None:
         job.release()

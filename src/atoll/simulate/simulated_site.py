@@ -148,26 +148,32 @@ class SimulatedSite:
         self.local = LocalFragment(job.site, shared.info, layouts, base, outcome_of, shared.losses, shared.rule)
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
         try:
-            self._open_state(folder, job.counts)
+            self._open_state(folder, job)
         except BaseException:
             self.close()
             raise
 
-    def _open_state(self, folder: Path, counts: bool) -> None:
+    def _open_state(self, folder: Path, job: SiteRound) -> None:
         """Open the site's local state, and bring it up to date: values of its last update apply if that update counted.
 
         Args:
             folder: the folder of the site's local state.
-            counts: whether an update of this site was accepted in the run. If so, its local state must exist.
+            job: what the run knows about the site's earlier updates. If one was accepted, the local state must exist.
+
+        Raises:
+            ConfigError: the algorithm's state of the site is lost, or belongs to another update than the last that
+                counted.
         """
         local = self.local
         if (local.rule is not None and local.rule.keeps) or local.layouts.codec.feedback:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         local.open_state(folder, self._opened)
         if local.kept is not None:
-            if counts:
+            if job.counts:
                 local.kept.require_kept()
             local.kept.begin_at_zero()
+            if job.counted is not None:
+                local.kept.follow(job.counted)
         local.state.settle()
 
     def close(self) -> None:

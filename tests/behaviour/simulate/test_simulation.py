@@ -250,6 +250,54 @@ def test_a_control_that_is_damaged_or_lost_is_no_zero(tmp_path: Path) -> None:
         simulated(rounds=4)
 
 
+INT8 = {"algorithm.name": "fedavg", "aggregation.upload_codec.name": "int8"}
+
+
+def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
+    """Leave the state directory of one round with the folder `sites` of `by` rounds later."""
+    state, older = folder / "state", folder / "older"
+    for rounds in (1, 1 + by):
+        assert simulation(folder, **rules, **{"rounds.total": rounds}).run().failed == {}
+        if rounds == 1:
+            shutil.copytree(state, older)
+    shutil.rmtree(older / "sites")
+    (state / "sites").rename(older / "sites")
+    shutil.rmtree(state)
+    older.rename(state)
+
+
+@pytest.mark.covers("S2", "V2")
+@pytest.mark.parametrize("rules", [SCAFFOLD, INT8], ids=["scaffold", "int8"])
+def test_a_simulation_with_sites_a_round_ahead_goes_on_with_the_same_bits(
+    tmp_path: Path, rules: dict[str, Any]
+) -> None:
+    """The run was restored, the folder of its sites was not: each has a pending update that the run has lost."""
+    assert simulation(tmp_path / "whole", **rules).run().failed == {}
+    ahead_of_journal(tmp_path, rules, by=1)
+    assert simulation(tmp_path, **rules).run().failed == {}
+    assert model_of(tmp_path / "state") == model_of(tmp_path / "whole" / "state")
+
+
+@pytest.mark.covers("S2")
+def test_sites_that_are_two_rounds_ahead_are_refused_as_real_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files have no c_i of the restored round any more, and a later one would train them away from the rest."""
+    ahead_of_journal(tmp_path, SCAFFOLD, by=2)
+    with pytest.raises(RunFailed, match=r"The algorithm's state of this site is lost.*ATOLL_NEW_STATE=1"):
+        simulation(tmp_path, **SCAFFOLD).run()
+    assert workers_of(tmp_path / "state") == [list("0123")]
+    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
+    assert simulation(tmp_path, **SCAFFOLD).run().failed == {}
+
+
+@pytest.mark.covers("S2")
+def test_a_residual_that_is_two_rounds_ahead_is_set_to_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ahead_of_journal(tmp_path, INT8, by=2)
+    assert simulation(tmp_path, **INT8).run().failed == {}
+    assert "site-0000: the server went back to version 1; the error of earlier compressions is set" in caplog.text
+
+
 @pytest.mark.covers("F25")
 def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_space(
     tmp_path: Path, undisturbed: bytes
