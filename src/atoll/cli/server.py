@@ -6,6 +6,7 @@ import gc
 import logging
 import mmap
 import os
+import select
 import shlex
 import sys
 import threading
@@ -18,13 +19,14 @@ from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Host, Port, Rounds, RunFile, Sets, TokenFile, read_settings
 from atoll.cli.status import WATCH_S, live_table
 from atoll.cli.text import (
+    UNREAD_S,
     against_data_parallel,
     awaited,
     best_line,
     codecs,
     counted,
     duration,
-    log_lines,
+    log_lines_in_background,
     numbers,
     optimizer,
     size,
@@ -83,8 +85,12 @@ def run_until_finished(settings: Settings) -> None:
         AtollError: the server cannot start, or the run failed.
         KeyboardInterrupt: Ctrl-C came before the run was finished. The server was stopped before this is raised.
     """
-    log_lines()
     raise_on_sigterm()
+    with log_lines_in_background():
+        _serve(settings)
+
+
+def _serve(settings: Settings) -> None:
     return_freed_memory()
     threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
     LOG.info("starting the run %s; loading PyTorch takes a few seconds", settings.run.name)
@@ -168,9 +174,15 @@ def _watch(server: Server) -> None:
     """
     if sys.stdout.isatty():
         with live_table(server.status(), server.url) as show:
-            while not server.wait(WATCH_S):
+            try:
+                while not server.wait(WATCH_S):
+                    show(server.status())
                 show(server.status())
-            show(server.status())
+            except Terminated:
+                if not select.select([], [1], [], UNREAD_S)[1]:  # after Ctrl-S, drawing waits for Ctrl-Q
+                    server.stop()
+                    os._exit(0)
+                raise
         return
     reminder = Reminder(time.monotonic())
     while not server.wait(WATCH_S):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import queue
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -23,6 +27,10 @@ ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy if the file that a command was asked to write cannot be written."""
 QUIET_S = 30.0
 """Seconds without progress after which the line of a workflow says how long nothing has moved."""
+MOST_LINES = 1000
+"""Most log lines that wait until standard output takes them; further ones are dropped."""
+UNREAD_S = 2.0
+"""Seconds that a command waits at its end until standard output takes its last lines."""
 
 
 def require_file(out: Path, example: str) -> None:
@@ -188,3 +196,67 @@ def log_lines(stream: TextIO | None = None) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+class _InBackground(logging.handlers.QueueHandler):
+    """A log handler that gives its records to a thread, which prints them. Logging then never waits for an output.
+
+    Args:
+        lines: the handler that prints a record.
+    """
+
+    queue: queue.Queue[logging.LogRecord | None]
+
+    def __init__(self, lines: logging.Handler) -> None:
+        super().__init__(queue.Queue(MOST_LINES))
+        self._lines, self._dropped = lines, 0
+        lines.lock = None  # only the thread uses it; `logging.shutdown` would wait for a thread that is in a write
+        self._thread = threading.Thread(target=self._print, name="atoll-lines", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Give a record to the thread. If too many records wait, drop this one; a later line says how many were."""
+        try:
+            if self._dropped:
+                self._say_dropped()
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def end(self) -> bool:
+        """Wait until the records are printed, for at most `UNREAD_S` seconds. Return whether all of them were."""
+        try:
+            self.queue.put(None, timeout=UNREAD_S)
+        except queue.Full:
+            return False
+        self._thread.join(UNREAD_S)
+        return not self._thread.is_alive()
+
+    def _say_dropped(self) -> None:
+        told = f"{counted(self._dropped, 'log line')} dropped here, because standard output was not read"
+        self.queue.put_nowait(logging.makeLogRecord({"msg": told}))
+        self._dropped = 0
+
+    def _print(self) -> None:
+        while (record := self.queue.get()) is not None:
+            self._lines.emit(record)
+
+
+@contextmanager
+def log_lines_in_background() -> Iterator[None]:
+    """Print Atoll's log on standard output, as `log_lines` does, but from a thread, until the end of the block.
+
+    If standard output is a pipe or a terminal that nothing reads, a write to it waits. So this thread waits, and not
+    the thread that logs, such as the one that serves all sites.
+    """
+    log_lines()
+    logger = logging.getLogger("atoll")
+    (lines,) = logger.handlers
+    logger.handlers[:] = [background := _InBackground(lines)]
+    try:
+        yield
+    finally:
+        if background.end():
+            logger.handlers[:] = [lines]
+        else:  # else Python waits for the thread's write when it flushes standard output at its exit
+            sys.stdout = sys.__stdout__ = None  # type: ignore[misc]

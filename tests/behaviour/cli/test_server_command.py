@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import os
 import pty
 import re
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 import pytest
 from harness.processes import Nursery, wait_until
 from kit.client import Client
+from kit.wire import WireSite
 
 from atoll.testing.run import status
 
@@ -128,8 +132,8 @@ def test_the_server_says_that_it_starts_before_it_loads_what_is_slow(monkeypatch
     from atoll.cli import server
 
     caplog.set_level("INFO", "atoll")
-    for name in ("log_lines", "raise_on_sigterm"):
-        monkeypatch.setattr(server, name, lambda: None)
+    monkeypatch.setattr(server, "raise_on_sigterm", lambda: None)
+    monkeypatch.setattr(server, "log_lines_in_background", contextlib.nullcontext)
     monkeypatch.setitem(sys.modules, "atoll.server.serve", None)  # importing it fails: nothing before it needs it
     with pytest.raises(ImportError):
         server.run_until_finished(Settings.build({"run.name": "mine"}))
@@ -144,6 +148,35 @@ def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
     served = serve()
     assert served.until("run ").endswith("): only workflows; files in atoll-run\n")
     assert "flow.py:main; start workers with a script that uses atoll.tasks" in served.until("starting the workflow")
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X4")
+def test_a_terminal_that_is_stopped_by_ctrl_s_stops_neither_the_server_nor_its_end(mine, tmp_path) -> None:
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"],
+        cwd=tmp_path / "mine",
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    try:
+        said = b""
+        while b"no worker has joined yet" not in said:
+            said += os.read(terminal, 4096)
+        os.write(terminal, b"\x13")  # Ctrl-S
+        url = re.search(rb"listening on (\S+)", said).group(1).decode()  # type: ignore[union-attr]
+        WireSite(url, "a")  # the server logs that it has joined
+        assert [worker.site for worker in status(url).workers] == ["a"]
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+        os.close(theirs)
 
 
 @pytest.mark.slow
@@ -176,6 +209,75 @@ def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(mine
     assert text.index("; loading PyTorch") < text.index("listening on") < text.index("no worker has joined yet")
     assert "to continue the run, start the same command again" in text[text.index("no worker has joined yet") :]
     assert "waits for 2 sites to join" in text
+
+
+# -- an output that is not read
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X4")
+def test_a_standard_output_that_nothing_reads_stops_neither_the_server_nor_its_end(nursery, tmp_path) -> None:
+    """The pipe takes some lines, then none. A workflow says more than it and the queue take; the status is answered."""
+    (tmp_path / "flow.py").write_text(
+        "import logging\n"
+        "def main(controller):\n"
+        "    for number in range(20_000):\n"
+        "        logging.getLogger('atoll.flow').warning('line %05d', number)\n"
+        "    open('said', 'w').close()\n"
+        "    controller.sites(at_least=1)\n"
+    )
+    unread, output = os.pipe()
+    words = ["server", "--port", "0", "--set", "disk.min_free_bytes=0", "--set", "workflow.function=flow.py:main"]
+    process = subprocess.Popen([*ATOLL, *words], cwd=tmp_path, stdout=output, stderr=subprocess.PIPE)
+    os.close(output)
+    try:
+        said = b""
+        while b"listening on" not in said:
+            said += os.read(unread, 1)
+        while b"\n" not in said.partition(b"listening on")[2]:
+            said += os.read(unread, 1)
+        url = said.partition(b"listening on ")[2].decode().strip()
+        wait_until(lambda: (tmp_path / "said").exists(), "all lines were logged", 50.0)
+        assert not status(url).finished
+        process.terminate()
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    finally:
+        process.kill()
+        process.wait()
+        os.close(unread)
+
+
+def test_lines_that_found_no_room_are_counted_and_the_others_keep_their_order(monkeypatch) -> None:
+    from atoll.cli import text
+
+    class Output(io.StringIO):
+        """It takes nothing until `read` is set."""
+
+        waits, read = threading.Event(), threading.Event()
+
+        def write(self, told: str) -> int:
+            self.waits.set()
+            self.read.wait(30)
+            return super().write(told)
+
+    monkeypatch.setattr(text, "MOST_LINES", 2)
+    monkeypatch.setattr(sys, "stdout", output := Output())
+    log = logging.getLogger("atoll")
+    for name, value in (("handlers", []), ("level", log.level), ("propagate", log.propagate)):
+        monkeypatch.setattr(log, name, value)
+    with text.log_lines_in_background():
+        log.info("line 0")
+        assert output.waits.wait(30)
+        for number in range(1, 6):
+            log.info("line %d", number)
+        output.read.set()
+        wait_until(lambda: "line 2" in output.getvalue(), "the lines before the gap")
+        log.info("line 6")
+    told = [line.partition(" ")[2] for line in output.getvalue().splitlines()]
+    gap = "3 log lines dropped here, because standard output was not read"
+    assert told == ["line 0", "line 1", "line 2", gap, "line 6"]
 
 
 # -- flags and settings
