@@ -14,6 +14,13 @@ IsDefault = Callable[[str], bool]
 """`group.key` → whether the setting has its default value."""
 
 
+class Argument(str):
+    """Name of an argument that is code, such as a function or filters. It stands for the value of a setting."""
+
+    def __repr__(self) -> str:
+        return f"given by the argument {self}"
+
+
 def require_consistent(at: At, is_default: IsDefault) -> None:
     """Check all settings, and raise on the first contradiction.
 
@@ -51,7 +58,8 @@ def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[
     """
     for key, why in others.items():
         if not is_default(key):
-            raise ConfigError(f"{key} is {shown(at(key))}, but {this}: {why}.", f"Leave {key} out, or {instead}.")
+            given = f"the argument {at(key)}" if isinstance(at(key), Argument) else key
+            raise ConfigError(f"{key} is {shown(at(key))}, but {this}: {why}.", f"Leave {given} out, or {instead}.")
 
 
 def shown(value: Any) -> str:
@@ -153,10 +161,8 @@ def _require_streaming(at: At, is_default: IsDefault) -> None:
     every, fragments, delay = at("diloco.sync_every"), at("diloco.num_fragments"), at("diloco.fragment_sync_delay")
     inflight = at("diloco.max_inflight")
     if every % fragments:
-        near = sorted(
-            {max(fragments, every - every % fragments), every - every % fragments + fragments},
-            key=lambda other: abs(other - every),
-        )
+        below = every - every % fragments
+        near = sorted({max(fragments, below), below + fragments}, key=lambda other: abs(other - every))
         raise ConfigError(
             f"diloco.sync_every is {every} and diloco.num_fragments is {fragments}: sync_every must be a "
             "multiple of num_fragments, because one fragment is due every sync_every/num_fragments steps.",
@@ -204,12 +210,13 @@ def _require_workflows(at: At) -> None:
     if function and entries:
         raise ConfigError(
             f"workflow.function is {function!r}, but workflow.steps is set, too (number of steps: {len(entries)}).",
-            f'Leave workflow.function out, and add it to workflow.steps: {{path = "{function}"}}.',
+            "Add it to workflow.steps instead, as a table with the key path.",
         )
     if function and total:
         raise ConfigError(
             f"workflow.function is {function!r}, but rounds.total is {total}: a run has either a workflow or rounds.",
-            "Leave rounds.total out: the run is finished when the workflow returns.",
+            "Leave rounds.total out: the run is finished when the workflow returns. For both, one after the other, set "
+            'workflow.steps: {kind = "train"}, then the workflow as {path = …}.',
         )
     trains = [entry.kind == TRAIN for entry in entries]
     if entries and total and not any(trains):

@@ -228,13 +228,7 @@ def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
     for group, key in (("aggregation", "aggregator"), ("model", "persistor")):
         table = groups[group].get(key) if isinstance(groups.get(group), dict) else None
         if isinstance(table, Mapping) and is_reference(table.get("path")):
-            found = component_at(table["path"], components, f"{group}.{key}")
-            if len(table) > 1:
-                raise ConfigError(
-                    f"{group}.{key} is {dict(table)!r}, but its path refers to a component, which has its own "
-                    "arguments.",
-                    "Put the arguments into the args of the component.",
-                )
+            found = _component(table, len(table) > 1, components, f"{group}.{key}")
             groups[group][key] = {**found.args, "path": found.path}
     return groups
 
@@ -242,10 +236,20 @@ def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
 def _filter(entry: Any, components: Mapping[str, Component], key: str) -> Any:
     if not isinstance(entry, Mapping) or not is_reference(entry.get("path")):
         return entry
-    found = component_at(entry["path"], components, key)
-    if entry.get("args"):
+    found = _component(entry, bool(entry.get("args")), components, key)
+    return {**entry, "path": found.path, "args": dict(found.args)}
+
+
+def _component(table: Mapping[str, Any], has_args: bool, components: Mapping[str, Component], key: str) -> Component:
+    """Return the component that a table of the setting `key` refers to.
+
+    Raises:
+        ConfigError: the component does not exist, or the table has arguments, too.
+    """
+    found = component_at(table["path"], components, key)
+    if has_args:
         raise ConfigError(
-            f"{key} has {dict(entry)!r}, but its path refers to a component, which has its own arguments.",
+            f"{key} has {dict(table)!r}, but its path refers to a component, which has its own arguments.",
             "Put the arguments into the args of the component.",
         )
-    return {**entry, "path": found.path, "args": dict(found.args)}
+    return found

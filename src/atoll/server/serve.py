@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.errors import ConfigError, UsageError, public_api
+from atoll.errors import UsageError, public_api
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
@@ -78,7 +78,7 @@ class Server:
             `{"rounds": {"total": 10, "sites": 3}}` or `{"rounds.total": 10, "rounds.sites": 3}`.
 
     Raises:
-        ConfigError: a setting is unknown or wrong.
+        ConfigError: a setting is unknown or wrong, or contradicts an argument.
     """
 
     def __init__(
@@ -93,13 +93,11 @@ class Server:
         evaluation: Mapping[str, Any] | None = None,
     ) -> None:
         self.settings = settings_beside(
-            "Server", settings, model=model, workflow=workflow, outer_optimizer=outer_optimizer
+            "Server", settings, model=model, workflow=workflow, outer_optimizer=outer_optimizer, filters=filters
         ).with_absolute_folders()
         model = None if isinstance(model, str) else model
         workflow = None if isinstance(workflow, str) else workflow
         self._outer = outer_optimizer = None if isinstance(outer_optimizer, str) else outer_optimizer
-        if self.settings.swarm.enabled:
-            _refuse_code(workflow=workflow, outer_optimizer=outer_optimizer, filters=filters)
         self._model = model
         self._filters = TaskFilters(self.settings, data_filters, filters)
         self._workflows = WorkflowSchedule.of(self.settings, workflow, self._filters, evaluation)
@@ -107,13 +105,8 @@ class Server:
             require_training(self.settings)
         if self._workflows is None or not self._workflows.sends_tasks:
             self._filters.require_rounds()
-        if (
-            self._workflows is not None
-            and not self._workflows.trains
-            and model is None
-            and self.settings.model.source is None
-            and not self.settings.model.persistor.path
-        ):
+        has_model = model is not None or self.settings.model.source is not None or self.settings.model.persistor.path
+        if not has_model and self._workflows is not None and not self._workflows.trains:
             self._model = NO_MODEL
         self._gate = open_gate(self.settings)
         self._finished = Latch()
@@ -333,17 +326,3 @@ class Server:
             if run.watched_s != watched_s:  # the client asked again, and saw that the run is finished
                 return
             await run.changed(0.1)
-
-
-def _refuse_code(**given: Any) -> None:
-    """Refuse functions and objects passed to the server of a swarm, because workers filter and aggregate there.
-
-    Raises:
-        ConfigError: an argument has a value.
-    """
-    for name, value in given.items():
-        if value is not None and not (isinstance(value, Sequence) and not value):
-            raise ConfigError(
-                f"Server got {name}, but swarm.enabled is true: workers cannot run code that only the server has.",
-                "Use a setting of the run file instead, filter at the sites, or set swarm.enabled = false.",
-            )

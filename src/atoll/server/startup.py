@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from atoll.aggregation.plan import Plan, cpu_capability, torch_build
 from atoll.algorithms.resolve import resolve
-from atoll.config import Settings
+from atoll.config import Settings, default_of
+from atoll.config.consistency import Argument, require_consistent
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.server.coordinator.background_writes import require_files, require_no_results
@@ -34,6 +35,13 @@ LOG = logging.getLogger("atoll.server")
 Outer = Callable[..., Optimizer] | None
 """The outer optimizer that a program passes to `Server`: a class, or a function (parameters, **options) → optimizer."""
 
+_CODE = {
+    "workflow": "workflow.function",
+    "outer_optimizer": "algorithm.outer_optimizer",
+    "filters": "workflow.result_filters",
+}
+"""Argument of a program, if its value is code → the setting that it replaces."""
+
 SAME_BITS = ("torch", "cpu_capability")
 """Values in the record of the outer optimizer that may differ after a restart. A difference causes only a warning."""
 
@@ -46,20 +54,25 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     Args:
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
-        named: the arguments `model`, `workflow` and `outer_optimizer`; values that are not texts are ignored.
+        named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text is the value of a setting.
+            For code, the run must support the setting that the argument replaces.
 
     Raises:
         UsageError: an argument is a text, although `settings` is a complete `Settings` object.
-        ConfigError: a setting is unknown or wrong.
+        ConfigError: a setting is unknown or wrong, or contradicts an argument.
     """
     texts = {name: value for name, value in named.items() if isinstance(value, str)}
-    if not texts:
-        return Settings.build(settings)
-    if isinstance(settings, Settings):
+    if texts and isinstance(settings, Settings):
         raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Put all into the settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
     keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
-    return Settings.build({**(settings or {}), **{keys[name]: text for name, text in texts.items()}})
+    values = {keys[name]: text for name, text in texts.items()}
+    built = settings if isinstance(settings, Settings) else Settings.build({**(settings or {}), **values})
+    code = {key: Argument(name) for name, key in _CODE.items() if named.get(name) and name not in texts}
+    require_consistent(
+        lambda key: code.get(key) or built.at(key), lambda key: key not in code and built.at(key) == default_of(key)
+    )
+    return built
 
 
 def open_run(

@@ -100,7 +100,7 @@ class Simulation:
         on_round: called with the summary of every finished round.
 
     Raises:
-        ConfigError: a setting is unknown or wrong, or is not supported in a simulation.
+        ConfigError: a setting is unknown, wrong or not supported in a simulation, or contradicts an argument.
         UsageError: the script is a function that other processes cannot import.
     """
 
@@ -123,7 +123,9 @@ class Simulation:
         if not isinstance(settings, Settings):
             count = {} if sites is None else {"rounds.sites": len(_names(sites))}
             settings = {"disk.state_dir": Path(STATE_DIR), **count, **(settings or {})}
-        settings = settings_beside("Simulation", settings, model=model, outer_optimizer=outer_optimizer)
+        settings = settings_beside(
+            "Simulation", settings, model=model, outer_optimizer=outer_optimizer, filters=filters
+        )
         model, outer_optimizer = (None if isinstance(each, str) else each for each in (model, outer_optimizer))
         self.sites = _names(settings.rounds.sites if sites is None else sites)
         self.settings = _simulated(settings, len(self.sites))

@@ -19,6 +19,7 @@ from kit.sites import diloco, together
 from torch import nn
 
 from atoll.errors import ConfigError
+from atoll.filters import NormClip
 
 
 def halved(s: int) -> float:
@@ -233,6 +234,9 @@ def test_settings_that_defeat_each_other_are_told_of_at_the_start_and_in_status(
         ({"aggregation.download_codec.name": "itn8"}, "download_codec.name = 'itn8' is not one of none, bf16"),
         ({"algorithm.name": "scaffold"}, "this algorithm's own tensors change only in rounds"),
         ({"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', but async.enabled is true"),
+        ({"filters": [NormClip(1.0)]}, "by the argument filters, but async.enabled is true: .*Leave the argument fil"),
+        ({"filters": {"a": [NormClip(1.0)]}}, "result_filters is given by the argument filters, but async.enabled is"),
+        ({"workflow": print}, "workflow.function is given by the argument workflow, but async.enabled is true"),
         ({"rounds.min_sites": 2, "rounds.sites": 2}, "rounds.min_sites is 2, but async.buffer_size is 1"),
         ({"rounds.quorum": 1, "rounds.deadline_s": 3}, "quorum is 1, but async.enabled is true"),
         ({"algorithm.name": "fedavg", "diloco.dynamic_local_steps": True}, "steps is set, but in 'fedavg'"),

@@ -23,6 +23,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (THREE | {"aggregation.aggregator.path": "a:b"}, "aggregator is 'a:b', but diloco.num_fragments is 3", "to 1"),
     (THREE | {"rounds.sample_fraction": 0.5}, "rounds.sample_fraction is 0.5, but diloco.num_fragments is 3", "to 1"),
     (THREE | {"workflow.function": "a:b"}, "workflow.function is 'a:b', but diloco.num_fragments is 3", "to 1"),
+    (
+        THREE | {"workflow": print},
+        "by the argument workflow, but diloco.num_fragments is 3",
+        "Leave the argument workfl",
+    ),
     ({"K": 13, "H": 13}, "diloco.num_fragments is 13, but the model has only 12", "at most 12"),
     (PLAIN | {"algorithm.name": "fedavg", "K": 2}, "diloco.num_fragments is 2, but in 'fedavg'", "diloco"),
     (PLAIN | {"algorithm.name": "scaffold", "tau": 2}, "fragment_sync_delay is 2, but in 'scaffold'", "diloco"),

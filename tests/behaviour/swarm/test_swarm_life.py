@@ -197,9 +197,15 @@ def test_each_site_has_the_result_and_nothing_else_is_left(nursery: Nursery, tmp
             {"algorithm.outer_optimizer.name": None, "algorithm.outer_optimizer.path": "mine.py:Adam"},
             "algorithm.outer_optimizer",
         ),
-        ({"outer_optimizer": torch.optim.Adam}, "Server got outer_optimizer"),
-        ({"filters": [NormClip(1.0)]}, "Server got filters"),
-        ({"workflow": print}, "Server got workflow"),
+        (
+            {"outer_optimizer": torch.optim.Adam},
+            "outer_optimizer is given by the argument outer_optimizer, but swarm.*entry point",
+        ),
+        (
+            {"filters": [NormClip(1.0)]},
+            "by the argument filters, but swarm.*filter at the sites. Leave the argument filters out",
+        ),
+        ({"workflow": print, "rounds.total": 0}, "by the argument workflow, but swarm.enabled is true"),
         ({"workflow.function": "mine.py:main"}, "workflow"),
         ({"workflow.result_filters": [{"filters": [{"path": "mine.py:Clip"}]}]}, "workflow.result_filters"),
         ({"model.persistor": {"path": "mine.py:Keep"}}, "persistor"),

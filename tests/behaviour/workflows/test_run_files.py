@@ -13,7 +13,7 @@ from kit.servers import new_server, plain_server
 from ordered_world import Run
 
 import atoll
-from atoll.errors import AtollError, ConfigError, UsageError
+from atoll.errors import AtollError, ConfigError
 
 EVALUATION = {"kind": "cross_site_evaluation"}
 TRAINING = {"kind": "train"}
@@ -225,5 +225,5 @@ def test_functions_are_looked_at_before_the_server_starts(
 
 
 def test_a_function_beside_the_list_is_refused() -> None:
-    with pytest.raises(UsageError, match="its settings have one, too"):
+    with pytest.raises(ConfigError, match=r"given by the argument workflow, but workflow\.steps is set.*Add it to"):
         atoll.Server(workflow=print, settings=steps(EVALUATION))

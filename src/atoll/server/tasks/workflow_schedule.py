@@ -142,7 +142,6 @@ class WorkflowSchedule:
 
         Raises:
             UsageError: both `given` and the settings have a workflow, or `evaluation` is set for a swarm.
-            ConfigError: `given` is a function, but the run has rounds.
         """
         if evaluation is not None:
             if settings.swarm.enabled:
@@ -153,15 +152,8 @@ class WorkflowSchedule:
                     "docs/cross-site-evaluation.md.",
                 )
             return cls(settings, None, filters, evaluation)
-        if given is not None and (settings.workflow.function is not None or settings.workflow.steps):
+        if given is not None and settings.workflow.function is not None:
             raise UsageError("Server got a workflow, but its settings have one, too.", "Use one of them.")
-        if given is not None and settings.rounds.total:
-            raise ConfigError(
-                f"A workflow is given, but rounds.total is {settings.rounds.total}: a run has either a "
-                "workflow or rounds.",
-                'Leave rounds.total out. For both, one after the other, set workflow.steps = [{"kind": '
-                '"train"}, {"path": function}].',
-            )
         if given is None and settings.workflow.function is None and not settings.workflow.steps:
             return None
         return cls(settings, given, filters)
