@@ -392,20 +392,21 @@ class Versions:
         Raises:
             Gone: the server no longer has the version, or the version has no delta.
         """
-        with self._journal.lock:
-            pin, row = self.pin(fragment, version), self.delta(fragment, version)
+        with self._journal.lock, contextlib.ExitStack() as pinned:
+            pin, row = pinned.enter_context(self.pin(fragment, version)), self.delta(fragment, version)
             if row is None:
-                pin.release()
                 raise Gone(f"Version {version} of fragment {fragment} has no delta.", "Download the whole version.")
             pool = self._slots.pool(DELTA, fragment)
             slot = pool[row.slot]
+
+            def drop(_: Pin[DeltaRow]) -> None:
+                pool.drop(slot, PULL)
+                pin.release()
+
+            delta = Pin(row, [slot], pin.revoked, drop)
             pool.hold(slot, PULL)
-
-        def drop(_: Pin[DeltaRow]) -> None:
-            pool.drop(slot, PULL)
-            pin.release()
-
-        return Pin(row, [slot], pin.revoked, drop)
+            pinned.pop_all()
+        return delta
 
     def _unpin(self, pin: Pin[VersionRow]) -> None:
         fragment = pin.row.fragment
@@ -414,11 +415,8 @@ class Versions:
             for kind, slot in zip((VERSION, STATE), pin.slots, strict=False):
                 self._slots.pool(kind, fragment).drop(slot, PULL)
             if not self._journal.closed and pin.row.version not in self._needed(fragment):
-                with (
-                    contextlib.suppress(DiskFull),
-                    self._journal.transaction(),
-                ):  # if this fails, the next commit drops the version
-                    self.drop_old(fragment)
+                with contextlib.suppress(DiskFull), self._journal.transaction():
+                    self.drop_old(fragment)  # if this fails, the next commit drops the version
 
     def _revoke_oldest(self, fragment: int) -> None:
         """Drop the oldest versions above `keep_versions + max_pins`, and set `revoked` of their pins (readers)."""

@@ -65,8 +65,12 @@ def quick(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> 
 def test_space_and_open_files_that_lack_are_waited_for(
     tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, points: str, said: list[str]
 ) -> None:
-    """Of every second row that the journal takes, the first attempt fails. Too many connections end no run either."""
+    """Of every second row that the journal takes, the first attempt fails. Too many connections end no run either.
+
+    No attempt leaves a version pinned.
+    """
     with serving(tmp_path) as server, failpoints(points) as times_reached:
+        versions = server._require_run().store.versions
         sites = Sites(server.url, tmp_path)
         sites.join()
         server.run()
@@ -74,6 +78,7 @@ def test_space_and_open_files_that_lack_are_waited_for(
             place, hits = point.split("=")
             assert times_reached(place) > 20 or times_reached(place) >= int(hits.split(",")[-1].split("@")[-1])
     assert [words for words in said if words not in quick.text] == []
+    assert versions._pins == []
     Result(tmp_path).require_same(undisturbed, sites)
 
 

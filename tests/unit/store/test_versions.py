@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,6 +190,16 @@ def test_a_pin_may_outlive_the_store(store: Store) -> None:
     store.close()
     assert read(pin.fd) == content(0)
     pin.release()
+
+
+def test_of_the_versions_that_workers_will_pull_the_newest_are_kept(tmp_path: Path) -> None:
+    """Keep 1 + pins 2: at the last commit, beside versions 4 and 3, the newest and the durable one, there is room for
+    one of the wanted versions.
+    """
+    store = first(tmp_path, keep_versions=1, max_pins=2)
+    store.versions.wanted = lambda fragment: {0, 1, 2}
+    play_rounds(store, range(4), durable=True)
+    assert [row.version for row in store.versions.kept()] == [2, 4]
 
 
 def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> None:
@@ -435,13 +447,36 @@ def test_it_is_there_with_its_version_and_names_its_base(tmp_path: Path) -> None
         row = store.versions.delta(0, 1)
         assert row is not None
         assert (row.base_version, row.base_digest) == (0, blake3(content(0)).hexdigest())
+        unread = store.slots.holds()
         pin = store.versions.pin_delta(0, 1)
         assert read(pin.fd) == delta_content(1)
         pin.release()
         pin.release()
+        assert store.slots.holds() == unread
         with pytest.raises(Gone, match="Version 0 of fragment 0 has no delta"):
             store.versions.pin_delta(0, 0)
     assert store.slots.holds() == {}
+
+
+@pytest.mark.parametrize("opened", [0, 1])
+def test_a_pull_without_a_file_descriptor_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int
+) -> None:
+    """A pull of a difference needs two: of the version and of the difference."""
+    with first(tmp_path, 1, shapes=WITH_DELTA) as store:
+        unread, dup, calls = store.slots.holds(), os.dup, itertools.count()
+
+        def lacking(fd: int) -> int:
+            if next(calls) == opened:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return dup(fd)
+
+        monkeypatch.setattr(os, "dup", lacking)
+        with pytest.raises(OSError, match="Too many open files"):
+            store.versions.pin_delta(0, 1)
+        assert store.slots.holds() == unread
+        with store.versions.pin_delta(0, 1) as pin:
+            assert read(pin.fd) == delta_content(1)
 
 
 def test_it_goes_with_its_version_unless_it_is_being_read(tmp_path: Path) -> None:

@@ -133,39 +133,39 @@ class LocalRounds:
         store, aggregator, begin_s = self._store, self._aggregator, time.monotonic()
         frozen = frozen_round(self._plan, store, fragment, base_version, tickets, number)
         rows = [store.tickets.get(ticket) for ticket in frozen.tickets]
-        base = store.versions.pin(fragment, base_version)
-        draft = store.versions.begin(fragment, frozen.version)
-        try:
-            result = make_version(
-                self._plan,
-                frozen,
-                RoundFiles(
-                    base_fd=base.fd,
-                    state_fd=store.versions.state_file(fragment) if base.row.state_digests else None,
-                    updates={row.ticket: self._filtering.source(row) for row in rows},
-                    base_digests=base.row.part_digests,
-                    base_state_digests=base.row.state_digests,
-                    reduced_fd=aggregator.aggregate(store, rows, number, self._cancelled) if aggregator else None,
-                ),
-                NextFiles(*draft.fds),
-                self._cancelled,
-            )
-            summary = summary_of(frozen, time.monotonic() - begin_s, result.grad_norm)
-            row = store.versions.commit(draft, result, summary_json=summary.model_dump_json(), tickets=frozen.tickets)
-        except BaseException as error:
-            draft.abandon()
-            if isinstance(error, BaseDamaged):
-                raise StateCorrupt(
-                    f"Version {base_version} of fragment {fragment} was damaged on disk while the server was "
-                    f"running: {error.message}",
-                    f"Check the disk of {store.slots.folder}, then start the server again: it continues from "
-                    "the newest undamaged version.",
-                ) from error
-            if isinstance(error, OSError):
-                raise disk_error(error, store.slots.folder / f"version {frozen.version}") from error
-            raise
-        finally:
-            base.release()
+        with store.versions.pin(fragment, base_version) as base:
+            draft = store.versions.begin(fragment, frozen.version)
+            try:
+                result = make_version(
+                    self._plan,
+                    frozen,
+                    RoundFiles(
+                        base_fd=base.fd,
+                        state_fd=store.versions.state_file(fragment) if base.row.state_digests else None,
+                        updates={row.ticket: self._filtering.source(row) for row in rows},
+                        base_digests=base.row.part_digests,
+                        base_state_digests=base.row.state_digests,
+                        reduced_fd=aggregator.aggregate(store, rows, number, self._cancelled) if aggregator else None,
+                    ),
+                    NextFiles(*draft.fds),
+                    self._cancelled,
+                )
+                summary = summary_of(frozen, time.monotonic() - begin_s, result.grad_norm)
+                row = store.versions.commit(
+                    draft, result, summary_json=summary.model_dump_json(), tickets=frozen.tickets
+                )
+            except BaseException as error:
+                draft.abandon()
+                if isinstance(error, BaseDamaged):
+                    raise StateCorrupt(
+                        f"Version {base_version} of fragment {fragment} was damaged on disk while the server was "
+                        f"running: {error.message}",
+                        f"Check the disk of {store.slots.folder}, then start the server again: it continues from "
+                        "the newest undamaged version.",
+                    ) from error
+                if isinstance(error, OSError):
+                    raise disk_error(error, store.slots.folder / f"version {frozen.version}") from error
+                raise
         return row, summary
 
     def cancel(self) -> None:
