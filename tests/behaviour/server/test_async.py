@@ -106,6 +106,25 @@ def test_a_buffer_takes_the_mean_of_so_many(world: WORLD) -> None:
     run.require_weight(nesterov([0.75 * G[0] + 0.25 * G[1]]))
 
 
+@pytest.mark.covers("L5")
+def test_a_buffer_of_old_and_new_updates_weighs_each_by_its_own_staleness(world: WORLD) -> None:
+    """The second step has the update of a, 1 version behind, with weight 3/4, and b's, which is new, with 1/4.
+
+    The staleness halves a's: the step's gradient is 3/4 · 1/2 · g_a + 1/4 · g_b = 0.375 g_a + 0.25 g_b.
+    """
+    run = world(**{"async.buffer_size": 2, "async.staleness_weight": f"{__name__}:halved"})
+    run.pull("a", "b", "c")
+    run.submit("b", G[0])
+    run.submit("c", G[1])
+    run.wait(1)
+    run.pull("b")
+    run.submit("a", G[2], weight=3.0)
+    run.submit("b", G[3], weight=1.0)
+    run.wait(2)
+    assert run.behind() == [("b", 0), ("c", 0), ("a", 1), ("b", 0)]
+    run.require_weight(nesterov([0.5 * G[0] + 0.5 * G[1], 0.375 * G[2] + 0.25 * G[3]]))
+
+
 @pytest.mark.covers("L26")
 def test_an_update_more_than_five_behind_is_told_of(world: WORLD, caplog: pytest.LogCaptureFixture) -> None:
     run = world()

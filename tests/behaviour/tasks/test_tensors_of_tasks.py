@@ -244,3 +244,25 @@ def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_o
         server.run()
     assert plain(came["payload"]) == plain(FIRST)
     assert kept_objects(tmp_path) == []
+
+
+@pytest.mark.covers("T2")
+def test_an_answer_with_tensors_of_another_digest_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
+    """The object is whole, but not the one that the site means, as its digest shows. It is removed."""
+    came: dict[str, Any] = {}
+
+    def main(controller: Any) -> None:
+        came["payload"] = controller.send("a", "train", FIRST, timeout_s=60).payload
+
+    with workflow_server(tmp_path, main) as server:
+        site = WireSite(server.url, "a")
+        task = site.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+        ref = atoll.objects.publish(SECOND, server=server.url)
+        key = {"object": ref.object, "secret": ref.secret, "digest": "0" * 64, "expires_at": ref.expires_at}
+        status, refused = site.post(f"/v1/tasks/{task['task']}/answer", {"body": {"object": key}})
+        assert (status, refused["message"]) == (409, "The answer of site a does not match its digest.")
+        assert "payload" not in came
+        AnsweringSites(server.url, "a", {"train": lambda payload: payload}).join()
+        server.run()
+    assert plain(came["payload"]) == plain(FIRST)
+    assert kept_objects(tmp_path) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 from collections import Counter
@@ -29,7 +31,7 @@ from store_world import (
 
 from atoll.blobs.object_file import pack_object, write_object
 from atoll.blobs.payload_cut import Cut
-from atoll.errors import BadRequest, Busy, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
+from atoll.errors import BadRequest, Busy, Conflict, DiskFull, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.store import update_spool
 from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
 from atoll.store.journal_tables import TICKETS, TicketRow
@@ -466,7 +468,7 @@ def test_a_slot_of_the_journal_is_given_to_no_writer(tmp_path: Path) -> None:
     assert pool.take(WRITER).number == 0  # made anew, in place of what is closed
 
 
-# -- objects that the server makes its own
+# -- published objects
 
 
 def stored(objects: ObjectStore) -> tuple[Kept, str]:
@@ -479,6 +481,28 @@ def stored(objects: ObjectStore) -> tuple[Kept, str]:
     kept.digests.update(enumerate(manifest.part_digests))
     objects.complete(kept, manifest.id)
     return kept, secret
+
+
+@pytest.mark.covers("P9", "F25")
+def test_an_object_is_removed_if_its_note_cannot_be_written_and_its_publisher_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart would not know it: its publisher must not take it for kept."""
+    objects = ObjectStore(tmp_path, max_bytes=5000, max_expires_s=60.0, idle_timeout_s=60.0)
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if target.suffix == ".json":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DiskFull):
+        stored(objects)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    kept, secret = stored(objects)  # nothing is left of the first in the 5,000 bytes
+    assert objects.complete_one(kept.object, secret) is kept
 
 
 @pytest.mark.covers("P9")
