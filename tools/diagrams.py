@@ -28,7 +28,7 @@ def mermaid(table: Table, start: str) -> str:
 
 def document() -> str:
     """All three diagrams as a piece of Markdown."""
-    return "\n".join(f"## {title}\n\n```mermaid\n{mermaid(table, start)}```\n" for title, start, table in SECTIONS)
+    return "\n".join(f"### {title}\n\n```mermaid\n{mermaid(table, start)}```\n" for title, start, table in SECTIONS)
 
 
 def with_diagrams(text: str) -> str:

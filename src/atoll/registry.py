@@ -26,6 +26,9 @@ T = TypeVar("T")
 _OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
 """File name prefixes of the import system and Atoll: frames of these files are left out of tracebacks of user code."""
 
+_OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"]
+"""Optimizers of `torch.optim` that can be an outer optimizer by their lower-case name."""
+
 TABLES: dict[str, dict[str, str]] = {
     "codecs": {
         "none": "atoll.codecs.plain:NoneCodec",
@@ -60,11 +63,7 @@ TABLES: dict[str, dict[str, str]] = {
         "fedyogi": "atoll.algorithms.fedopt:fedyogi",
     },
     "outer": {
-        "sgd": "torch.optim:SGD",
-        "adam": "torch.optim:Adam",
-        "adamw": "torch.optim:AdamW",
-        "adagrad": "torch.optim:Adagrad",
-        "rmsprop": "torch.optim:RMSprop",
+        **{name.lower(): f"torch.optim:{name}" for name in _OPTIMIZERS},
         "yogi": "atoll.outer_optimizers.yogi:Yogi",
         "delayed_nesterov": "atoll.outer_optimizers.delayed_nesterov:DelayedNesterov",
     },

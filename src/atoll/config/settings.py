@@ -178,8 +178,9 @@ class Algorithm(Choice):
     )
     outer_optimizer: Choice = Field(
         default_factory=Choice,
-        description="Outer optimizer and its arguments (`lr`, `momentum`, …): `{name = …}` with a name in "
-        "`torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`. The algorithm has defaults.",
+        description="Outer optimizer and its arguments (`lr`, `momentum`, …): `{name = …}` with the "
+        "lower-case name of one in `torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`. The algorithm has "
+        "defaults.",
     )
     outer_lr_of: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,

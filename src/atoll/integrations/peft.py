@@ -1,8 +1,8 @@
 """PEFT: train only an adapter across sites, and open the result with `PeftModel.from_pretrained`.
 
     model = get_peft_model(base, LoraConfig(...))
-    travels = adapter(model)                   # use this as the model at the server and at every worker
-    fl_round.load_into(travels)                   # changes the parameters of `model` in place
+    lora = adapter(model)       # use this as the model at the server and at every worker
+    fl_round.load_into(lora)    # changes the parameters of `model` in place
 
 The base model is never sent. Every site must have the same base model.
 """

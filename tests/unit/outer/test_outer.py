@@ -66,27 +66,27 @@ class TestDelayedNesterovBehindOthers(OuterContract):
 
 
 class TestNadam(OuterContract):
-    target = torch.optim.NAdam
+    target = "nadam"
 
 
 class TestRadam(OuterContract):
-    target = torch.optim.RAdam
+    target = "radam"
 
 
 class TestRprop(OuterContract):
-    target = torch.optim.Rprop
+    target = "rprop"
 
 
 class TestAdamax(OuterContract):
-    target = torch.optim.Adamax
+    target = "adamax"
 
 
 class TestAdadelta(OuterContract):
-    target = torch.optim.Adadelta
+    target = "adadelta"
 
 
 class TestAsgd(OuterContract):
-    target = torch.optim.ASGD
+    target = "asgd"
 
 
 class TestAdafactor(OuterContract):
