@@ -126,7 +126,7 @@ LINES: dict[str, int] = {
     "rounds": 1_004,
     "server": 590,
     "server/coordinator": 2_670,
-    "server/http": 530,
+    "server/http": 518,
     "server/swarm": 600,
     "server/tasks": 1_450,
     "simulate": 1_450,

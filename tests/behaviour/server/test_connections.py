@@ -260,7 +260,7 @@ def test_under_tls_the_bytes_are_the_same_in_runs_of_any_size(
         written.add(len(data))
         await write(response, data)
 
-    monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
+    monkeypatch.setattr("atoll.server.http.byte_routes.receive_part", spied)
     monkeypatch.setattr(web.StreamResponse, "write", spied_write)
     tls = write_certificate(tmp_path)
     monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))

@@ -252,7 +252,7 @@ def test_receiving_a_part_builds_no_tensor_and_holds_a_few_chunks(
 
     for name in ("frombuffer", "from_numpy", "empty", "zeros", "tensor"):
         monkeypatch.setattr(torch, name, partial(noted, name, getattr(torch, name)))
-    monkeypatch.setattr("atoll.server.http.receive_parts.receive_part", spied)
+    monkeypatch.setattr("atoll.server.http.byte_routes.receive_part", spied)
     model = nn.Linear(4000, 2000, bias=False)  # 32 MB: two parts
     with plain_server(tmp_path, model, **{"network.connections": 1}) as server:
         update = WireSite(server.url).train()

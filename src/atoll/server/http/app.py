@@ -27,8 +27,7 @@ from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, Operation, openapi
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.http.auth import Gate
-from atoll.server.http.byte_routes import ByteRoutes
-from atoll.server.http.receive_parts import PartReceiver
+from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.store.journal import journal_failed
 from atoll.store.store import directory_gone
 from atoll.transport.request_body import break_off, interceptor_of
