@@ -1,4 +1,4 @@
-"""Format sizes and durations for messages, and make text from other processes safe for logs and terminals.
+"""Format sizes, durations and metrics for messages, and make text from other processes safe for logs and terminals.
 
 Unsafe text can contain escape sequences that a terminal executes, line feeds that forge log lines, or bidirectional
 characters that change the visible order. All of these are unprintable characters, so each is shown as an escape.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 
 def size(nbytes: float) -> str:
@@ -32,6 +33,16 @@ def duration(seconds: float) -> str:
 def time_left(seconds: float | None) -> str:
     """Return the remaining time as text, `about 12 s left`; empty for None."""
     return f"about {duration(seconds)} left" if seconds is not None else ""
+
+
+def counted(count: int, what: str) -> str:
+    """Return a count with its noun: "1 death", "2 deaths"."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def numbers(metrics: Mapping[str, float]) -> str:
+    """Return metrics as text: "loss 2.31, tokens_per_s 4.1e+03"."""
+    return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
 
 
 def visible(text: str, most: int | None = None) -> str:

@@ -21,7 +21,6 @@ from atoll.cli.text import (
     duration,
     numbers,
     optimizer,
-    round_line,
     size,
     staleness,
     streaming,
@@ -285,7 +284,7 @@ def plain(status: status_messages.Status, address: str) -> list[str]:
 def latest(status: status_messages.Status) -> list[str]:
     """Return the lines about the last rounds, then those about the last tasks."""
     count = len(status.fragments)
-    rounds = [round_line(summary, fragments=count) for summary in status.history[-ROUNDS_SHOWN:]]
+    rounds = [summary.line(has_fragments=count > 1) for summary in status.history[-ROUNDS_SHOWN:]]
     return [visible(line) for line in (*rounds, *(task_line(task) for task in status.sent[-ROUNDS_SHOWN:]))]
 
 

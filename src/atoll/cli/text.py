@@ -7,14 +7,16 @@ import logging.handlers
 import queue
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from atoll.errors import UsageError
 from atoll.format_text import VisibleLines
+from atoll.format_text import counted as counted
 from atoll.format_text import duration as duration
+from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
 from atoll.posix import require_writable_folder
@@ -49,17 +51,6 @@ def require_file(out: Path, example: str) -> None:
     require_writable_folder(out.parent, ELSEWHERE)
 
 
-def counted(count: int, what: str) -> str:
-    """Return a count with its noun: "1 death", "2 deaths"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def numbers(metrics: Mapping[str, float], leave_out: Iterable[str] = ()) -> str:
-    """Return metrics as text: "loss 2.31, tokens_per_s 4.1e+03"."""
-    skipped = set(leave_out)
-    return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if key not in skipped)
-
-
 def staleness(counts: Mapping[str, int]) -> str:
     """Return how outdated the aggregated updates were, as text: "staleness 1.3 on average, at most 4".
 
@@ -83,19 +74,6 @@ def awaited(fragment: status_messages.FragmentStatus) -> str:
     if sites and reason.startswith("waits for "):  # the reason names the same sites, but without the times
         reason = reason.partition("; ")[2]
     return "; ".join(filter(None, [f"waiting for {sites}" if sites else "", reason]))
-
-
-def round_line(summary: status_messages.RoundSummary, *, fragments: int = 1) -> str:
-    """Return one line about a round; if the run has several fragments, the line names the fragment."""
-    of = f" of fragment {summary.fragment}" if fragments > 1 else ""
-    told = numbers(summary.metrics)
-    behind = f" ({', '.join(map(str, summary.staleness))} behind)" if any(summary.staleness) else ""
-    count = len(summary.workers)
-    part = f" ({count} of {summary.expected} sites)" if count < summary.expected else ""
-    return (
-        f"round {summary.round}{of}: version {summary.version} from {', '.join(summary.workers)}{part}{behind}; "
-        f"{size(summary.bytes_up)} up, {summary.seconds:.2f} s{f'; {told}' if told else ''}"
-    )
 
 
 def task_totals(tasks: Mapping[str, int]) -> str:

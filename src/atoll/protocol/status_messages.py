@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from atoll.format_text import counted, numbers, size
 from atoll.protocol.messages import Count, Message
 
 KEPT = "status.json"
@@ -76,6 +77,18 @@ class RoundSummary(Message):
     )
     aggregator: str = Field("", description="Worker of a swarm that reduced the round; empty: the server.")
     checker: str = Field("", description="Worker that checked the version before it became the head.")
+
+    def line(self, *, has_fragments: bool = False) -> str:
+        """Return the round as one line of text; if the run has several fragments, the line names the fragment."""
+        of = f" of fragment {self.fragment}" if has_fragments else ""
+        updates = counted(len(self.workers), "update")
+        instead = f" instead of {self.expected}" if len(self.workers) < self.expected else ""
+        behind = f", {', '.join(map(str, self.staleness))} behind" if any(self.staleness) else ""
+        told = f"; {numbers(self.metrics)}" if self.metrics else ""
+        return (
+            f"round {self.round}{of}: version {self.version} from {updates}{instead} "
+            f"({', '.join(self.workers)}{behind}), {size(self.bytes_up)}, reduced in {self.seconds:.2f} s{told}"
+        )
 
 
 class PlaceStatus(Message):

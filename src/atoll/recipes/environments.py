@@ -38,6 +38,7 @@ from atoll.errors import (
     UsageError,
     public_api,
 )
+from atoll.format_text import numbers
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import KEPT, RoundSummary, Status
@@ -451,8 +452,8 @@ def model_of(settings: Settings, folder: Path) -> Path:
 
 def round_line(summary: RoundSummary, rounds: int) -> str:
     """Return one line about a round: its number, updates and metrics."""
-    numbers = ", ".join(f"{key} {value:.4g}" for key, value in sorted(summary.metrics.items()))
-    return f"round {summary.round} of {rounds}, {len(summary.workers)} updates{': ' if numbers else ''}{numbers}"
+    told = numbers(summary.metrics)
+    return f"round {summary.round} of {rounds}, {len(summary.workers)} updates{': ' if told else ''}{told}"
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ The closing policy of an open round determines what the round waits for (`closin
 
 from __future__ import annotations
 
+from atoll.format_text import counted
 from atoll.rounds import leases
 from atoll.rounds.closing_policy import StayOpen
 from atoll.rounds.events import LeaseRefused
@@ -32,8 +33,7 @@ def why(state: State, fragment: int, now_s: float) -> str:
         here = len(leases.alive(state.members))
         return f"waits for {state.rules.sites} sites to join, {here} {'has' if here == 1 else 'have'}"
     if round_.phase == "closing":
-        count = len(round_.frozen)
-        return f"reduces {count} update{'' if count == 1 else 's'} of round {round_.number}"
+        return f"reduces {counted(len(round_.frozen), 'update')} of round {round_.number}"
     if round_.phase == "finished":
         return "; ".join(filter(None, ["is finished", state.rules.tracking.why(state.progress)]))
     decision = state.rules.policy.decide(view(state, fragment), now_s)

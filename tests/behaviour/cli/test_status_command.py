@@ -58,7 +58,7 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
     assert "1.2 GB" in first
     assert "loss 2.25" in first
     assert second.endswith("no heartbeat for 120 s")
-    assert lines[-1] == "round 2: version 2 from clinic-a, clinic-b; 8.0 MB up, 0.25 s; loss 2.5"
+    assert lines[-1] == "round 2: version 2 from 2 updates (clinic-a, clinic-b), 8.0 MB, reduced in 0.25 s; loss 2.5"
     assert "\x1b" not in outcome.stdout
 
 
@@ -216,7 +216,7 @@ def test_an_asynchronous_run_says_how_far_behind_updates_were(known, lines) -> N
     assert "streaming: 1 fragment, tau 20, alpha 0.5" in shown
     assert f"outer optimizer {outer}; staleness 1.2 on average, at most 4" in shown
     assert "4.50 (H 166)" in "\n".join(shown)
-    assert "from clinic-a, clinic-b (0, 4 behind);" in shown[-1]
+    assert "from 2 updates (clinic-a, clinic-b, 0, 4 behind)," in shown[-1]
 
 
 # -- without a server, or with one that is to be found

@@ -14,7 +14,6 @@ from concurrent.futures import Executor
 from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, make_version
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, StateCorrupt
-from atoll.format_text import size, time_left
 from atoll.protocol import status_messages
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.sampling import Sampling
@@ -213,28 +212,4 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
         population=frozen.population,
         total_weight=frozen.population_weight or None,
         staleness=[each.staleness for each in updates],
-    )
-
-
-def in_words(
-    summary: status_messages.RoundSummary, row: VersionRow, left_s: float | None, *, has_fragments: bool = False
-) -> str:
-    """Return the log line about a committed round, with the run's remaining time.
-
-    Args:
-        summary: summary of the round.
-        row: the new version.
-        left_s: estimated remaining time of the run in seconds; None if unknown.
-        has_fragments: whether the run has several fragments.
-    """
-    left = f"; {told}" if (told := time_left(left_s)) else ""
-    of = f" of fragment {summary.fragment}" if has_fragments else ""
-    numbers = ", ".join(f"{key} {value:.4g}" for key, value in summary.metrics.items())
-    behind = f", {', '.join(map(str, summary.staleness))} behind" if any(summary.staleness) else ""
-    count = len(summary.workers)
-    instead = f" instead of {summary.expected}" if count < summary.expected else ""
-    return (
-        f"round {summary.round}{of}: version {row.version} from {count} update{'' if count == 1 else 's'}{instead} "
-        f"({', '.join(summary.workers)}{behind}), {size(summary.bytes_up)}, reduced in {summary.seconds:.2f} s"
-        f"{f'; {numbers}' if numbers else ''}{left}"
     )

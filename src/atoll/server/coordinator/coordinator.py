@@ -34,13 +34,14 @@ from atoll.errors import (
     Superseded,
     TicketClosed,
 )
+from atoll.format_text import time_left
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events, waiting
 from atoll.rounds.dynamic_local_steps import local_steps as dylu_steps
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
-from atoll.server.coordinator.aggregate_round import LocalRounds, in_words
+from atoll.server.coordinator.aggregate_round import LocalRounds
 from atoll.server.coordinator.background_writes import (
     BackgroundWriter,
     measured_of,
@@ -735,8 +736,8 @@ class Coordinator:
             LOG.warning("%s", missing(summary, tracking))
         self.left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
         self.apply(events.VersionCommitted(fragment, row.version, value))
-        left_s = self.left.of(self.state, time.monotonic())
-        LOG.info("%s", in_words(summary, row, left_s, has_fragments=self.plan.has_fragments))
+        left = f"; {told}" if (told := time_left(self.left.of(self.state, time.monotonic()))) else ""
+        LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:

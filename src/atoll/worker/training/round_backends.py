@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.errors import UsageError
+from atoll.format_text import numbers
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensor, as_tensors, require_model
@@ -297,7 +298,7 @@ class ScriptAlone:
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Log the metrics of the update, and forget the model. Nothing is sent."""
-        told = ", ".join(f"{key} {value:.4g}" for key, value in info.metrics.items())
+        told = numbers(info.metrics)
         LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
         self._model = None
 
