@@ -48,18 +48,14 @@ class Next:
         round: number of the open round, or of the next round.
         reason: what the round waits for, or why the run has ended.
         previous: state of the site's previous ticket and update; None if there is none.
-        durable: number of the newest version that survives a power loss of the server; None if there is none yet.
         tasks: whether the run sends tasks now, before or after its rounds.
-        left_s: estimated remaining seconds of the run; None if unknown.
     """
 
     head: VersionRef
     round: int = 0
     reason: str = ""
     previous: messages.Outcome | None = None
-    durable: int | None = None
     tasks: bool = False
-    left_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Finished(Next):
 def next_of(reply: messages.TicketReply, fragment: int) -> Next:
     """Convert a `TicketReply` message to `Open`, `Wait` or `Finished`; to a plain `Next` if its status is `ended`."""
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
-    said = (head, reply.round, reply.reason, reply.previous, reply.durable_version, reply.tasks, reply.left_s)
+    said = (head, reply.round, reply.reason, reply.previous, reply.tasks)
     if reply.ticket is not None:
         return Open(*said, ticket=reply.ticket, counted=reply.counted)
     return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*said)

@@ -56,8 +56,7 @@ class Beginning(BaseModel):
     sites: str
 
 
-@dataclass(frozen=True)
-class SiteRound:
+class SiteRound(BaseModel, frozen=True):
     """The message to a process that it shall train one simulated site for one round.
 
     Attributes:
@@ -74,23 +73,6 @@ class SiteRound:
     outcomes: tuple[messages.Outcome, ...]
     counts: bool
     counted: messages.Counted | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this message as JSON values, to send it to a process."""
-        return {
-            "site": self.site,
-            "ticket": self.ticket.model_dump(),
-            "outcomes": [each.model_dump() for each in self.outcomes],
-            "counts": self.counts,
-            "counted": self.counted and self.counted.model_dump(),
-        }
-
-    @classmethod
-    def from_json(cls, told: dict[str, Any]) -> SiteRound:
-        """Return the message that `to_json` encoded as `told`."""
-        outcomes = tuple(messages.Outcome(**each) for each in told["outcomes"])
-        counted = told["counted"] and messages.Counted(**told["counted"])
-        return cls(told["site"], messages.Ticket(**told["ticket"]), outcomes, told["counts"], counted)
 
 
 @dataclass(eq=False)

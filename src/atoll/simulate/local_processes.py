@@ -26,7 +26,6 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
 
 from atoll.child_processes import PipedProcess, ProcessPipe
 from atoll.errors import AtollError, ConfigError, RunFailed
@@ -123,7 +122,7 @@ class LocalProcess:
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest
                 self._pipe.send({"what": "version", "digest": self._base}, job.base.fd)
-            self._pipe.send({"what": "train", "job": job.ticket.id, **job.round.to_json()}, job.spool_fd)
+            self._pipe.send({"what": "train", "job": job.ticket.id, "round": job.round.model_dump()}, job.spool_fd)
             os.write(self._put.fd, job.ticket.id.to_bytes(NUMBER_BYTES, "little"))
 
     def take_back(self) -> int | None:
@@ -200,7 +199,7 @@ def _print_whole_lines() -> None:
 class _Child:
     def __init__(self, channel: ProcessPipe, numbers_fd: int) -> None:
         self._channel, self._numbers_fd = channel, numbers_fd
-        self._jobs: dict[int, tuple[dict[str, Any], int]] = {}  # received and not begun, oldest first
+        self._jobs: dict[int, tuple[SiteRound, int]] = {}  # received and not begun, oldest first
         self._bases: dict[str, int] = {}  # digest of a version → its file descriptor, oldest first
 
     def serve(self) -> None:
@@ -216,9 +215,9 @@ class _Child:
         pid = os.getpid()
         while True:
             number = self._next_number()
-            told, spool_fd = self._job(number)
+            job, spool_fd = self._job(number)
             try:
-                answer = station.train(SiteRound.from_json(told), self._bases[told["ticket"]["base_digest"]], spool_fd)
+                answer = station.train(job, self._bases[job.ticket.base_digest], spool_fd)
             finally:
                 if os.getpid() != pid:  # the script forked: this is the child
                     os._exit(1)
@@ -230,7 +229,7 @@ class _Child:
             select.select([self._numbers_fd], [], [])
         return number
 
-    def _job(self, number: int) -> tuple[dict[str, Any], int]:
+    def _job(self, number: int) -> tuple[SiteRound, int]:
         """Return the job with this number, and the descriptor of the file for its update. Drop jobs taken back.
 
         Also close the files of versions older than the one that the job needs.
@@ -243,12 +242,12 @@ class _Child:
                 continue
             if (before := self._jobs.pop(told["job"], None)) is not None:  # taken back, then sent again
                 os.close(before[1])
-            self._jobs[told["job"]] = told, fd
+            self._jobs[told["job"]] = SiteRound.model_validate(told["round"]), fd
         while (earlier := next(iter(self._jobs))) != number:
             os.close(self._jobs.pop(earlier)[1])
-        told, spool_fd = self._jobs.pop(number)
+        job, spool_fd = self._jobs.pop(number)
         for digest in list(self._bases):
-            if digest == told["ticket"]["base_digest"]:
+            if digest == job.ticket.base_digest:
                 break
             os.close(self._bases.pop(digest))
-        return told, spool_fd
+        return job, spool_fd

@@ -87,7 +87,7 @@ class Actor:
         folder = Path(self._folder.name) / job["site"]
         try:
             put_kept(folder, kept)
-            answer = self._station.train(SiteRound.from_json(job), self._base, self._spool)
+            answer = self._station.train(SiteRound.model_validate(job), self._base, self._spool)
             update = np.empty(nbytes if answer.update is not None else 0, np.uint8)
             read_at(self._spool, update.data, 0)
             return answer.to_json(), update, read_kept(folder)
@@ -261,7 +261,7 @@ class RayProcess:
         if self._base != job.ticket.base_digest:
             self._host.got(self._actor.take.remote(self._host.version(job)))
             self._base = job.ticket.base_digest
-        given = self._actor.train.remote(job.round.to_json(), read_kept(folder), job.update_bytes)
+        given = self._actor.train.remote(job.round.model_dump(), read_kept(folder), job.update_bytes)
         told, update, kept = self._host.got(given)
         answer = Answer.from_json(told)
         if not answer.disk:  # after an error of its disk, an actor returns no local state

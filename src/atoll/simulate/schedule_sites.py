@@ -326,7 +326,13 @@ class Conductor:
         nbytes = self._run.plan.fragments[0].update.nbytes
         counted = counted_of(site, self._run.store) if self._run.plan.algorithm.keeps else None
         return Job(
-            SiteRound(site, ticket, self._outcomes(site), site in self._counted, counted),
+            SiteRound(
+                site=site,
+                ticket=ticket,
+                outcomes=self._outcomes(site),
+                counts=site in self._counted,
+                counted=counted,
+            ),
             base,
             spool.fd,
             nbytes,
