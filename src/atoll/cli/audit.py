@@ -14,6 +14,9 @@ import typer
 from atoll.cli.state_directory import journal_of, open_journal, require_unchanged, unreadable
 from atoll.errors import StateCorrupt, UsageError
 from atoll.format_text import visible
+from atoll.json_files import NoteDamaged
+from atoll.store import verify_journal
+from atoll.store.audit_log import NAME, read_head
 
 
 def command(
@@ -62,10 +65,6 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
         StoreError: this user has no permission to read the directory.
         StateCorrupt: an entry was changed or removed, or the journal is damaged.
     """
-    from atoll.json_files import NoteDamaged
-    from atoll.store import verify_journal
-    from atoll.store.audit_log import NAME, read_head
-
     journal_of(state_dir)
     try:
         head = read_head(state_dir)  # before the journal, because a running server may write both

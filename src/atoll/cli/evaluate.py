@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,9 +20,9 @@ from atoll.cli.text import counted, log_lines, require_file
 from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.format_text import visible
-
-if TYPE_CHECKING:
-    from atoll.protocol.task_messages import Evaluation
+from atoll.protocol import routes
+from atoll.protocol.task_messages import Evaluation, markdown, plain
+from atoll.transport.http_client import ask, server_address
 
 LOG = logging.getLogger("atoll.cli")
 
@@ -74,10 +74,6 @@ def command(
     if out is not None:  # now, not after the evaluation
         require_file(out, "evaluation.md")
     if server is not None:
-        from atoll.protocol import routes
-        from atoll.protocol.task_messages import Evaluation
-        from atoll.transport.http_client import ask, server_address
-
         found = ask(server_address(server), routes.EVALUATION, Evaluation)
     else:
         assert run_file is not None
@@ -89,8 +85,6 @@ def command(
             asked["sites"] = _listed(sites)
         found = _evaluated(settings, asked)
     if out is not None:
-        from atoll.protocol.task_messages import markdown
-
         text = found.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(found)
         out.write_text(text, encoding="utf-8")
     show(found, as_json=json)
@@ -142,8 +136,6 @@ def show(evaluation: Evaluation, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         _tables(evaluation)
     else:
-        from atoll.protocol.task_messages import plain
-
         print("\n".join(map(visible, plain(evaluation))))
 
 

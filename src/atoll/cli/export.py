@@ -15,24 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 
 from atoll.cli.state_directory import no_run, open_journal, permitted, require_unchanged, stored_status
 from atoll.cli.text import ELSEWHERE, require_file
-from atoll.errors import BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
+from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.posix import folder_error, nameless_file, replace_file
+from atoll.protocol import messages, routes, status_messages
+from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path
+from atoll.store.journal_tables import RUNS, VERSIONS, VersionRow
+from atoll.tensors.fragments import split_of
+from atoll.tensors.layout import Layout, version_layout
+from atoll.tensors.schema import Schema
+from atoll.transport.http_client import Http, ask, server_address
+from atoll.transport.tls import read_token
 
 if TYPE_CHECKING:
-    from atoll.protocol.messages import Manifest, RunInfo
-    from atoll.protocol.status_messages import BestStatus
-    from atoll.store.journal_tables import VersionRow
-    from atoll.tensors.layout import Layout
-    from atoll.tensors.schema import Schema
-    from atoll.transport.http_client import Http
     from atoll.transport.object_server import UnnamedFile
     from atoll.transport.part_transfer import HttpTransfer
 
 READ_BYTES = 2**20
-Source = tuple["Layout", int, int | None]
+Source = tuple[Layout, int, int | None]
 """One fragment to export: the layout of its version, the descriptor of the version's file, and the descriptor of its
 fp32 masters (None: export the values in the version itself)."""
 
@@ -70,8 +74,6 @@ def command(
         with permitted(state_dir):
             written = best_of_directory(state_dir, out) if best else from_directory(state_dir, out, version)
     else:
-        from atoll.transport.http_client import server_address
-
         address = server_address(server)
         try:
             written = best_of_server(address, out) if best else from_server(address, out, version)
@@ -96,9 +98,6 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             swarm.
         StateCorrupt: the journal or the file of the version is damaged.
     """
-    from atoll.store.journal_tables import RUNS
-    from atoll.tensors.fragments import split_of
-
     with open_journal(state_dir) as db:
         require_unchanged(db, state_dir)
         found = db.execute(RUNS.select).fetchone()
@@ -135,8 +134,6 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
 
 
 def _kept(db: sqlite3.Connection) -> list[VersionRow]:
-    from atoll.store.journal_tables import VERSIONS
-
     return [VERSIONS.read(row) for row in db.execute(f"{VERSIONS.select} ORDER BY fragment")]
 
 
@@ -165,8 +162,6 @@ def _stored(
         StateCorrupt: the content of a file does not match its digest.
     """
     from atoll.aggregation.outer_state import is_whole
-    from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path
-    from atoll.tensors.layout import version_layout
 
     layout = version_layout(schema, int(settings["network.part_bytes"]), int(settings["model.ranks"]))
     path = slot_path(folder, VERSION, row.fragment, row.slot)
@@ -220,9 +215,6 @@ def best_of_server(server: str, out: Path) -> int:
         UsageError: the run does not track a best version.
         Gone: no round has reported the metric yet, or the server no longer offers the best version for download.
     """
-    from atoll.protocol import routes, status_messages
-    from atoll.transport.http_client import ask
-
     best = ask(server, routes.STATUS, status_messages.Status).best
     if best is None:
         raise UsageError("The run does not track a best version.", "Set rounds.best_metric and restart the server.")
@@ -238,7 +230,7 @@ def best_of_server(server: str, out: Path) -> int:
         raise Gone(f"The server no longer keeps version {best.version}, the best one, for download.", where) from error
 
 
-def _is_file_of(best: BestStatus) -> bool:
+def _is_file_of(best: status_messages.BestStatus) -> bool:
     """Return whether the best version's file is on this machine and has the version and the value that `best` names.
 
     The server may be on another machine, where this path is another run's file.
@@ -258,8 +250,6 @@ def _metadata(path: Path) -> dict[str, str]:
     Raises:
         StateCorrupt: the file is not a complete safetensors file.
     """
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="np") as file:
             return file.metadata() or {}
@@ -303,10 +293,6 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
         UsageError: the run has no model.
         Gone: the server has deleted the version.
     """
-    from atoll.protocol import routes, status_messages
-    from atoll.transport.http_client import Http
-    from atoll.transport.tls import read_token
-
     token_file = os.environ.get("ATOLL_TOKEN_FILE")
     token = read_token(Path(token_file) if token_file else None)
     http = Http(server, token=token, ca=os.environ.get("ATOLL_TLS_CA"))
@@ -335,8 +321,6 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
         heads: for each fragment, the number of its version.
         out: the safetensors file to write.
     """
-    from atoll.protocol import messages, routes
-    from atoll.tensors.layout import version_layout
     from atoll.transport.object_server import UnnamedFile
     from atoll.transport.part_transfer import HttpTransfer
 
@@ -367,7 +351,9 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
         _write(sources, out, split.schema)
 
 
-def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: Layout, file: UnnamedFile) -> None:
+def _pull_from_workers(
+    manifest: messages.Manifest, info: messages.RunInfo, http: Http, layout: Layout, file: UnnamedFile
+) -> None:
     """In a swarm, where workers and not the server have the versions: download a version from one of them.
 
     Args:
@@ -380,8 +366,6 @@ def _pull_from_workers(manifest: Manifest, info: RunInfo, http: Http, layout: La
     Raises:
         Gone: no worker has the version any more, or none of those workers can be reached.
     """
-    from atoll.errors import AtollError
-    from atoll.protocol import routes
     from atoll.worker.peer.peer_transfers import connected
 
     why = "no connected worker has this version."
@@ -412,9 +396,6 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
     Raises:
         PartCorrupt: the bytes arrived damaged each time.
     """
-    from blake3 import blake3
-
-    from atoll.protocol import routes
     from atoll.transport.part_transfer import PART_ATTEMPTS
 
     for _ in range(PART_ATTEMPTS):

@@ -35,11 +35,11 @@ from atoll.cli.text import (
 )
 from atoll.config import TRAIN, Settings, entries_of
 from atoll.errors import ConfigError, RunFailed
+from atoll.protocol import status_messages
 from atoll.rounds.closing_policy import listed
 from atoll.runtime import return_freed_memory
 
 if TYPE_CHECKING:
-    from atoll.protocol import status_messages
     from atoll.server.serve import Server
 
 LOG = logging.getLogger("atoll.cli")

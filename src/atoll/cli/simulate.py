@@ -17,10 +17,10 @@ from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Rounds, Sets, read_settings
 from atoll.cli.text import counted, duration, log_lines, numbers, size
 from atoll.format_text import Seldom
+from atoll.protocol import status_messages
 from atoll.simulate import apart
 
 if TYPE_CHECKING:
-    from atoll.protocol import status_messages
     from atoll.simulate.simulation import Simulated, Simulation
 
 LOG = logging.getLogger("atoll.cli")

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from atoll.errors import StateCorrupt, StoreError, UsageError
 from atoll.protocol import routes, status_messages
+from atoll.store import journal_tables
 
 HISTORY = 20
 AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
@@ -90,8 +91,6 @@ def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
     Raises:
         StateCorrupt: a row is damaged or was changed.
     """
-    from atoll.store import journal_tables
-
     if (changed := journal_tables.changed_row(db)) is not None:
         raise StateCorrupt(
             f"{journal_of(state_dir)} is damaged or was changed: the content of {changed} does not match its checksum.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli.state_directory import stored_status
 from atoll.cli.text import (
     against_data_parallel,
     awaited,
@@ -31,11 +32,11 @@ from atoll.cli.text import (
 )
 from atoll.errors import AtollError, ServerUnreachable, UsageError
 from atoll.format_text import visible
+from atoll.protocol import routes, status_messages
+from atoll.transport.http_client import ask, server_address
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-    from atoll.protocol import status_messages
 
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
@@ -63,8 +64,6 @@ def command(
     ] = None,
 ) -> None:
     """Show the workers and rounds of a run, and for which sites a round waits, how long and why."""
-    from atoll.transport.http_client import server_address
-
     if state_dir is not None:
         if server is not None or watch:
             raise UsageError("--dir cannot be combined with --server or --watch.", "Leave those out.")
@@ -104,8 +103,6 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
     The server's address is read from the stored status.
     """
-    from atoll.cli.state_directory import stored_status
-
     status, source = stored_status(state_dir), str(state_dir)
     if status.address and (live := _asked_by(status)) is not None:
         status, source = live, status.address
@@ -127,9 +124,6 @@ def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
 
 
 def _ask(address: str) -> status_messages.Status:
-    from atoll.protocol import routes, status_messages
-    from atoll.transport.http_client import ask
-
     return ask(address, routes.STATUS, status_messages.Status)
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from atoll.errors import UsageError
 from atoll.format_text import VisibleLines
@@ -20,10 +20,7 @@ from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
 from atoll.posix import require_writable_folder
-
-if TYPE_CHECKING:
-    from atoll.protocol import status_messages
-
+from atoll.protocol import status_messages
 
 ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy if the file that a command was asked to write cannot be written."""

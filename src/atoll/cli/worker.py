@@ -24,6 +24,9 @@ import typer
 
 from atoll.child_processes import END_WITH_PARENT
 from atoll.errors import ServerUnreachable, UsageError
+from atoll.format_text import duration
+from atoll.protocol import messages, routes
+from atoll.transport.http_client import ask, server_address
 from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import LEASES, leave_for
 
@@ -60,8 +63,6 @@ def command(
     restarts: Annotated[int, typer.Option(min=0, help="How often to restart a command that fails or is killed.")] = 0,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
-    from atoll.transport.http_client import server_address
-
     address = server_address(server)
     environment = os.environ | {"ATOLL_SERVER": address}
     if site is not None:
@@ -89,9 +90,6 @@ def _require_server(address: str, told: list[int]) -> str:
     Raises:
         ServerUnreachable: the server did not answer in that time, or another program answers.
     """
-    from atoll.format_text import duration
-    from atoll.protocol import messages, routes
-    from atoll.transport.http_client import ask
     from atoll.worker.session.session import give_up_s
 
     most_s = give_up_s()
@@ -100,8 +98,7 @@ def _require_server(address: str, told: list[int]) -> str:
     while True:
         try:
             timeout_s = min(10.0, max(1.0, end - time.monotonic()))
-            info = ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s)
-            break
+            return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s).name
         except ServerUnreachable as error:
             # is_other: another program answers, or a certificate is wrong; waiting does not help
             if told or time.monotonic() >= end or error.is_other:
@@ -112,7 +109,6 @@ def _require_server(address: str, told: list[int]) -> str:
             print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}", file=sys.stderr, flush=True)
             said, said_s = why, time.monotonic()
         _pause(told, SERVER_PAUSE_S)
-    return info.name
 
 
 def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
