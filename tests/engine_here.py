@@ -1,4 +1,4 @@
-"""Simulations in the test's own process: the station of every engine, which begins at once, since all is imported."""
+"""Simulations in the test's own process: the trainer of every engine, which begins at once, since all is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Here:
         self._threads: list[threading.Thread] = []
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
-        trains = simulated_site.Station(beginning)
+        trains = simulated_site.SiteTrainer(beginning)
 
         def serve() -> None:
             while (job := self._jobs.get()) is not None:
@@ -43,7 +43,7 @@ class Here:
         self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-        script.inside = False  # the station has said that it is
+        script.inside = False  # the trainer has said that it is
 
 
 def simulate_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 Rounds, storage and arithmetic are those of a real server. The parts, from outside to inside, and their files:
 
 Simulation             the public class: settings, sites, an engine                        simulation.py
-  Conductor            lets sites join, gives them rounds, takes their updates             schedule_sites.py
+  SiteScheduler        lets sites join, gives them rounds, takes their updates             schedule_sites.py
     Engine             gives jobs to processes, and replaces processes that end            engine.py
       LocalHost        starts processes on this machine                                    local_processes.py
       RayHost          starts actors of Ray                                                ray_actors.py
-        Station        inside a process: trains one site at a time                         simulated_site.py
+        SiteTrainer    inside a process: trains one site at a time                         simulated_site.py
           SimulatedSite  one site in one round: its base is the server's version file,
                        and its update goes to the server's spool                           simulated_site.py
           Script       the user's training code                                            script.py

@@ -32,7 +32,7 @@ from atoll.errors import AtollError, ConfigError, RunFailed
 from atoll.posix import OwnedFile
 from atoll.simulate import engine
 from atoll.simulate.engine import Answer, Beginning, Job, Killed, SiteRound
-from atoll.simulate.simulated_site import Station
+from atoll.simulate.simulated_site import SiteTrainer
 
 NUMBER_BYTES = 8
 _PR_SET_PDEATHSIG = 1
@@ -205,7 +205,7 @@ class _Child:
     def serve(self) -> None:
         told, _ = self._channel.receive()
         try:
-            station = Station(Beginning.model_validate(told["beginning"]))
+            trainer = SiteTrainer(Beginning.model_validate(told["beginning"]))
         except AtollError as error:
             if error.trace:
                 print(error.trace, file=sys.stderr)
@@ -217,7 +217,7 @@ class _Child:
             number = self._next_number()
             job, spool_fd = self._job(number)
             try:
-                answer = station.train(job, self._bases[job.ticket.base_digest], spool_fd)
+                answer = trainer.train(job, self._bases[job.ticket.base_digest], spool_fd)
             finally:
                 if os.getpid() != pid:  # the script forked: this is the child
                     os._exit(1)

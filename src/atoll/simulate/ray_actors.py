@@ -23,7 +23,7 @@ from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, 
 from atoll.posix import nameless_file, read_at, write_at
 from atoll.simulate import engine
 from atoll.simulate.engine import Answer, Beginning, Job, SiteRound
-from atoll.simulate.simulated_site import Station, answer_to
+from atoll.simulate.simulated_site import SiteTrainer, answer_to
 from atoll.worker.exchange.local_state import Kept, put_kept, read_kept, write_kept
 
 CONNECT_S = 5.0
@@ -54,7 +54,7 @@ class Actor:
         self._error: AtollError | None = None
         self._base, self._spool = (nameless_file(Path(self._folder.name)) for _ in range(2))
         try:
-            self._station = Station(begun)
+            self._trainer = SiteTrainer(begun)
         except AtollError as error:
             self._error = error
 
@@ -87,7 +87,7 @@ class Actor:
         folder = Path(self._folder.name) / job["site"]
         try:
             put_kept(folder, kept)
-            answer = self._station.train(SiteRound.model_validate(job), self._base, self._spool)
+            answer = self._trainer.train(SiteRound.model_validate(job), self._base, self._spool)
             update = np.empty(nbytes if answer.update is not None else 0, np.uint8)
             read_at(self._spool, update.data, 0)
             return answer.to_json(), update, read_kept(folder)

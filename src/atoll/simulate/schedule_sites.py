@@ -32,7 +32,7 @@ from atoll.worker.exchange.local_state import pending
 from atoll.worker.log_lines import error_text
 
 
-class Bases:
+class VersionsInUse:
     """The versions of the global model that simulated sites train from. The store may not delete a version in use.
 
     Args:
@@ -81,7 +81,7 @@ JOIN_AT_ONCE = 500
 HOST = "simulated"
 
 
-class Conductor:
+class SiteScheduler:
     """Runs the rounds of a simulation on the server's event loop.
 
     Args:
@@ -116,7 +116,7 @@ class Conductor:
         self._leases: dict[str, Lease] = {}
         self._jobs: dict[str, Job] = {}
         self._counted = set[str]()  # sites with an accepted update in the run
-        self._bases = Bases(run.store.versions)
+        self._bases = VersionsInUse(run.store.versions)
         self._done = run.state.rounds[0].done
         self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
@@ -133,7 +133,7 @@ class Conductor:
         self._ring()
 
     def failed_to_go_on(self, error: Exception) -> None:
-        """Keep an error for `conduct`, which raises it, and wake the event loop. Called in a thread of the engine."""
+        """Keep an error, which `run_rounds` raises, and wake the event loop. Called in a thread of the engine."""
         self._engine_failed = error
         self._ring()
 
@@ -146,7 +146,7 @@ class Conductor:
 
     # -- the loop
 
-    async def conduct(self) -> None:
+    async def run_rounds(self) -> None:
         """Run rounds until the run is finished.
 
         Raises:
@@ -180,7 +180,7 @@ class Conductor:
             self._release_all()
 
     async def _watch(self) -> None:
-        """Wake the loop of `conduct` whenever the run has changed or ended."""
+        """Wake the loop of `run_rounds` whenever the run has changed or ended."""
         ended = asyncio.ensure_future(self._run.ended.wait())
         ended.add_done_callback(lambda _: self._news.set())
         try:

@@ -234,7 +234,7 @@ def _outcome_among(outcomes: Mapping[int, messages.Outcome], ticket: int) -> mes
     )
 
 
-class Station:
+class SiteTrainer:
     """Trains simulated sites in one process.
 
     Args:

@@ -29,7 +29,7 @@ from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate import STATE_DIR, require_engine
 from atoll.simulate.engine import Beginning, Engine
 from atoll.simulate.local_processes import LocalHost
-from atoll.simulate.schedule_sites import Conductor, now
+from atoll.simulate.schedule_sites import SiteScheduler, now
 from atoll.simulate.script import name_of, require_outside
 from atoll.tensors.module_tensors import Tensors
 from atoll.transport.loop_thread import LoopThread
@@ -237,12 +237,12 @@ class Simulation:
             run.start()
             lasts = plan.algorithm.keeps or plan.codecs[plan.algorithm.codec].feedback
             folder = Path(beginning.sites) if lasts else None
-            conductor = Conductor(run, self.sites, self._engine, folder, self._on_round)
+            scheduler = SiteScheduler(run, self.sites, self._engine, folder, self._on_round)
             if not run.state.finished:
-                await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, conductor)
+                await asyncio.get_running_loop().run_in_executor(None, self._engine.start, beginning, scheduler)
             first, begin_s = run.state.rounds[0].done, time.monotonic()
-            await conductor.conduct()
-            self._result = self._simulated(run, conductor, first, time.monotonic() - begin_s)
+            await scheduler.run_rounds()
+            self._result = self._simulated(run, scheduler, first, time.monotonic() - begin_s)
         finally:
             self._engine.close()
             run.send_away()
@@ -260,7 +260,7 @@ class Simulation:
             sites=str((self.settings.disk.state_dir / SITES).resolve()),
         )
 
-    def _simulated(self, run: Coordinator, conductor: Conductor, first: int, seconds: float) -> Simulated:
+    def _simulated(self, run: Coordinator, scheduler: SiteScheduler, first: int, seconds: float) -> Simulated:
         told = run.store.run_log.history(1, 0)[0].summary_json  # empty for version 0
         last = status_messages.RoundSummary.model_validate_json(told) if told else None
         return Simulated(
@@ -268,14 +268,14 @@ class Simulation:
             metrics_file=self.exports / "metrics.jsonl",
             version=run.store.versions.head().version,
             rounds=run.state.rounds[0].done - first,
-            worker_rounds=conductor.worker_rounds,
+            worker_rounds=scheduler.worker_rounds,
             seconds=seconds,
-            bytes_up=conductor.bytes_up,
-            bytes_down=conductor.bytes_down,
+            bytes_up=scheduler.bytes_up,
+            bytes_down=scheduler.bytes_down,
             metrics=dict(last.metrics) if last else {},
-            failed=dict(conductor.failed),
-            late=conductor.late,
-            refused=dict(conductor.refused),
+            failed=dict(scheduler.failed),
+            late=scheduler.late,
+            refused=dict(scheduler.refused),
         )
 
 

@@ -22,7 +22,7 @@ from atoll.json_files import NoteDamaged
 from atoll.protocol.messages import Outcome
 from atoll.simulate import engine, simulated_site
 from atoll.simulate.engine import Answer, Beginning, Job
-from atoll.simulate.schedule_sites import Bases
+from atoll.simulate.schedule_sites import VersionsInUse
 from atoll.simulate.simulated_site import answer_to
 from atoll.simulate.simulation import threads_of
 from atoll.tensors.schema import TensorSpec
@@ -49,17 +49,17 @@ def held() -> list[int]:
 
 
 @pytest.fixture
-def bases(held: list[int]) -> Bases:
+def bases(held: list[int]) -> VersionsInUse:
     class Pins:
         def pin(self, fragment: int, version: int) -> Pin:
             assert fragment == 0
             return Pin(version, held)
 
     versions: Any = Pins()
-    return Bases(versions)
+    return VersionsInUse(versions)
 
 
-def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: Bases, held: list[int]) -> None:
+def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: VersionsInUse, held: list[int]) -> None:
     first, again = bases.take(0), bases.take(0)
     assert first is again
     assert held == [0]
@@ -74,7 +74,7 @@ def test_a_version_is_pinned_once_and_until_the_last_has_trained_from_it(bases: 
     assert held == [1, 2]
 
 
-def test_all_are_given_back_at_the_end(bases: Bases, held: list[int]) -> None:
+def test_all_are_given_back_at_the_end(bases: VersionsInUse, held: list[int]) -> None:
     bases.take(0)
     bases.take(1)
     bases.release()

@@ -59,7 +59,7 @@ from atoll.server.coordinator.roster import (
     Attendance,
     Lease,
     Presence,
-    Stale,
+    StalenessCounter,
     TimeLeft,
     roster_of,
     why_silent,
@@ -150,7 +150,7 @@ class Coordinator:
         totals = store.run_log.totals()
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
-        self.stale, self.advice = Stale(plan), advice(plan)
+        self.stale, self.advice = StalenessCounter(plan), advice(plan)
         self.left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.bytes_up = self.bytes_down = 0

@@ -358,7 +358,7 @@ FAR_BEHIND = 5
 """Staleness above which an update causes a warning."""
 
 
-class Stale:
+class StalenessCounter:
     """Counts how stale updates were (how many versions behind the newest), and warns about high values.
 
     Attributes:

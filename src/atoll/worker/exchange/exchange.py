@@ -43,7 +43,7 @@ from atoll.worker.exchange import apply_version, encode_update
 from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNote
 from atoll.worker.exchange.encode_update import Filtered, Finish, LocalFragment
 from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
-from atoll.worker.exchange.upload_update import Outlet, UpdateUpload, resend_note
+from atoll.worker.exchange.upload_update import UpdateServer, UpdateUpload, resend_note
 from atoll.worker.log_lines import LOG, Progress, size
 from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
 
@@ -62,8 +62,8 @@ class Exchange:
         transfer: the connections over which parts of files are sent and downloaded.
         files: the fragment's files at this site.
         local: the fragment at this site: its base, local state and filters; forms updates.
-        outlet: in a swarm (workers exchange files among themselves): serves this worker's updates, and finds versions
-            at other workers; else None.
+        peer_server: in a swarm (workers exchange files among themselves): serves this worker's updates, and finds
+            versions at other workers; else None.
         shards: gives this rank's shards of the model; None: the model is not sharded.
         puller: downloads versions into the base file.
         upload: uploads the update in the outbox.
@@ -78,7 +78,7 @@ class Exchange:
     transfer: HttpTransfer
     files: DiskFiles
     local: LocalFragment
-    outlet: Outlet | None = None
+    peer_server: UpdateServer | None = None
     shards: Callable[[], Shards] | None = None
     refusals: int = 0
     settled: int = 0
@@ -88,8 +88,10 @@ class Exchange:
         self.site, number = self.session.site, self.local.number
         self.fragment = number or 0
         self.base, self.outbox = self.files.base, self.files.outbox
-        self.puller = Puller(self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.outlet)
-        self.upload = UpdateUpload(self.session, self.transfer, self.outbox, number, self.outlet)
+        self.puller = Puller(
+            self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.peer_server
+        )
+        self.upload = UpdateUpload(self.session, self.transfer, self.outbox, number, self.peer_server)
 
     # -- what comes next
 
@@ -151,7 +153,7 @@ class Exchange:
         if again is None:
             return False
         told = "%s: the server fell back to version %d; submitting this site's update again"
-        if self.outlet is not None:
+        if self.peer_server is not None:
             told = "%s: the updates for version %d are collected again; submitting this site's update again"
         LOG.info(told, self.site, ticket.base.number)
         if not self._takes(again, check=False):
@@ -329,7 +331,7 @@ class Exchange:
                 groups.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
-        if self.outlet is not None or len(self.outbox.layout.all_parts) == 1:
+        if self.peer_server is not None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)
         with self.upload.progress(ticket.round) as bar:

@@ -20,7 +20,7 @@ from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
 from atoll.worker.exchange.encode_update import EncodingLosses, Layouts, LocalFragment
 from atoll.worker.exchange.exchange import Exchange
-from atoll.worker.exchange.upload_update import Outlet
+from atoll.worker.exchange.upload_update import UpdateServer
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import ALONE, RankGroup
 from atoll.worker.session.session import Session
@@ -114,10 +114,10 @@ def take_part(
         home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute() / site  # a script may change folders
         where = folder_of(home, info.run, share)
         opened.enter_context(locked(where, site))
-        outlet, start_peer = _open_peer(session, where) if info.placement == "swarm" else (None, None)
+        peer_server, start_peer = _open_peer(session, where) if info.placement == "swarm" else (None, None)
         parts = session.split.schemas if session.split.count > 1 else (session.schema,)
         exchanges = tuple(
-            _open(session, transfer, where, index if len(parts) > 1 else None, each, outlet, terms.shards)
+            _open(session, transfer, where, index if len(parts) > 1 else None, each, peer_server, terms.shards)
             for index, each in enumerate(parts)
         )
         for each in exchanges:
@@ -166,7 +166,7 @@ def _open(
     folder: Path,
     fragment: int | None,
     schema: Schema,
-    outlet: Outlet | None,
+    peer_server: UpdateServer | None,
     shards: Callable[[], Shards] | None,
 ) -> Exchange:
     """Open the files of a fragment, and return its `Exchange` with the server.
@@ -177,7 +177,7 @@ def _open(
         folder: the site's folder in the run; locked by the caller.
         fragment: the fragment's number; None: the run has one fragment.
         schema: the names, shapes and dtypes of the fragment's tensors.
-        outlet: in a swarm (workers exchange files among themselves): serves this worker's updates; else None.
+        peer_server: in a swarm (workers exchange files among themselves): serves this worker's updates; else None.
         shards: returns this rank's shards of the model; None: the model is not sharded.
     """
     info, sharded, opened = session.info, shards is not None, session.cleanup
@@ -199,10 +199,10 @@ def _open(
     if local.kept is not None:
         local.kept.begin_anew_if_allowed(session.site)
         session.state_fields = partial(getattr, local.kept, "join_fields")
-    return Exchange(session, transfer, files, local, outlet, shards)
+    return Exchange(session, transfer, files, local, peer_server, shards)
 
 
-def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], None]]:
+def _open_peer(session: Session, folder: Path) -> tuple[UpdateServer, Callable[[], None]]:
     """Prepare a worker of a swarm, in which workers download updates from each other.
 
     Returns:
@@ -215,10 +215,10 @@ def _open_peer(session: Session, folder: Path) -> tuple[Outlet, Callable[[], Non
     told = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
     plan = plan_of(told, session.split)
     host = open_host(session.site, http.host, info.idle_timeout_s)
-    outlet = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"))
-    session.peer_address = outlet.address
-    session.cleanup.callback(outlet.close)
-    peer = SwarmPeer(session, outlet, plan, folder)
+    peer_server = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"))
+    session.peer_address = peer_server.address
+    session.cleanup.callback(peer_server.close)
+    peer = SwarmPeer(session, peer_server, plan, folder)
     session.cleanup.callback(peer.close)
     session.before_leave = peer.leave
-    return outlet, peer.start
+    return peer_server, peer.start

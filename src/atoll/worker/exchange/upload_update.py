@@ -32,7 +32,7 @@ MAX_CONFLICTS = 3
 an abandoned attempt may arrive late and replace a newer one."""
 
 
-class Outlet(Sources, Protocol):
+class UpdateServer(Sources, Protocol):
     """In a swarm: the server inside this worker from which other workers download its updates."""
 
     def offer(self, fragment: int, outbox: Any, on_bytes: Callable[[int], None]) -> object:
@@ -57,7 +57,7 @@ class UpdateUpload:
         transfer: the connections that parts are sent over.
         outbox: the file of the update that was formed last.
         number: the fragment's number; None: the run has one fragment.
-        outlet: in a swarm: serves this worker's updates to other workers.
+        peer_server: in a swarm: serves this worker's updates to other workers.
         resuming: whether an earlier process formed the update, so that the server may already have some of its parts.
     """
 
@@ -65,7 +65,7 @@ class UpdateUpload:
     transfer: HttpTransfer
     outbox: Outbox
     number: int | None = None
-    outlet: Outlet | None = None
+    peer_server: UpdateServer | None = None
     resuming: bool = False
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class UpdateUpload:
 
     def retract(self) -> None:
         """In a swarm: stop serving the update. Call this before the outbox is overwritten."""
-        if self.outlet is not None:
-            self.outlet.retract(self.fragment)
+        if self.peer_server is not None:
+            self.peer_server.retract(self.fragment)
 
     def send(
         self,
@@ -114,8 +114,8 @@ class UpdateUpload:
             Conflict: after `MAX_CONFLICTS` repetitions, the server still has parts that do not match the note's
                 digests.
         """
-        if self.outlet is not None:
-            return self._offer(self.outlet, note, bar, retries)
+        if self.peer_server is not None:
+            return self._offer(self.peer_server, note, bar, retries)
         attempts = [(sent, failure)]
         digests = {index: bytes.fromhex(text) for index, text in enumerate(note.part_digests)}
 
@@ -156,9 +156,15 @@ class UpdateUpload:
         path = routes.COMPLETE.format(ticket=ticket)
         return self.session.http.post(path, message, messages.Receipt, timeout_s=timeout_s)
 
-    def _offer(self, outlet: Outlet, note: OutboxNote, bar: Progress, retries: int | None) -> messages.Receipt | Lost:
+    def _offer(
+        self, server: UpdateServer, note: OutboxNote, bar: Progress, retries: int | None
+    ) -> messages.Receipt | Lost:
         """In a swarm: report to the server where the update can be downloaded, until a worker has downloaded it."""
-        message = _message(note).model_copy(update={"source": str(outlet.offer(self.fragment, self.outbox, bar.add))})
+
+        def offered() -> messages.Complete:
+            return _message(note, source=str(server.offer(self.fragment, self.outbox, bar.add)))
+
+        message = offered()
         while True:
             ask = partial(self._complete, note.ticket, message, routes.LONG_POLL_S + POLL_MARGIN_S)
             receipt = self.session.call(ask, "submit", retries=retries, kind=messages.Receipt)
@@ -167,9 +173,8 @@ class UpdateUpload:
             self.session.on_wait()  # the call was a long poll
             if receipt.unpulled:
                 time.sleep(AGAIN_S)
-                outlet.retract(self.fragment)
-                source = str(outlet.offer(self.fragment, self.outbox, bar.add))
-                message = message.model_copy(update={"source": source})
+                server.retract(self.fragment)
+                message = offered()
 
 
 def resend_note(
@@ -208,11 +213,12 @@ def resend_note(
     return again if info.mode == "async" and note.sent else None
 
 
-def _message(note: OutboxNote) -> messages.Complete:
+def _message(note: OutboxNote, source: str | None = None) -> messages.Complete:
     return messages.Complete(
         digest=note.digest,
         base_digest=note.base_digest,
         weight=note.weight,
         steps=note.steps,
         metrics=note.metrics,
+        source=source,
     )

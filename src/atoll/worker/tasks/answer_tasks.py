@@ -88,7 +88,7 @@ class _Next:
     abort: threading.Event = field(default_factory=threading.Event)
 
 
-class Ahead:
+class TaskPrefetcher:
     """The prefetcher: a thread that asks the server for the next task, and downloads its tensors to disk.
 
     Args:
@@ -318,7 +318,7 @@ class TaskWorker:
         folder: Path | None = None,
     ) -> None:
         self._site, self._session, self._filters = site, session, AnswerFilters(filters, site)
-        self._ahead = Ahead(session) if pulls_ahead and session is not None else None
+        self._ahead = TaskPrefetcher(session) if pulls_ahead and session is not None else None
         self._models = Models(site, session, self._filters, local, folder)
         self._handlers: dict[str, Handler] = {}
         self._builtin: dict[str, Handler] = {}
