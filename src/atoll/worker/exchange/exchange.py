@@ -413,11 +413,17 @@ class Exchange:
         self.outbox.begin(ticket.layout_digest)
         return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
 
-    def deliver(self, retries: int | None = None) -> Delivered:
-        """Send the outbox's update: the parts that the server lacks, then the message that the update is complete."""
+    def deliver(self, retries: int | None = None, *, resuming: bool = False) -> Delivered:
+        """Send the outbox's update: its parts, then the message that the update is complete.
+
+        Args:
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+            resuming: whether an earlier process formed the update, so that the server may already have some of its
+                parts; only the others are sent.
+        """
         assert self.outbox.note is not None
         with self.upload.progress(self.outbox.note.round) as bar:
-            return self._deliver(bar, None if self.upload.resuming else set(), None, retries)
+            return self._deliver(bar, None if resuming else set(), None, retries)
 
     def _deliver(
         self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
@@ -444,7 +450,7 @@ class Exchange:
             return answer
         self.session.require_here()
         self.outbox.mark_sent()
-        self.upload.resuming, self.refusals = False, 0
+        self.refusals = 0
         if self._warned_of_optimizer and not broken_moments(self.session.optimizers):
             self._warned_of_optimizer = False
             self.session.warn(OF_THE_OPTIMIZER, [])
@@ -485,10 +491,7 @@ class Exchange:
         if note is None or note.run != self.session.info.run or not self._takes(note, check=True):
             self.outbox.clear()
             return False
-        self.upload.resuming = True
-        delivered = self.deliver()
-        self.upload.resuming = False
-        match delivered:
+        match self.deliver(resuming=True):
             case Accepted():
                 LOG.info(
                     "%s: the server accepted the update of round %d that an earlier process left", self.site, note.round

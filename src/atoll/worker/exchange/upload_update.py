@@ -58,7 +58,6 @@ class UpdateUpload:
         outbox: the file of the update that was formed last.
         number: the fragment's number; None: the run has one fragment.
         peer_server: in a swarm: serves this worker's updates to other workers.
-        resuming: whether an earlier process formed the update, so that the server may already have some of its parts.
     """
 
     session: Session
@@ -66,7 +65,6 @@ class UpdateUpload:
     outbox: Outbox
     number: int | None = None
     peer_server: UpdateServer | None = None
-    resuming: bool = False
 
     def __post_init__(self) -> None:
         self.fragment = self.number or 0
