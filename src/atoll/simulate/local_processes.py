@@ -135,8 +135,7 @@ class LocalProcess:
             told, _ = self._pipe.receive()
         except (EOFError, OSError):
             return None
-        del told["what"]
-        return told.pop("job"), Answer.from_json(told)
+        return told["job"], Answer.from_json(told["answer"])
 
     def kill(self) -> None:
         """Kill the process."""
@@ -222,7 +221,7 @@ class _Child:
                 if os.getpid() != pid:  # the script forked: this is the child
                     os._exit(1)
                 os.close(spool_fd)
-            self._channel.send({"what": "answer", "job": number, **answer.to_json()})
+            self._channel.send({"what": "answer", "job": number, "answer": answer.to_json()})
 
     def _next_number(self) -> int:
         while (number := take_number(self._numbers_fd)) is None:  # no job, or it was taken back

@@ -45,7 +45,7 @@ from atoll.transport.http_client import Counters
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import TensorFile
 from atoll.worker.exchange.encode_update import EncodingLosses, Finish, Layouts, LocalFragment
-from atoll.worker.training.federated_loop import Worker, taken_by
+from atoll.worker.training.federated_loop import Worker, joined_as
 from atoll.worker.training.functional_loop import forget
 from atoll.worker.training.round_backends import matching
 
@@ -274,7 +274,7 @@ class SiteTrainer:
         try:
             self._begin_random(job.site, job.ticket.round)
             worker = Worker(site)
-            with taken_by(worker):
+            with joined_as(worker):
                 self._script.train(worker)
         except KeyboardInterrupt:
             raise

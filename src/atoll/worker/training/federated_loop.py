@@ -374,7 +374,7 @@ class Worker(TaskWorker):
         return self._round
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
-        if self is _seat:
+        if self is _simulated:
             raise UsageError(f"Site {self.site} is simulated, so it gets no tasks from a server.", "Use a real worker.")
         return super()._tasks(rounds=rounds)
 
@@ -428,28 +428,24 @@ class Worker(TaskWorker):
 # -- In a process of a simulation, `join` returns the worker of the simulated site.
 
 
-_seat: Worker | None = None
+_simulated: Worker | None = None
+"""The worker of the simulated site that this process is training; None outside of simulations."""
 
 
 @contextmanager
-def taken_by(seat: Worker) -> Iterator[None]:
+def joined_as(worker: Worker) -> Iterator[None]:
     """Let `atoll.join` return this simulated site's worker inside the `with` block. Set `ATOLL_SITE` to its name."""
-    global _seat
-    _seat, before = seat, os.environ.get("ATOLL_SITE")
-    os.environ["ATOLL_SITE"] = seat.site
+    global _simulated
+    _simulated, before = worker, os.environ.get("ATOLL_SITE")
+    os.environ["ATOLL_SITE"] = worker.site
     try:
         yield
     finally:
-        _seat = None
+        _simulated = None
         if before is None:
             os.environ.pop("ATOLL_SITE", None)
         else:
             os.environ["ATOLL_SITE"] = before
-
-
-def seat_here() -> Worker | None:
-    """Return the worker of the simulated site that this process is training; None outside of simulations."""
-    return _seat
 
 
 def require_real(what: str) -> None:
@@ -461,7 +457,7 @@ def require_real(what: str) -> None:
     Raises:
         UsageError: this process trains a simulated site.
     """
-    if _seat is not None:
+    if _simulated is not None:
         raise UsageError(
             f"{what} cannot run in a simulation: it synchronises after a number of its own steps, but a simulated "
             "site is trained for one round at a time.",
@@ -500,9 +496,9 @@ def join(
         ServerUnreachable: a program that is no Atoll server answers at the server's address.
         StateLocked: another process on this machine takes part as the same site.
     """
-    if (seat := seat_here()) is not None:
-        _run_of(seat).filters = require_filters(filters)
-        return seat
+    if _simulated is not None:
+        _run_of(_simulated).filters = require_filters(filters)
+        return _simulated
     ensure_lines()
     server = server_of(server, require_server=require_server)
     if not server:
@@ -516,8 +512,8 @@ def join(
     return Worker(ServerBackend(place), place)
 
 
-def _run_of(seat: Worker) -> LocalFragment:
-    local = seat._backend.local
+def _run_of(worker: Worker) -> LocalFragment:
+    local = worker._backend.local
     assert local is not None  # a simulated site takes part in a run
     return local
 
@@ -527,7 +523,7 @@ def takes_part(server: str | None) -> bool:
 
     Otherwise the script would train alone.
     """
-    return bool(server) or seat_here() is not None
+    return bool(server) or _simulated is not None
 
 
 def run_here(server: str | None, site: str) -> messages.RunInfo | None:
@@ -537,8 +533,8 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
         VersionSkew: server and worker use different versions of the protocol.
         ServerLost, ServerUnreachable: as for `atoll.join`.
     """
-    if (seat := seat_here()) is not None:
-        return _run_of(seat).info
+    if _simulated is not None:
+        return _run_of(_simulated).info
     if not server:
         return None
     session = Session(http_to(server), site)
