@@ -16,6 +16,7 @@ from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, StateCorrupt
 from atoll.protocol import status_messages
 from atoll.protocol.values import FrozenRound, FrozenUpdate
+from atoll.rounds.events import RoundClosed
 from atoll.rounds.sampling import Sampling
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.update_filters import Filtering
@@ -25,19 +26,16 @@ from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store
 
 
-def frozen_round(
-    plan: Plan, store: Store, fragment: int, base_version: int, tickets: Sequence[int], number: int
-) -> FrozenRound:
+def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> FrozenRound:
     """Return the record of a closed round, read from the journal. The next version is made from this record.
 
     Args:
         plan: plan of the run.
         store: store of the run.
-        fragment: the fragment.
-        base_version: the version that the round starts from.
-        tickets: tickets of the updates to aggregate, in this order.
+        closed: the closed round.
         number: number of the round.
     """
+    fragment, base_version = closed.fragment, closed.base_version
     frozen, lost = store.run_log.round(fragment, base_version), store.run_log.lost_versions(fragment)
     summary = json.loads(store.versions.get(fragment, base_version).summary_json or "{}")
     total = frozen.total_weight if frozen else 0.0
@@ -62,7 +60,7 @@ def frozen_round(
                 metrics=dict(row.metrics),
                 nbytes=row.bytes,
             )
-            for row in map(store.tickets.get, tickets)
+            for row in map(store.tickets.get, closed.tickets)
         ],
         expected=sampling.size(settings.rounds.sites) if not settings.async_.enabled else 0,
         population=frozen.population if frozen else 0,
@@ -102,15 +100,13 @@ class LocalRounds:
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
-    async def aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
+    async def aggregate(self, closed: RoundClosed, number: int) -> Committed:
         """Aggregate the updates of a closed round, step the outer optimizer, and commit the next version.
 
         The work runs in a pool thread. If a restart has lost filtered updates, they are first filtered again.
 
         Args:
-            fragment: the fragment.
-            base_version: the version that the round starts from.
-            tickets: tickets of the updates to aggregate, in this order.
+            closed: the closed round.
             number: number of the round.
 
         Returns:
@@ -119,19 +115,18 @@ class LocalRounds:
         Raises:
             RunFailed: the user's aggregator failed, or the result is not finite; the round stays closed.
             DiskFull: nothing is lost; the same call can be repeated.
-            StateCorrupt: the file of `base_version` is damaged. The next start uses the newest intact version.
+            StateCorrupt: the file of the base version is damaged. The next start uses the newest intact version.
             StoreError: the disk failed.
             SyncFailed: fsync failed; the server must end.
         """
-        await self._filtering.prepare_accepted([self._store.tickets.get(ticket) for ticket in tickets], number)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._io, self._aggregate, fragment, base_version, tickets, number
-        )
+        frozen = frozen_round(self._plan, self._store, closed, number)
+        rows = [self._store.tickets.get(ticket) for ticket in frozen.tickets]
+        await self._filtering.prepare_accepted(rows, number)
+        return await asyncio.get_running_loop().run_in_executor(self._io, self._aggregate, frozen, rows)
 
-    def _aggregate(self, fragment: int, base_version: int, tickets: Sequence[int], number: int) -> Committed:
+    def _aggregate(self, frozen: FrozenRound, rows: Sequence[TicketRow]) -> Committed:
         store, aggregator, begin_s = self._store, self._aggregator, time.monotonic()
-        frozen = frozen_round(self._plan, store, fragment, base_version, tickets, number)
-        rows = [store.tickets.get(ticket) for ticket in frozen.tickets]
+        fragment, base_version, number = frozen.fragment, frozen.base_version, frozen.number
         with store.versions.pin(fragment, base_version) as base:
             draft = store.versions.begin(fragment, frozen.version)
             try:

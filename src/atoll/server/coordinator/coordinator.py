@@ -195,7 +195,7 @@ class Coordinator:
                 self.apply(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
-                self._spawn(self._next_version(fragment, round_.head, round_.frozen))
+                self._spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
         self._spawn(self._tick())
         self.background.exports.rewrite_metrics()
         if self.state.finished:
@@ -247,8 +247,8 @@ class Coordinator:
                 self.attendance.ended(effect, self.state)
             case events.RoundOpened() | events.ExpectedChanged():
                 self.attendance.asks(effect, self.state)
-            case events.RoundClosed(fragment, base_version, tickets):
-                self._spawn(self._next_version(fragment, base_version, tickets))
+            case events.RoundClosed():
+                self._spawn(self._next_version(effect))
             case events.BestFound(measured):
                 self._saving_best = self._spawn(self.background.save_best(measured))
             case events.RunFinished():
@@ -703,15 +703,15 @@ class Coordinator:
 
     # -- rounds
 
-    async def _next_version(self, fragment: int, base_version: int, tickets: tuple[int, ...]) -> None:
+    async def _next_version(self, closed: events.RoundClosed) -> None:
         """Make and commit the version of a closed round. Retry while the disk is full; other errors end the server."""
         await over(self._saving_best)  # the next commit may remove the version that is being saved
-        number = self.state.rounds[fragment].number
+        number = self.state.rounds[closed.fragment].number
         try:
             committed = await until_passed(
-                lambda: self._rounds.aggregate(fragment, base_version, tickets, number),
+                lambda: self._rounds.aggregate(closed, number),
                 f"the version of round {number} cannot be written",
-                functools.partial(operator.setitem, self.trouble, fragment),
+                functools.partial(operator.setitem, self.trouble, closed.fragment),
             )
         except Exception as error:
             self._fail_by(error, f"Round {number}", "Restart the server to repeat this step.")

@@ -14,7 +14,7 @@ import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from atoll.aggregation.check_arriving_parts import Overflow
@@ -584,15 +584,11 @@ class Swarm:
 
     # -- closing a round
 
-    async def aggregate(
-        self, fragment: int, base_version: int, tickets: Sequence[int], number: int
-    ) -> Committed | None:
+    async def aggregate(self, round_: events.RoundClosed, number: int) -> Committed | None:
         """Let one worker aggregate a closed round and another one check the result, then commit the new version.
 
         Args:
-            fragment: index of the fragment.
-            base_version: version that the round starts from.
-            tickets: numbers of the tickets with the updates to aggregate, in this order.
+            round_: the closed round.
             number: number of the round.
 
         Returns:
@@ -602,15 +598,16 @@ class Swarm:
             Overflow: the result overflows at every worker that could aggregate the round.
             DiskFull: the journal could not be written. Call this method again.
         """
-        view, losses = self.view, self._reopened[fragment]  # not `losses` of the assignment, which may be an old one
+        view, fragment = self.view, round_.fragment
+        losses = self._reopened[fragment]  # not `losses` of the assignment, which may be an old one
 
         def is_frozen() -> bool:  # if the round was opened again, the same tickets may have other updates
-            frozen = self._ledger.state.rounds[fragment].frozen == tuple(tickets)
+            frozen = self._ledger.state.rounds[fragment].frozen == round_.tickets
             return frozen and self._reopened[fragment] == losses
 
         if not is_frozen():
             return None
-        frozen = frozen_round(self._plan, self._store, fragment, base_version, tickets, number)
+        frozen = frozen_round(self._plan, self._store, round_, number)
         self.look()
         while is_frozen():
             at = view.assignments[fragment]
@@ -625,7 +622,7 @@ class Swarm:
                     return self._commit(frozen, at, closed)
             await self.news(LOOK_S)
         at = view.assignments[fragment]
-        if at.overflowed and at.overflowed.issuperset(view.holding(fragment, base_version)):
+        if at.overflowed and at.overflowed.issuperset(view.holding(fragment, round_.base_version)):
             raise Overflow(at.lost)
         return None
 
