@@ -185,7 +185,7 @@ def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
         assert worker.bytes_down == sum(sizes[part] for part in parts)
     assert base.read_bytes() == content
     assert same(mine, model())
-    told = [line for line in caplog.messages if "are downloaded again" in line]
+    told = [line for line in caplog.messages if "downloading them again" in line]
     assert len(told) == (damage in (zero, damage_one_part))  # of one that is gone there is nothing to say
 
 
