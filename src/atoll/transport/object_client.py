@@ -85,7 +85,7 @@ def idle_timeout(given_s: float | None, default_s: float = IDLE_TIMEOUT_S) -> fl
         return float(_setting("network.idle_timeout_s", default_s))
     if type(given_s) not in (int, float) or not 0 < given_s < math.inf:
         raise UsageError(
-            f"network.idle_timeout_s is {given_s!r}, not a positive number.",
+            f"idle_timeout_s is {given_s!r}, not a positive number.",
             "Give the number of seconds without a byte after which a transfer fails.",
         )
     return float(given_s)

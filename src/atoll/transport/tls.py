@@ -37,8 +37,8 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
-            f"network.tls_cert {str(cert)!r} and network.tls_key {str(key)!r} cannot be used: {error}.",
-            "Set the first to a PEM file with a certificate chain, the second to the file with its private key.",
+            f"The TLS certificate {str(cert)!r} cannot be used with the TLS key {str(key)!r}: {error}.",
+            "Give a PEM file with a certificate chain, and the file with its private key.",
         ) from error
     return context
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import resource
 import shutil
 import subprocess
@@ -80,6 +81,17 @@ def test_space_and_open_files_that_lack_are_waited_for(
     assert [words for words in said if words not in quick.text] == []
     assert versions._pins == []
     Result(tmp_path).require_same(undisturbed, sites)
+
+
+@pytest.mark.covers("F25")
+def test_says_how_the_run_goes_on_without_a_file_of_a_version(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
+    with serving(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
+        sites = Sites(server.url, tmp_path)
+        sites.join()
+        server.run()
+    told = r"not all files of version \d could be written: .* is full.* The run goes on: the next version's are written"
+    assert re.search(told, quick.text)
+    assert (server.exports / "model-000003.safetensors").exists()
 
 
 @contextlib.contextmanager

@@ -253,3 +253,13 @@ def test_neither_side_holds_more_than_a_few_chunks() -> None:
     assert peak_growth(lambda: kept.append(atoll.objects.fetch(refs[0], to_disk=True))) < 1.5 * part
     assert peak_growth(lambda: kept.append(atoll.objects.fetch(refs[0], into=into))) < 1.5 * part
     assert torch.equal(into["w"], tensor)
+
+
+def test_a_publisher_names_what_it_was_given_wrongly(tmp_path: Path) -> None:
+    """Its arguments, and not settings of a run, which it does not have."""
+    write_certificate(tmp_path)
+    (tmp_path / "other.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"^The TLS certificate '.*other\.pem' cannot be used with the TLS key '"):
+        atoll.objects.Publisher(tls_cert=tmp_path / "other.pem", tls_key=tmp_path / "key.pem")
+    with pytest.raises(UsageError, match=r"^idle_timeout_s is 0, not a positive number"):
+        atoll.objects.Publisher(idle_timeout_s=0)

@@ -345,7 +345,12 @@ class BackgroundWriter:
             reason = transient_reason(error)
             if reason is None:
                 raise
-            LOG.error("version %d could not be saved: %s", row.version, reason)
+            LOG.error(
+                "not all files of version %d could be written: %s The run goes on: the next version's are written as "
+                "usual, and a restart of the server completes metrics.jsonl.",
+                row.version,
+                reason,
+            )
 
     async def save_best(self, measured: Measured) -> None:
         """Write the best version, and pass it to the user's persistor. Warn if the server no longer has the version."""

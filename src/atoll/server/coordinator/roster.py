@@ -1,6 +1,7 @@
 """What the server knows about each site, for the status and for warnings: missing sites, staleness, remaining time.
 
-Rounds do not depend on these facts. Most of them were reported by a worker, and may be wrong.
+Rounds depend on few of these facts: leases, the number of refused updates in a row, and the speeds for DyLU. Most of
+the others were reported by a worker, and may be wrong.
 """
 
 from __future__ import annotations
