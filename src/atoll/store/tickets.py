@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from atoll.errors import AtollError, BadRequest, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
+from atoll.errors import AtollError, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot, Slots
@@ -209,6 +209,21 @@ class Tickets:
         """Return the parts of a ticket's update that are on disk and checked: part number → row."""
         return {row.part: row for row in self._journal.select(PARTS, "WHERE ticket = ? ORDER BY part", ticket)}
 
+    def whole(self, row: TicketRow) -> dict[int, PartRow]:
+        """Return all parts of a ticket's update, if all are on disk and checked: part number → row.
+
+        Raises:
+            Conflict: parts are missing. The message says how many, and which is the first.
+        """
+        parts, count = self.parts(row.ticket), len(self._slots.shapes_of(row.fragment).update_parts)
+        missing = [part for part in range(count) if part not in parts]
+        if missing:
+            raise Conflict(
+                f"The update for ticket {row.ticket} lacks {len(missing)} of {count} parts (first: part {missing[0]}).",
+                "Send the missing parts, then complete the update again.",
+            )
+        return parts
+
     def record_part(
         self, ticket: int, part: int, digest: bytes, sumsq: float, writer: PartWriter | None = None
     ) -> None:
@@ -263,13 +278,12 @@ class Tickets:
             norm: L2 norm of the update.
 
         Raises:
-            Conflict: an update with another digest was accepted for this ticket.
             TicketClosed, UpdateRefused: the ticket has expired or was refused. The message says why.
-            BadRequest: parts are missing. The message lists them.
+            Conflict: parts are missing, or an update with another digest was accepted for this ticket.
             SyncFailed: fsync failed; the server must end.
         """
         if self._journal.durability == "power" and (row := self.get(ticket)).state == "open":
-            self._require_parts(row)
+            self.whole(row)
             spool = self.spool(ticket)
             self._journal.sync(spool.fd, str(spool.slot.path))
             self._journal.sync_folder(spool.slot.path.parent)  # the file may be new
@@ -285,7 +299,7 @@ class Tickets:
                 )
             if row.state != "open":
                 raise why_closed(row)
-            self._require_parts(row)
+            self.whole(row)
             spool = self.spool(ticket)  # in a swarm no part was written, so this creates the spool
             failpoint("accept.before")
             nbytes = self._slots.shapes_of(row.fragment).update_bytes
@@ -317,14 +331,6 @@ class Tickets:
             self._journal.after_commit(lambda: spool.close(why_closed(accepted)))
             self._journal.after_commit(lambda: failpoint("accept.after"))
         return accepted
-
-    def _require_parts(self, row: TicketRow) -> None:
-        recorded, wanted = self.parts(row.ticket), self._slots.shapes_of(row.fragment).update_parts
-        missing = [part for part in range(len(wanted)) if part not in recorded]
-        if missing:
-            raise BadRequest(
-                f"The update for ticket {row.ticket} lacks the parts {missing}.", "Send these, then complete it again."
-            )
 
     def refuse(self, ticket: int, reason: str) -> TicketRow:
         """Refuse the update of an open ticket, and return the ticket. A refused or expired ticket stays unchanged.

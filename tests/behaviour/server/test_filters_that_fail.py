@@ -31,6 +31,22 @@ from atoll.server.coordinator.update_filters import HOLDER, Filtering
 from atoll.testing.run import failpoints
 
 
+@pytest.mark.covers("T8", "F14")
+def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp_path: Path) -> None:
+    """A late request begins part 0 anew, and never ends it."""
+
+    class Undone(Filter):
+        def begin(self, update: Outgoing) -> None:
+            server._require_run().store.tickets.spool(1).begin_part(0)
+
+    with serving(tmp_path, sites=1, filters=[Undone()]) as server:
+        status, reply = WireSite(server.url).train(1.0).push().complete()
+    assert (status, reply["message"]) == (
+        409,
+        "The update for ticket 1 lacks 1 of 1 parts (first: part 0).",
+    )
+
+
 @pytest.mark.covers("T8")
 def test_a_disk_without_space_for_what_filters_leave_is_told_as_such(tmp_path: Path) -> None:
     """The site is told to come back, and does."""

@@ -141,7 +141,7 @@ def test_a_site_has_one_ticket_a_round(store: Store) -> None:
 def test_no_update_is_accepted_without_all_its_parts(store: Store) -> None:
     store.tickets.issue(1, "a", 0, 0)
     send_part(store, 1, 1, update_of("a", 0))
-    with pytest.raises(BadRequest, match=r"lacks the parts \[0\]"):
+    with pytest.raises(Conflict, match=r"lacks 1 of 2 parts \(first: part 0\)"):
         accept(store, 1)
     assert store.tickets.get(1).state == "open"
 

@@ -52,7 +52,7 @@ class UpdateAdmission:
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
-        """Accept an update that is completely on disk, and return its ticket.
+        """Accept an update that is completely on disk, and return its ticket. First call `require_plausible`.
 
         Args:
             site: name of the site.
@@ -61,11 +61,10 @@ class UpdateAdmission:
             norm: L2 norm of the update's `params`.
 
         Raises:
-            UpdateRefused: weight, norm or number of steps of the update is not allowed; the message says why.
+            Conflict, TicketClosed, UpdateRefused: parts are missing, or the ticket is over.
             DiskFull: nothing has changed.
             StoreError: the store failed, and the server ends.
         """
-        self.require_plausible(site, ticket, message, norm)
         try:
             row = self._store.tickets.accept(
                 ticket, message.digest, message.weight, message.steps, dict(message.metrics), norm

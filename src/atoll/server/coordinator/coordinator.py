@@ -621,14 +621,7 @@ class Coordinator:
         message = self.admission.with_kept_weight(lease.site, message)
         if self.swarm is not None:
             return await self._offer(self.swarm, lease, row, message)
-        parts, layout = self.store.tickets.parts(ticket), self.plan.fragments[row.fragment].update
-        missing_parts = [part.index for part in layout.parts if part.index not in parts]
-        if missing_parts:
-            raise Conflict(
-                f"The update for ticket {ticket} lacks {len(missing_parts)} of {len(layout.parts)} parts; the first "
-                f"missing one is part {missing_parts[0]}.",
-                "Send the missing parts, then complete the update again.",
-            )
+        parts, layout = self.store.tickets.whole(row), self.plan.fragments[row.fragment].update
         digest = _digest(layout, parts)
         if digest != message.digest:
             raise Conflict(
@@ -643,7 +636,7 @@ class Coordinator:
             if self.store.tickets.get(ticket).is_in:  # a repeated request was accepted meanwhile
                 return await self.complete(lease, ticket, message)
             self.require_open(lease, ticket)
-            if _digest(layout, self.store.tickets.parts(ticket)) != digest:
+            if _digest(layout, self.store.tickets.whole(row)) != digest:
                 raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Complete the update again.")
             if reason:
                 self.admission.refuse(lease.site, ticket, reason, "check the filter at the server.")

@@ -524,6 +524,7 @@ class Swarm:
         try:
             if bad:
                 self._admission.refuse(offer.site, ticket, bad)
+            self._admission.require_plausible(offer.site, ticket, offer.said, norm)
             self._admission.accept(offer.site, ticket, offer.said, norm)
         except UpdateRefused:  # the journal has the refusal; the worker gets it with its next request
             del self.view.offers[ticket]
