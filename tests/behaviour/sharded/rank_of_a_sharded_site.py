@@ -27,6 +27,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import atoll
 from atoll.filters import NormClip
 from atoll.protocol import routes
+from atoll.worker.session import session
 from atoll.worker.session.ranks import RankGroup
 from atoll.worker.training import diloco_loop as diloco_module
 
@@ -80,6 +81,7 @@ class How:
         poison: the step in which the last rank's rows of a tensor become NaN.
         held: step → file that has to be there before it.
         otherwise: what is done with the model in place of training it with DiLoCo.
+        patience_to_join_s: of the ranks with each other until rank 0 has joined.
         patience_s: of the ranks with each other in training; a request of rank 0 to the server takes a tenth of it.
     """
 
@@ -89,12 +91,14 @@ class How:
     held: dict[str, str] = field(default_factory=dict)
     filters: bool = False
     otherwise: str = ""
+    patience_to_join_s: float = 60.0
     patience_s: float = 60.0
 
 
 def main(site: str, out: Path, how: How, **more: Any) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     routes.LONG_POLL_S = min(routes.LONG_POLL_S, how.patience_s / 10)
+    session.LONGEST_BACKOFF_S = min(session.LONGEST_BACKOFF_S, how.patience_to_join_s / 4)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = build()
     trained = shard(model, how.sharded)
@@ -112,6 +116,7 @@ def main(site: str, out: Path, how: How, **more: Any) -> None:
     trace: dict[str, Tensor] = {}
     diloco_module.RankGroup = Counted  # type: ignore[misc]
     more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
+    distributed_c10d._set_pg_timeout(timedelta(seconds=how.patience_to_join_s))
     with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if how.filters else (), **more) as diloco:
         distributed_c10d._set_pg_timeout(timedelta(seconds=how.patience_s))
         for step in range(how.steps):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,21 @@ def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_gro
         world.ended(a, b)
     if sharded:
         require_close(tmp_path, {"a": expected("ab", sync_every=2, rounds=1)["a"]})
+
+
+@pytest.mark.parametrize("sharded", [pytest.param("rows", marks=pytest.mark.long), ""], ids=["sharded", "whole"])
+def test_ranks_have_patience_with_a_server_that_starts_later_than_the_process_groups_timeout(
+    nursery: Nursery, tmp_path: Path, sharded: str
+) -> None:
+    """The server starts only after three times the 2 s after which a rank gives another one up."""
+    port = free_port()
+    options = {key: value for key, value in SETTINGS.items() if key != "model.source"}
+    options |= {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
+    ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)
+    wait_until(lambda: "cannot join" in ranks[0].output(), "rank 0 to wait for the server", 60)
+    time.sleep(6.0)
+    with serve(tmp_path, build(), **options):
+        assert [rank.wait(90) for rank in ranks] == [0, 0], ranks[1].output()[-4000:]
 
 
 def waits(url: str) -> float:

@@ -151,6 +151,7 @@ class Session:
         site: the site's name.
         labels: labels of the worker, shown in the status.
         ranks: the processes of the worker. Rank 0 joins, sends heartbeats and makes calls; every rank gets the answers.
+        on_wait: called from time to time while the worker waits for the server or for other workers.
 
     Attributes:
         info: description of the run.
@@ -159,7 +160,6 @@ class Session:
         heartbeat: the content of the next heartbeat; changed by `tell`.
         counters: bytes and retries so far.
         optimizers: those optimizers of this process that were passed to Atoll.
-        on_wait: called from time to time while the worker waits for the server or for other workers.
         durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
             server.
         peer_address: in a swarm, the address where other workers reach this one; else empty.
@@ -181,6 +181,7 @@ class Session:
         *,
         labels: dict[str, str] | None = None,
         ranks: RankGroup = ALONE,
+        on_wait: Callable[[], None] = ALONE.tick,
     ) -> None:
         self.site, self.http, self.ranks = site, http, ranks
         self.silence, self.counters = OutageTimer(http.server), http.counters
@@ -191,7 +192,7 @@ class Session:
         self.finished = self.has_left = False
         self.before_leave: Callable[[], None] = lambda: None
         self.cleanup = contextlib.ExitStack()
-        self.on_wait: Callable[[], None] = ranks.tick
+        self.on_wait = on_wait
         self.durable_versions: dict[int, int | None] = {}
         self.peer_address = ""
         self.state_fields: Callable[[], dict[str, Any]] = dict

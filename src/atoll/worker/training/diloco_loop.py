@@ -330,11 +330,12 @@ class DiLoCo:
                 self._given_sync_every,
                 self._given_fragments,
                 self._ranks if sharded else ONE_RANK,
+                self._ranks.tick,  # also if only rank 0 takes part, while the others wait for it
                 self._own_shards if sharded else None,
             ),
         )
         session, info = place.session, place.session.info
-        session.on_wait, session.optimizers = self._ranks.tick, self._optimizers
+        session.optimizers = self._optimizers
         try:
             _require_uncorrected(place)
             require_agrees(self._checkpoint, place)
