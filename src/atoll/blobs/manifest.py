@@ -146,8 +146,9 @@ class Manifest:
         """
         if self.id != wanted:
             raise PartCorrupt(
-                f"{what} does not match its reference: the digests of its parts differ.",
-                "Check which process serves it, and any proxy in between; then publish it again.",
+                f"{what} does not match its reference, {wanted[:12]}: its parts have the digests of {self.id[:12]}.",
+                "Use the same release of Atoll on both sides, and check which process serves it and any proxy in "
+                "between.",
             )
 
     def require_object(self, what: str) -> None:

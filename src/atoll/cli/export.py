@@ -343,10 +343,10 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
                 continue
             manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
             path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
-            digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
             if info.placement == "swarm" and version:
                 _pull_from_workers(manifest, info, http, layout, file)
             else:
+                digests = manifest.require_digest(manifest.digest, layout, f"version {version}")
                 parts.pull(path, digests, layout.parts, [file])
         _write(sources, out, split.schema)
 
@@ -368,12 +368,12 @@ def _pull_from_workers(
     """
     from atoll.worker.peer.peer_transfers import connected
 
+    digests = manifest.require_digest(manifest.digest, layout, f"version {manifest.version}")
     why = "no connected worker has this version."
     for source in manifest.sources:
         try:
             with connected(source, info.idle_timeout_s, http.counters) as (ref, parts):
                 path = routes.OBJECT_DATA.format(object=ref.object)
-                digests = [bytes.fromhex(digest) for digest in manifest.part_digests]
                 return parts.pull(path, digests, layout.parts, [file])
         except AtollError as error:
             why = error.message

@@ -22,6 +22,7 @@ from atoll.blobs import manifest as blobs
 from atoll.errors import BadRequest, PartCorrupt, VersionSkew
 from atoll.format_text import visible
 from atoll.tensors.fragments import Split
+from atoll.tensors.layout import Layout
 from atoll.tensors.schema import Schema, TensorSpec
 
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -387,20 +388,29 @@ class Receipt(Message):
 
     accepted: bool = Field(True, description="False in a swarm until the aggregating worker has pulled the update.")
     unpulled: bool = Field(False, description="The aggregating worker could not pull the update: offer it again.")
-    ticket: Count
     digest: Hex32
-    fragment: Count
-    base_version: Count
 
 
 class Parts(Message):
-    """The parts of a file. The id of the file is the BLAKE3 hash of `layout_digest` and the digests of the parts."""
+    """The digests of a file and of its parts. Both sides know the layout that divides the file into parts."""
 
-    layout_digest: Hex32 = Field(
-        description="Digest of the layout; for an object, of head_bytes, nbytes and part_bytes, which it has instead."
-    )
-    nbytes: Count
+    digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
     part_digests: list[Hex32]
+
+    def require_digest(self, wanted: str, layout: Layout, what: str) -> tuple[bytes, ...]:
+        """Return BLAKE3 of each part, after a check that these digests are those of the wanted file.
+
+        Args:
+            wanted: digest of the file.
+            layout: layout of the file, as this side has computed it.
+            what: name of the file in error messages.
+
+        Raises:
+            PartCorrupt: the digests of the parts belong to another file, or to another layout.
+        """
+        manifest = blobs.Manifest.of_layout(layout, [bytes.fromhex(text) for text in self.part_digests])
+        manifest.require_id(wanted, what)
+        return manifest.part_digests
 
 
 class Delta(Parts):
@@ -411,15 +421,12 @@ class Delta(Parts):
 
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the base version.")
-    digest: Hex32
 
 
 class Manifest(Parts):
     """The parts of a version and their digests, so that a download can be checked and resumed part by part."""
 
-    fragment: Count
     version: Count
-    digest: Hex32
     delta: Delta | None = Field(None, description="Difference from the version before; null: none.")
     sources: list[Reference] = Field(
         default_factory=list, description="Workers of a swarm with this version; empty: the server has it."
@@ -450,10 +457,16 @@ class ObjectComplete(Message):
     digest: Hex32 = Field(description="BLAKE3 over the sizes and the part digests in order.")
 
 
-class BlobManifest(Parts):
-    """The manifest of a blob: the sizes of its header and parts, and the digests of its parts."""
+class BlobManifest(Message):
+    """The manifest of a blob: the sizes of its header and parts, and the digests of its parts.
 
+    The id of the blob is the BLAKE3 hash of `layout_digest` and the digests of the parts.
+    """
+
+    layout_digest: Hex32 = Field(description="Digest of the layout; for an object, of its three sizes instead.")
+    part_digests: list[Hex32]
     head_bytes: Count
+    nbytes: Count
     part_bytes: Count
     inline: str | None = Field(None, description="The object's bytes in base64, if small and asked for.")
 

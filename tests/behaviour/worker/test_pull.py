@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import diloco, rewrite_note, tensors_digest
 from kit.servers import plain_server
 from torch import Tensor, nn
 
 import atoll
-from atoll.errors import Gone, UsageError
+from atoll.cli import export
+from atoll.errors import Gone, PartCorrupt, UsageError
 from atoll.filters import Filter
+from atoll.store.versions import Versions
 from atoll.testing.run import failpoints
 from atoll.transport.part_transfer import HttpTransfer
 
@@ -260,6 +264,29 @@ def test_while_an_update_is_formed_no_note_names_the_one_before(server: atoll.Se
         with pytest.raises(KeyboardInterrupt):
             fl_round.submit(trained)
         assert not list(tmp_path.rglob("outbox.json"))
+
+
+@pytest.mark.covers("P8", "F41")
+def test_a_version_of_other_parts_than_its_digest_says_is_refused(
+    server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest names the announced version, but lists the parts of another one, whose bytes then arrive intact."""
+    (slot,) = (tmp_path / "state" / "slots").glob("version-*.safetensors")
+    content = bytearray(slot.read_bytes())
+    content[-1] ^= 1
+    with slot.open("r+b") as file:
+        file.write(content)
+    header = 8 + int.from_bytes(content[:8], "little")
+    last, get = blake3(content[header + 7 * 4 * TILE :]).digest(), Versions.get
+    monkeypatch.setattr(
+        Versions, "get", lambda *key: replace(row := get(*key), part_digests=(*row.part_digests[:-1], last))
+    )
+    refused = pytest.raises(PartCorrupt, match="version 0 does not match its reference")
+    with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker, refused:
+        worker.next_round().load_into(model(seed=9))
+    with pytest.raises(PartCorrupt, match="version 0 does not match its reference"):
+        export.from_server(server.url, tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 @pytest.mark.covers("F42")

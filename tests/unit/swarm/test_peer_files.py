@@ -20,6 +20,7 @@ from atoll.config import FIELDS, GROUPS
 from atoll.config.settings import Group
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
+from atoll.protocol import messages
 from atoll.protocol.swarm_messages import Collect, Hold, Source
 from atoll.server.startup import plan_of
 from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, region_digest
@@ -27,6 +28,7 @@ from atoll.tensors.layout import Layout, Part
 from atoll.transport import object_server
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import LocalBlob, ObjectHost
+from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Version
 
@@ -129,6 +131,19 @@ def mine(tmp_path: Path) -> Iterator[Peer]:
 def theirs(tmp_path: Path) -> Iterator[Peer]:
     with contextlib.closing(Peer(tmp_path / "theirs")) as peer:
         yield peer
+
+
+@pytest.mark.covers("P10", "D10")
+def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server names the digest that it has told, and lists the parts of another file."""
+    wanted, other = mine.version(0, with_state=False), mine.version(0, with_state=False)
+    digests = [digest.hex() for digest in other.part_digests]
+    listed = messages.Manifest(version=0, digest=wanted.digest, part_digests=digests)
+    monkeypatch.setattr(Http, "get", lambda *_: listed)
+    monkeypatch.setattr(HttpTransfer, "pull", lambda *_, **__: None)  # as if the parts of that file arrived
+    hold = Hold(fragment=0, version=0, digest=wanted.digest, state_digest="", sources=[])
+    with pytest.raises(PartCorrupt, match="version 0 does not match its reference"):
+        mine.transfers.version(hold, mine.slot(VERSION), None)
 
 
 @pytest.mark.covers("P10", "D10")

@@ -351,14 +351,7 @@ def test_of_a_difference_only_what_is_missing_is_downloaded_again(tmp_path: Path
     first, *rest = every = [part for part in downlink.parts if part.nbytes]
     file.write(first.start, memoryview(b"\1" * first.nbytes))
     digests = [file.digest(first).hex(), *["0" * 64] * (downlink.count - 1)]
-    delta = messages.Delta(
-        base_version=1,
-        base_digest="1" * 64,
-        digest="2" * 64,
-        layout_digest=downlink.layout.digest,
-        nbytes=downlink.layout.nbytes,
-        part_digests=digests,
-    )
+    delta = messages.Delta(base_version=1, base_digest="1" * 64, digest="2" * 64, part_digests=digests)
     assert file.begin(delta, "3" * 64) == every
     assert file.begin(delta, "3" * 64) == rest
     file.close()

@@ -662,14 +662,7 @@ class Coordinator:
             self.require_open(lease, row.ticket)
             unpulled = row.ticket not in swarm.view.offers
             if unpulled or time.monotonic() >= until_s:
-                return messages.Receipt(
-                    ticket=row.ticket,
-                    digest=message.digest,
-                    fragment=row.fragment,
-                    base_version=row.base_version,
-                    accepted=False,
-                    unpulled=unpulled,
-                )
+                return messages.Receipt(digest=message.digest, accepted=False, unpulled=unpulled)
             await swarm.news(until_s - time.monotonic())
 
     async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
@@ -786,7 +779,7 @@ class Coordinator:
 
 def _receipt(row: TicketRow) -> messages.Receipt:
     assert row.digest is not None
-    return messages.Receipt(ticket=row.ticket, digest=row.digest, fragment=row.fragment, base_version=row.base_version)
+    return messages.Receipt(digest=row.digest)
 
 
 def _digest(layout: Layout, parts: Mapping[int, PartRow]) -> str:

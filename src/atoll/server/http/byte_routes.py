@@ -60,28 +60,23 @@ class ByteRoutes:
         Raises:
             Gone: the server no longer has the version.
         """
-        row, layout = self.store.versions.get(fragment, version), self.plan.fragments[fragment].version
+        row = self.store.versions.get(fragment, version)
         return messages.Manifest(
-            fragment=fragment,
             version=version,
             digest=row.digest,
-            layout_digest=layout.digest,
-            nbytes=layout.nbytes,
             part_digests=[digest.hex() for digest in row.part_digests],
             delta=self._delta(fragment, version),
             sources=self.run.swarm.view.sources(fragment, version, row.digest) if self.run.swarm else [],
         )
 
     def _delta(self, fragment: int, version: int) -> messages.Delta | None:
-        row, downlink = self.store.versions.delta(fragment, version), self.plan.fragments[fragment].downlink
-        if row is None or downlink is None:
+        row = self.store.versions.delta(fragment, version)
+        if row is None or self.plan.fragments[fragment].downlink is None:
             return None
         return messages.Delta(
             base_version=row.base_version,
             base_digest=row.base_digest,
             digest=row.digest,
-            layout_digest=downlink.layout.digest,
-            nbytes=downlink.layout.nbytes,
             part_digests=[digest.hex() for digest in row.part_digests],
         )
 

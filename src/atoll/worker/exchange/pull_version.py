@@ -77,8 +77,7 @@ class DeltaFile(PartsFile):
             version: digest of the version that results when the delta is added.
         """
         parts = [part for part in self.downlink.parts if part.nbytes]
-        note: DeltaNote | None = read_note(self._note_path, DeltaNote)
-        if note is not None and note.version == version:
+        if read_note(self._note_path, DeltaNote) == DeltaNote(version):
             return self.differing(delta.part_digests, parts)
         write_note(self._note_path, DeltaNote(version))
         return parts
@@ -217,6 +216,7 @@ class Puller:
         Raises:
             Gone: the server no longer keeps the version; ask for the newest one. Some tensors may have the version's
                 values.
+            PartCorrupt: the server lists parts of another file, or a part arrived damaged several times.
             TRANSIENT: the last retry failed. If the download had begun, some tensors may have the version's values.
         """
         session, source, patience = self.session, self.files.base, patience.into(into)
@@ -225,12 +225,7 @@ class Puller:
             if into is not None:
                 apply_version.load_(into, base)
             return
-        manifest = self._manifest(version.number, patience.before)
-        if manifest.digest != version.digest:
-            raise Gone(
-                f"The content of version {version.number} at the server is no longer the one announced before.",
-                "Ask for the newest version again.",
-            )
+        manifest = self._manifest(version.number, version.digest, patience.before)
         held = source.note
         if held is not None and held.run == session.info.run and held.version > version.number:
             LOG.warning(
@@ -253,9 +248,17 @@ class Puller:
         if into is not None and model is None and (wanted or is_whole):
             apply_version.load_(into, base)
 
-    def _manifest(self, number: int, retries: int | None) -> messages.Manifest:
+    def _manifest(self, number: int, digest: str, retries: int | None) -> messages.Manifest:
+        """Return the manifest of a version, after a check that it lists the parts of the version with this digest."""
         ask = partial(self.session.manifest, self.fragment, number)
-        return self.session.patiently(ask, retries, f"pull version {number}")
+        manifest = self.session.patiently(ask, retries, f"pull version {number}")
+        if manifest.digest != digest:
+            raise Gone(
+                f"The content of version {number} at the server is no longer the one announced before.",
+                "Ask for the newest version again.",
+            )
+        manifest.require_digest(digest, self.files.base.layout, f"version {number}")
+        return manifest
 
     def _note(self, manifest: messages.Manifest) -> BaseNote:
         run, fragment = self.session.info.run, self.fragment
@@ -369,6 +372,7 @@ class Puller:
             return None
         try:
             for step, delta in steps:
+                delta.require_digest(delta.digest, self.downlink.layout, f"the difference to version {step.version}")
                 path = routes.DELTA_DATA.format(fragment=self.fragment, version=step.version, digest=delta.digest)
                 missing = file.begin(delta, step.digest)
                 self._bring(path, step.version, delta.part_digests, file, missing, None, retries)
@@ -409,9 +413,9 @@ class Puller:
             return []
         while True:
             delta = manifest.delta
-            if delta is None or delta.layout_digest != downlink.layout.digest:
+            if delta is None:
                 return []
-            steps, nbytes = [(manifest, delta), *steps], nbytes + delta.nbytes
+            steps, nbytes = [(manifest, delta), *steps], nbytes + downlink.layout.nbytes
             if nbytes >= self.files.base.layout.nbytes:
                 return []
             if delta.base_digest == note.digest:
@@ -419,8 +423,6 @@ class Puller:
             if delta.base_version <= note.version:
                 return []
             try:
-                manifest = self._manifest(delta.base_version, retries)
-            except Gone:
-                return []
-            if manifest.digest != delta.base_digest:
+                manifest = self._manifest(delta.base_version, delta.base_digest, retries)
+            except (Gone, PartCorrupt):
                 return []
