@@ -230,7 +230,7 @@ class Join(Message):
     local_state_of: list[Counted] = Field(
         default_factory=list,
         max_length=2,
-        description="Updates after which this state was saved; empty: unknown.",
+        description="Updates after which this state was saved; empty: the site has no state.",
     )
     new_local_state: bool = Field(
         False, description="The state may start from zero if it is not the one that the run expects."

@@ -143,8 +143,6 @@ def _named(row: TicketRow) -> messages.Counted:
 
 def _stands(message: messages.Join, store: Store) -> bool:
     """Return whether the site's local state includes its last aggregated update and, if any, its accepted update."""
-    if not message.local_state_of:
-        return True  # workers of an earlier Atoll do not report it
     last = store.tickets.last_of(message.site)
     wanted = [counted_of(message.site, store)]
     if last is not None and last.state == "accepted":

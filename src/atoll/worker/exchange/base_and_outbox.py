@@ -68,7 +68,7 @@ class OutboxNote:
     Attributes:
         part_digests: BLAKE3 of each part, in hex.
         sent: whether the server has received the update and recorded it on disk.
-        site: the site that formed the update; empty in a note that an older release of Atoll wrote.
+        site: the site that formed the update.
     """
 
     run: str
@@ -375,7 +375,7 @@ class Outbox(PartsFile):
         self.note = read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
             self.clear()
-        elif self.note is not None and site and self.note.site not in ("", site):
+        elif self.note is not None and self.note.site != site:
             LOG.warning(
                 "%s belongs to site %s and is not sent. Use a separate folder for each site.", self.path, self.note.site
             )

@@ -3,6 +3,9 @@
 For each parameter, the update contains the pseudo-gradient `base − local`, computed on the parameter's device. Buffers,
 as in `nn.Module.buffers()`, are sent as they are. The memory used is a few buffers of fixed size, whatever the model's
 size.
+
+The parts of this file, in order: a site's filters (`Filtered`, `AnswerFilters`), warnings about updates that are zero
+(`EncodingLosses`), the encoding itself (`UpdateFormer`), and one fragment at one site (`LocalFragment`).
 """
 
 from __future__ import annotations

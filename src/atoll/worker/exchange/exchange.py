@@ -128,11 +128,12 @@ class Exchange:
                 return reply
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
-        """Return whether the server lost power since it gave this ticket, and continues from an older version.
+        """Return whether this ticket has expired, or was given again for another version, so that it is of no use.
 
-        If so, the update in the outbox has to be sent again, and must not be overwritten. If the outbox is empty, or
-        the server's disk already has a version that includes its update, nothing has to be sent again: return False
-        without asking the server.
+        That is how it looks if the server lost power and continues from an older version: then the update in the outbox
+        has to be sent again, and must not be overwritten before the worker has asked for another ticket. An ordinary
+        ticket of a round that has closed is over, too. If the outbox is empty, or the server's disk already has a
+        version that includes its update, nothing has to be sent again: return False without asking the server.
         """
 
         def needed() -> bool:

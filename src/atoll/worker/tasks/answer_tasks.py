@@ -149,8 +149,6 @@ class TaskPrefetcher:
             except AtollError as error:
                 LOG.debug("%s: cannot ask for the next task: %s", self._connection.site, error)
                 with self._news:
-                    if isinstance(error, BadRequest):  # the server does not support prefetching
-                        return
                     self._news.wait_for(lambda: self._closing, PAUSE_S)
                 continue
             if reply.status == "finished":
