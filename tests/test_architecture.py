@@ -138,7 +138,7 @@ LINES: dict[str, int] = {
     "worker/exchange": 2_030,
     "worker/peer": 790,
     "worker/session": 830,
-    "worker/tasks": 580,
+    "worker/tasks": 581,
     "worker/training": 1_675,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""

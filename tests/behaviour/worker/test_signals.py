@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.processes import Nursery, Process, free_port, wait_until
@@ -79,7 +80,7 @@ with atoll.join():
 FORKS = """
 import os, signal, threading
 import atoll
-with atoll.join():
+with {join}:
     if child := os.fork():
         print("forked", flush=True)
         {kill}
@@ -290,16 +291,39 @@ def test_a_scripts_own_handler_stays(server: atoll.Server, tmp_path: Path, numbe
         # a signal just before a wait is seen behind it
         ("os.kill(child, signal.SIGTERM)", "while True: threading.Event().wait(0.1)", -signal.SIGTERM),
         ("", "import atexit; atexit._run_exitfuncs(); os._exit(0)", 0),
+        ("", "raise SystemExit(5)", 5),
+        ("", "1 / 0", 1),
     ],
-    ids=["sigterm", "exit"],
+    ids=["sigterm", "exit", "end of the block", "error in the block"],
 )
 def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(
     server: atoll.Server, start: Start, kill: str, child: str, code: int
 ) -> None:
-    site = start(FORKS.format(kill=kill, child=child))
+    site = start(FORKS.format(join="atoll.join()", kill=kill, child=child))
     wait_until(lambda: f"\n{code}\n" in site.output(), "the child's end")
     assert state_of(server) == "alive"
     site.kill()
+
+
+@pytest.mark.parametrize(
+    ("join", "settings"),
+    [
+        ("atoll.DiLoCo(net := build_model(), torch.optim.SGD(net.parameters()))", {"algorithm": "diloco", "H": 2}),
+        ("atoll.tasks()", {}),
+    ],
+    ids=["DiLoCo", "tasks"],
+)
+def test_a_forked_child_that_ends_in_the_block_of_another_loop_does_not_leave_either(
+    tmp_path: Path, nursery: Nursery, join: str, settings: dict[str, Any]
+) -> None:
+    script = (
+        f"import torch\nfrom kit import build_model\n{FORKS.format(join=join, kill='', child='raise SystemExit(5)')}"
+    )
+    with serve(tmp_path, **{"rounds.sites": 1, "network.heartbeat_timeout_s": 600.0} | settings) as server:
+        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
+        wait_until(lambda: "\n5\n" in site.output(), "the child's end")
+        assert state_of(server) == "alive"
+        site.kill()
 
 
 @pytest.mark.usefixtures("fresh_processes")  # the script acts before Atoll is imported

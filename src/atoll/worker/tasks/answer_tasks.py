@@ -316,6 +316,7 @@ class TaskWorker:
         folder: Path | None = None,
     ) -> None:
         self._site, self._session, self._filters = site, session, AnswerFilters(filters, site)
+        self._process = os.getpid()  # a fork has not joined, so it does not leave
         self._ahead = TaskPrefetcher(session) if pulls_ahead and session is not None else None
         self._models = Models(site, session, self._filters, local, folder)
         self._handlers: dict[str, Handler] = {}
@@ -340,11 +341,13 @@ class TaskWorker:
         self.leave(error)
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leave the run. Idempotent.
+        """Leave the run. Idempotent. In a fork of the process that joined, do nothing.
 
         Args:
             error: the error that ended the script, if any; the server gets its text.
         """
+        if self._process != os.getpid():
+            return
         self._answer_no_more()
         if self._session is not None:
             self._session.leave(last_words(error))

@@ -12,6 +12,7 @@ synchronisation.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -258,6 +259,7 @@ class DiLoCo:
         self.seconds_waited = 0.0
         self._progress: SyncProgress | None = None  # None before the start
         self._started = self._stopped = False
+        self._process = os.getpid()  # a fork has not joined, so it does not leave
         self.sync_every = sync_every or 0
         self._reports = Reports()
         self._not_finite: set[str] = set()  # metrics with a warning that they are not finite
@@ -396,12 +398,14 @@ class DiLoCo:
     def stop(self, error: BaseException | None = None) -> None:
         """Remove the hook and leave the run. Local steps since the last synchronisation are not undone.
 
+        In a fork of the process, do not leave.
+
         Args:
             error: the error that ended training, if any.
         """
         self._unhook()
         place, sync = self._place, self._sync
-        if self._stopped:
+        if self._stopped or self._process != os.getpid():
             return
         if place is None or sync is None:
             self._stopped = not self._server or self._progress is not None

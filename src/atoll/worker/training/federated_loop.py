@@ -332,12 +332,12 @@ class Worker(TaskWorker):
         return self._backend.counters.bytes_down
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Leave the run. Idempotent.
+        """Leave the run. Idempotent. In a fork of the process that joined, do nothing.
 
         Args:
             error: the error that ended local training; the server gets its text. None: training ended well.
         """
-        if not self._has_ended:
+        if not self._has_ended and self._process == os.getpid():
             self._has_ended = True
             self._answer_no_more()
             self._backend.leave(error)
