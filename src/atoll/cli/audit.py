@@ -82,5 +82,5 @@ def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str
 
         require_unchanged(db, state_dir)
         count, digest = verify_journal.everything(rows, state_dir, head)
-        entries = rows("SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", count - last)
+        entries = rows("SELECT seq, at, what, detail_json FROM audit WHERE seq > ? ORDER BY seq", max(0, count - last))
         return count, digest, [(int(seq), str(at), str(what), str(text)) for seq, at, what, text in entries]

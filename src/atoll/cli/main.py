@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Callable
 
 import typer
 
 from atoll.child_processes import Terminated
 from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
-from atoll.errors import AtollError, print_error
+from atoll.errors import AtollError, DiskFull, print_error
+from atoll.posix import FULL
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after a signal: 128 + SIGINT and 128 + SIGTERM, as in shells."""
@@ -58,7 +62,12 @@ def run_command(command: Callable[[], object]) -> None:
     If the user's code raised the error, print its traceback before that line.
     """
     try:
-        command()
+        try:
+            command()
+        finally:
+            if sys.stdout is not None:  # closed by the shell: `>&-`
+                with contextlib.suppress(BrokenPipeError):
+                    sys.stdout.flush()
     except AtollError as error:
         print_error(error)
         raise SystemExit(error.exit_code) from None
@@ -66,6 +75,13 @@ def run_command(command: Callable[[], object]) -> None:
         raise SystemExit(INTERRUPTED) from None
     except Terminated:
         raise SystemExit(TERMINATED) from None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        full = DiskFull(f"The command's output cannot be written ({error.strerror}).", "Free disk space.")
+        print_error(full)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest of the output as it ends
+        raise SystemExit(full.exit_code) from None
 
 
 if __name__ == "__main__":

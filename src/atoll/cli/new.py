@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from atoll import registry
+from atoll.cli.text import require_short
 from atoll.config import DEFAULT_PORT, FIELDS, GROUPS, default_of, to_toml
 from atoll.config.settings import Choice
 from atoll.errors import StoreError, UsageError
@@ -81,9 +82,10 @@ def command(
         "train.py": (files("atoll.cli") / "templates" / script).read_text(encoding="utf-8"),
     }
     another = "Give another folder: atoll new my-run."
-    if present := [name for name in contents if (directory / name).exists()]:
-        raise UsageError(f"{str(directory)!r} already has {', '.join(present)}; nothing was written.", another)
+    require_short(directory)
     try:
+        if present := [name for name in contents if (directory / name).exists()]:
+            raise UsageError(f"{str(directory)!r} already has {', '.join(present)}; nothing was written.", another)
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
             (directory / name).write_text(content, encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import os
 import queue
 import sys
 import threading
@@ -32,6 +33,20 @@ UNREAD_S = 2.0
 """Seconds that a command waits at its end until standard output takes its last lines."""
 
 
+NAME_BYTES = 255
+"""Most bytes in the name of a file on usual file systems."""
+
+
+def require_short(path: Path) -> None:
+    """Check the length of a name that a command is to give to a new file or folder.
+
+    Raises:
+        UsageError: the name is too long.
+    """
+    if len(os.fsencode(path.name)) > NAME_BYTES:
+        raise UsageError(f"The name {path.name!r} has more than {NAME_BYTES} bytes.", "Give a shorter one.")
+
+
 def require_file(out: Path, example: str) -> None:
     """Check, before the work begins, that a command can write its result to `out`.
 
@@ -40,9 +55,10 @@ def require_file(out: Path, example: str) -> None:
         example: a file name for the remedy.
 
     Raises:
-        UsageError: `out` is a folder.
+        UsageError: `out` is a folder, or its name is too long.
         StoreError: the folder of `out` cannot be made, or this user may not write into it.
     """
+    require_short(out)
     if out.is_dir():
         raise UsageError(f"{str(out)!r} is a folder, not a file.", f"Give a file name: {out / example}.")
     require_writable_folder(out.parent, ELSEWHERE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from atoll.config.run_file import FOLDERS
 from atoll.config.workflow_settings import TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
 
@@ -31,7 +32,7 @@ def require_consistent(at: At, is_default: IsDefault) -> None:
     Raises:
         ConfigError: two settings contradict each other. The message has both values and a remedy.
     """
-    _require_name(at)
+    _require_names(at)
     _require_async(at, is_default)
     _require_rounds(at)
     _require_streaming(at, is_default)
@@ -67,7 +68,10 @@ def shown(value: Any) -> str:
     return repr(getattr(value, "target", None) or value)
 
 
-def _require_name(at: At) -> None:
+def _require_names(at: At) -> None:
+    for key in FOLDERS:
+        if "\0" in str(at(key)):
+            raise ConfigError(f"{key} is {str(at(key))!r}.", "Use a path without a null character.")
     if not at("run.name").isprintable():
         raise ConfigError(f"run.name is {at('run.name')!r}.", "Use one line of printable characters.")
 

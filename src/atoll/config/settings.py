@@ -80,6 +80,10 @@ ChunkBytes = Annotated[int, AfterValidator(_chunk)]
 """Type of a setting for the size of a part, in bytes; 0: tensors are sent inside the message."""
 
 
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+"""Type of a setting that seeds torch's random numbers."""
+
+
 class Group(BaseModel):
     """A group of settings: one table of the run file."""
 
@@ -127,7 +131,7 @@ class Run(Group):
         description="What each site runs in `atoll simulate`: a function, as `my_file.py:function` or "
         "`module:function`, or a script, as `my_file.py`.",
     )
-    seed: int = Field(
+    seed: Seed = Field(
         0, description="Seed for building the initial model; in a simulation, also for the random numbers of the sites."
     )
     threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
@@ -218,6 +222,7 @@ class Rounds(Group):
     total: int = Field(
         0,
         ge=0,
+        le=10**15,
         description="Number of rounds until the run is finished; 0: it runs until stopped. Required for federated "
         "algorithms.",
     )

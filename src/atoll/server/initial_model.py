@@ -57,6 +57,10 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     torch.manual_seed(settings.run.seed)
     model: Any = registry.load_attribute(settings.model.source)
     if not isinstance(model, nn.Module):
+        if not callable(model):
+            raise ConfigError(
+                f"{settings.model.source!r} is a {type(model).__name__}.", "Name a function that returns an nn.Module."
+            )
         model = registry.construct(
             functools.partial(model, **settings.model.args),
             f"{settings.model.source!r} cannot be called",

@@ -8,6 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from atoll.errors import UsageError
 from atoll.tensors.arrays import require_model
@@ -278,6 +279,8 @@ def is_sharded(tensor: Tensor) -> bool:
 def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
+    if is_lazy(tensor):
+        raise UsageError(f"{name!r} is a lazy tensor, which has no shape yet.", "Call the model once, on one sample.")
     odd = tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided
     if type(tensor) in PLAIN and not (odd or tensor.is_meta):
         return  # the fast path for nearly all tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from atoll.errors import ConfigError, UsageError
 from atoll.protocol import messages
 from atoll.worker.log_lines import LOG
+
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""Half of a character, which UTF-8 cannot encode."""
 
 
 def default_site() -> str:
@@ -114,10 +118,10 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
         )
     values: dict[str, float] = {}
     for key, given in metrics.items():
-        if not isinstance(key, str) or len(key) > messages.METRIC_CHARS:
+        if not isinstance(key, str) or len(key) > messages.METRIC_CHARS or SURROGATE.search(key):
             raise UsageError(
                 f"{str(key)[:80]!r} cannot be the name of a metric.",
-                f"Use strings of at most {messages.METRIC_CHARS} characters.",
+                f"Use strings of at most {messages.METRIC_CHARS} characters of UTF-8.",
             )
         try:
             values[key] = number(given)

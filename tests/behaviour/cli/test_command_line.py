@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -52,6 +53,8 @@ WRONG = [
     ("worker --server {url} -- no-such-command", "no-such-command"),
     *((f"status --server {address}", repr(address)) for address in ("h:8512", "ftp://h", "http://", "http://h:port")),
     ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Use only one of them"),
+    (f"export {256 * 'x'}.safetensors --dir state", "xxx.safetensors' has more than 255 bytes. Give a shorter one."),
+    (f"new {256 * 'x'}", "xxx' has more than 255 bytes. Give a shorter one."),
     ("audit .", "There is no run in"),
     ("audit", "No state directory is given. Give one: atoll audit STATE_DIR."),
     ("audit a --dir b", "Both a folder and --dir are given."),
@@ -60,11 +63,29 @@ WRONG = [
 
 
 @pytest.mark.covers("X3")
-@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0] + said[:12] for words, said in WRONG])
+@pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0][:40] + said[:9] for words, said in WRONG])
 def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, words: str, said: str) -> None:
     outcome = atoll_command(*words.format(url=canned.url).split())
     assert outcome.returncode == 2
     assert said in " ".join(outcome.stderr.split())
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("buffered", [True, False])
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path, buffered: bool) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    if not buffered:
+        environment["PYTHONUNBUFFERED"] = "1"
+    with open("/dev/full", "w") as full:
+        asked = [sys.executable, "-m", "atoll.cli.main", "new", "mine"]
+        outcome = subprocess.run(
+            asked, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment, check=False
+        )
+    assert outcome.stderr == (
+        "atoll: The command's output cannot be written (No space left on device). Free disk space.\n"
+    )
+    assert outcome.returncode == 7
 
 
 @pytest.mark.usefixtures("fresh_processes")

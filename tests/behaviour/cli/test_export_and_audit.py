@@ -248,6 +248,7 @@ def test_audit_tells_what_was_decided_beside_a_running_server_and_behind_a_stopp
     assert [entry["what"] for entry in running["last"]] == ["committed", "accepted", "committed", "finished"]
     assert running["last"][1]["site"] == "clinic-a"
     server.stop()
+    assert json.loads(atoll_command("audit", "state", "--json", "--last", str(10**30)).stdout) == running
     stopped = atoll_command("audit", "--dir", "state", "--last", "1")
     assert stopped.returncode == 0
     lines = stopped.stdout.splitlines()

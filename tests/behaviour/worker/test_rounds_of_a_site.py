@@ -160,6 +160,7 @@ def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> Non
         ({"metrics": [0.5]}, "The metrics are list, not a dict"),
         ({"metrics": {"loss": "low"}}, "The metric 'loss' is 'low'"),
         ({"metrics": {1: 0.5}}, "'1' cannot be the name of a metric"),
+        ({"metrics": {"\ud800": 0.5}}, r"'\\ud800' cannot be the name of a metric"),
         ({"metrics": {129 * "m": 0.5}}, "'m+' cannot be the name of a metric"),
         (
             {"metrics": {str(number): 0.5 for number in range(257)}},

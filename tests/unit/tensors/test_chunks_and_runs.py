@@ -215,6 +215,7 @@ def test_parameters_are_those_that_a_model_says_it_has() -> None:
         (torch.zeros(2, dtype=torch.complex32), "complex32"),
         (torch.nested.nested_tensor([torch.zeros(2)]), "nested"),
         ("text", "str"),
+        (nn.LazyLinear(2).weight, "lazy tensor"),
     ],
 )
 def test_what_does_not_travel_is_refused_by_name(tensor: object, word: str) -> None:

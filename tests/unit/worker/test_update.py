@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs
 from atoll.codecs.encoded_layout import encoded_layout
-from atoll.errors import StateLocked
+from atoll.errors import StateLocked, UsageError
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
@@ -208,6 +208,13 @@ def test_a_version_is_loaded_into_tensors_however_they_lie(tmp_path: Path, monke
     assert all(torch.equal(into[name], start[name]) for name in into)
     assert max(reads) == 512
     assert len(reads) < 30  # of 1,205 tensors
+    base.close()
+
+
+def test_a_tensor_with_elements_that_share_memory_is_named(tmp_path: Path) -> None:
+    base = base_with(tmp_path, {"a": torch.ones(2), "mask": torch.arange(3.0)})
+    with pytest.raises(UsageError, match=r"'mask' was made by expand\(\).*Add \.clone\(\) after expand\(\)"):
+        load_({"a": torch.zeros(2), "mask": torch.zeros(1).expand(3)}, base)
     base.close()
 
 

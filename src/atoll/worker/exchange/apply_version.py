@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from atoll.codecs.base import Codec
+from atoll.errors import UsageError
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Move
 from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, assign_run_, bytes_of, run_of, writable_bytes
@@ -118,6 +119,7 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
             tensor, dtype = tensors[spec.name], torch_dtype(spec.dtype)
             memory = writable_bytes(tensor) if isinstance(tensor, Tensor) and tensor.dtype == dtype else None
             if memory is None:
+                _require_own_elements(spec.name, tensor)
                 scratch = scratch or _scratch()
                 assign_run_(tensor, start, base.elements(piece, start, stop, scratch, dtype))
                 continue
@@ -128,6 +130,15 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
 
     with torch.no_grad():
         base.read_pieces(moves())
+
+
+def _require_own_elements(name: str, tensor: object) -> None:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True) if isinstance(tensor, Tensor) else ()
+    if any(size > 1 and not step for size, step in sizes):
+        raise UsageError(
+            f"The tensor {name!r} was made by expand(): elements share memory, so no values can be loaded into it.",
+            "Add .clone() after expand().",
+        )
 
 
 def store_(base: BaseFile, tensors: Tensors) -> None:
