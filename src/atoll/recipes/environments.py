@@ -45,6 +45,7 @@ from atoll.protocol.status_messages import KEPT, RoundSummary, Status
 from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
 from atoll.rounds.state import Rules
 from atoll.simulate import apart, require_engine
+from atoll.store.store import lock_directory
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
 from atoll.worker.session.leave_at_exit import LAST_STATUS
@@ -146,6 +147,8 @@ class LocalEnv(_HereEnv):
             AtollError: the server could not start, too few sites are left, or the run failed.
         """
         folder, settings = self._prepared(recipe)
+        if settings.disk.state_dir.is_dir():  # a server that still runs there writes to the log in the folder
+            os.close(lock_directory(settings.disk.state_dir))
         with ended_by_sigterm(), Children() as children:
             status = _LocalRun(self, recipe, folder, settings, children).run()
         return result_of(settings, folder, status)

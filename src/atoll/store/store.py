@@ -88,7 +88,7 @@ class Store:
             (directory / "slots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise folder_error(error, directory, WRITABLE) from error
-        self._lock_fd = _lock(directory)
+        self._lock_fd = lock_directory(directory)
         try:
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
             journal = Journal(directory / "journal.sqlite", durability, begin=begin and not _has_begun(directory))
@@ -277,7 +277,7 @@ def _has_begun(directory: Path) -> bool:
     return head is not None and head.entries > 0
 
 
-def _lock(directory: Path) -> int:
+def lock_directory(directory: Path) -> int:
     """Lock the state directory for this process and return the lock's descriptor.
 
     The lock is taken on the directory itself, so it also works if the file `lock` was removed.

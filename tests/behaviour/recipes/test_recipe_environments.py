@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll import Settings
-from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, UsageError
+from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StateLocked, UsageError
 from atoll.recipes import (
     DiLoCoRecipe,
     FedAvgRecipe,
@@ -36,6 +37,8 @@ from atoll.recipes import (
     SimEnv,
     SwarmRecipe,
 )
+from atoll.recipes.environments import prepared
+from atoll.store.store import lock_directory
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("P11")]
 
@@ -184,6 +187,20 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
     Path("full/mine").touch()
     with pytest.raises(UsageError, match=r"folder 'full' is not empty, and contains no run.toml"):
         recipe(min_sites=1).execute(LocalEnv(sites=1, folder="full"))
+
+
+def test_a_folder_in_which_a_run_goes_on_is_refused_and_its_logs_stay() -> None:
+    made = recipe()
+    state = Settings.read(prepared(made, "here", 2) / "run.toml", environ={}).disk.state_dir
+    state.mkdir()
+    Path("here/server.log").write_text("line of the run\n")
+    fd = lock_directory(state)
+    try:
+        with pytest.raises(StateLocked, match=f"here/atoll-run is in use by process {os.getpid()}"):
+            made.execute(LocalEnv(sites=2, folder="here", quiet=True))
+    finally:
+        os.close(fd)
+    assert Path("here/server.log").read_text() == "line of the run\n"
 
 
 @pytest.mark.long
