@@ -248,7 +248,7 @@ class ServerEnv(Strict):
             try:
                 require_site(self.site)
             except ConfigError as error:
-                raise ConfigError(f"ServerEnv: site is {self.site!r}. {error.message}", error.remedy) from None
+                raise ConfigError(f"ServerEnv: the site {error.message}", error.remedy) from None
 
     def run(self, recipe: Recipe) -> RunResult:
         """Run the recipe's script in the server's run, wait until the script has ended, and return the result.

@@ -312,7 +312,9 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
     with ServerProcess(nursery, tmp_path) as server:
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
-    assert last.startswith("atoll: All versions of fragment 0 in state are damaged (their digests differ)")
+    assert last.startswith(
+        f"atoll: All versions of fragment 0 in {tmp_path / 'state'} are damaged (their digests differ)"
+    )
     assert "Restore the whole directory from a backup" in last
 
 

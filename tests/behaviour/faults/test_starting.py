@@ -45,7 +45,8 @@ def test_a_folder_that_cannot_be_made_is_exit_code_7(nursery: Nursery, tmp_path:
     code, output = start(nursery, tmp_path, **{"network.port": 0, setting: "file/out"})
     assert code == 7
     assert output == (
-        f"atoll: The folder file/out cannot be made (Not a directory). Use a {setting} that this user may write."
+        f"atoll: The folder {tmp_path / 'file/out'} cannot be made (Not a directory). "
+        f"Use a {setting} that this user may write."
     )
 
 
@@ -57,7 +58,9 @@ def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goe
         code, output = start(nursery, tmp_path, **{"network.port": 0})
         assert code == 4
         assert len(output.splitlines()) == 1
-        assert output.startswith(f"atoll: The state directory state is in use by process {os.getpid()} on ")
+        assert output.startswith(
+            f"atoll: The state directory {tmp_path / 'state'} is in use by process {os.getpid()} on "
+        )
         assert output.endswith("Stop that server, or set another disk.state_dir for this one.")
         sites = FederatedSites(server.url, tmp_path)
         sites.join()
@@ -116,7 +119,7 @@ def test_a_new_run_does_not_replace_the_exports_of_another_run(
         code, output = start(nursery, tmp_path, **{"network.port": 0, "disk.export_dir": export_dir})
         assert code == 2
         assert output == (
-            f"atoll: A new run would replace metrics.jsonl, model.safetensors of another run in {exports}. "
+            f"atoll: A new run would replace metrics.jsonl, model.safetensors of another run in {tmp_path / exports}. "
             "Set another disk.export_dir, or move the old files away."
         )
     assert {path.name: path.read_bytes() for path in (tmp_path / exports).iterdir()} == files

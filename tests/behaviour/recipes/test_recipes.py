@@ -186,9 +186,9 @@ def test_a_wrong_value_is_refused_where_it_is_given(given: dict[str, object], sa
         (
             ServerEnv,
             {"url": "http://h:1", "site": "a b/c"},
-            r"ServerEnv, site: 'a b/c' is not a site name\. Use 1 to 64",
+            r"ServerEnv: the site 'a b/c' is not a site name\. Use 1 to 64",
         ),
-        (ServerEnv, {"url": "http://h:1", "site": 3}, r"ServerEnv, site: 3 is not a site name"),
+        (ServerEnv, {"url": "http://h:1", "site": 3}, r"ServerEnv: the site 3 is not a site name"),
         (ServerEnv, {"url": "http://h:1", "threads": -1}, r"ServerEnv: threads is -1"),
     ],
 )

@@ -339,7 +339,7 @@ def test_two_answers_of_one_site_do_not_meet_in_its_filter() -> None:
     at_site = AnswerFilters([ByTheFirst()], "a")
 
     def taken(value: float) -> list[float]:
-        with at_site.behind(pack({"w": torch.full((3,), value)}), "train") as mine, tempfile.TemporaryFile() as file:
+        with at_site.applied(pack({"w": torch.full((3,), value)}), "train") as mine, tempfile.TemporaryFile() as file:
             head_bytes = write_object(mine, file.fileno(), Cut(2**20)).cuts.head_bytes
             return np.frombuffer(os.pread(file.fileno(), 12, head_bytes), np.float32).tolist()
 
