@@ -28,20 +28,20 @@ NO_MODEL = {NOTHING: torch.zeros(1)}
 """Model of a run that has no rounds, only workflows. It has one element, because every state directory has a model."""
 
 
-def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.Module | Tensors:
+def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -> nn.Module | Tensors:
     """Return the initial model of a run, which becomes version 0.
 
     Args:
         settings: the run's settings.
-        given: the model that a program passes; if None, `settings.model.source` names the model.
+        given_model: the model that a program passes; if None, `settings.model.source` names the model.
 
     Raises:
         ConfigError: no model is named, or the named object is not a model; the remedy says how to name one.
-        UsageError: `given` is not a model.
+        UsageError: `given_model` is not a model.
     """
-    if given is not None:
-        require_model(given)
-        return given if isinstance(given, nn.Module | Marked) else unwrapped(given)
+    if given_model is not None:
+        require_model(given_model)
+        return given_model if isinstance(given_model, nn.Module | Marked) else unwrapped(given_model)
     if settings.model.source is None:
         raise ConfigError(
             "The run has no initial model.",
@@ -71,27 +71,27 @@ def initial_model(settings: Settings, given: nn.Module | Tensors | None) -> nn.M
     return model if isinstance(model, nn.Module) else unwrapped(model)
 
 
-def is_known(settings: Settings, given: nn.Module | Tensors | None, schema: Schema) -> bool:
+def is_known(settings: Settings, given_model: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Return whether the initial model has this schema, without computing the model's values.
 
     Return False if the schema differs, and also if it stays unknown, because the function that builds the model does
     not run on torch's meta device.
     """
-    return _seen(settings, given) == schema
+    return _schema_without_values(settings, given_model) == schema
 
 
-def _seen(settings: Settings, given: nn.Module | Tensors | None) -> Schema | None:
+def _schema_without_values(settings: Settings, given_model: nn.Module | Tensors | None) -> Schema | None:
     """Return the schema of the initial model without computing its values; None if that fails.
 
     If the model is a file, only the file's header is read. A function that builds the model is called on torch's meta
     device, where tensors have no storage.
     """
     try:
-        if given is None and settings.model.source is not None and (files := _files(settings.model.source)):
-            return schema_of(_together(files, _header), settings.model.buffers)
+        if given_model is None and settings.model.source is not None and (files := _files(settings.model.source)):
+            return schema_of(_one_model(files, _header), settings.model.buffers)
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # torch warns that loaded weights are not copied to meta tensors
-            return schema_of(initial_model(settings, given), settings.model.buffers, values=False)
+            return schema_of(initial_model(settings, given_model), settings.model.buffers, values=False)
     except Exception:  # a user's function may raise anything
         return None
 
@@ -112,11 +112,11 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
     """
     if schema is None and settings.model.source is None:
         return loaded
-    schema = schema or _seen(settings, None) or schema_for(settings, initial_model(settings, None))
+    schema = schema or _schema_without_values(settings, None) or schema_for(settings, initial_model(settings, None))
     source = f"load() of the persistor {settings.model.persistor.path!r}"
-    found = dict(unwrapped(loaded, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases}))
+    tensors = dict(unwrapped(loaded, {spec.name for spec in schema.tensors} | {name for name, _ in schema.aliases}))
     for name, owner in schema.aliases:
-        one, other = found.pop(name, None), found.get(owner)
+        one, other = tensors.pop(name, None), tensors.get(owner)
         same = one is other or (one is not None and other is not None and one.dtype == other.dtype)
         if one is not None and other is not None and not (same and torch.equal(one.cpu(), other.cpu())):
             raise ConfigError(
@@ -125,9 +125,9 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
                 "Give both with the same values, or only one of them.",
             )
         if one is not None and other is None:
-            found[owner] = one
+            tensors[owner] = one
     # in the model's order; tensors that the model lacks come last, and the error of require_equal names them
-    ordered = {spec.name: found.pop(spec.name) for spec in schema.tensors if spec.name in found} | found
+    ordered = {spec.name: tensors.pop(spec.name) for spec in schema.tensors if spec.name in tensors} | tensors
     ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
     model = Marked(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
     schema_of(model).require_equal(schema, mine=source, theirs="the run")
@@ -210,27 +210,27 @@ def _from_files(files: Sequence[Path]) -> Marked:
         except SafetensorError as error:
             raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}.") from error
 
-    return _together(files, load)
+    return _one_model(files, load)
 
 
-def _together(files: Sequence[Path], load: Callable[[Path], Marked]) -> Marked:
+def _one_model(files: Sequence[Path], load: Callable[[Path], Marked]) -> Marked:
     """Return the tensors of several files as one model. A large model is often saved in several files.
 
     Raises:
         ConfigError: two of the files have a tensor of the same name.
     """
-    found = Marked({}, {})
+    model = Marked({}, {})
     for path in files:
         tensors = load(path)
-        if twice := found.keys() & tensors.keys():
+        if twice := model.keys() & tensors.keys():
             raise ConfigError(
                 f"{path.name} in {str(path.parent)!r} contains the tensor {min(twice)!r}, which another file of the "
                 "model contains, too.",
                 "Give one file, or a folder with the parts of one model.",
             )
-        found.update(tensors)
-        found.buffers |= tensors.buffers
-    return found
+        model.update(tensors)
+        model.buffers |= tensors.buffers
+    return model
 
 
 def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:

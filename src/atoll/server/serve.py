@@ -290,11 +290,11 @@ class Server:
     async def _until_end(self, run: Coordinator) -> None:
         stopping = self._thread.stopping
         waits = [asyncio.ensure_future(event.wait()) for event in (stopping, run.ended, run.finished)]
-        kept = heads = [each.head for each in run.state.rounds]
+        heads_before = heads = [each.head for each in run.state.rounds]
         while not (await asyncio.wait(waits, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED))[0]:
             heads = [each.head for each in run.state.rounds]
-            if heads != kept:
-                kept = heads
+            if heads != heads_before:
+                heads_before = heads
                 await asyncio.to_thread(write_status, run, status_of(run))
         if run.finished.is_set() and not stopping.is_set() and run.failed is None:
             keep_status(run)
@@ -309,17 +309,17 @@ class Server:
         Then, if a client polls the status, wait at most `WATCHED_S` seconds until the client has polled once more.
         """
         stopping, loop = self._thread.stopping, asyncio.get_running_loop()
-        begin_s, said = loop.time(), False
-        while there := ", ".join(sorted(site for site, member in run.state.members.items() if member.alive)):
+        begin_s, is_logged = loop.time(), False
+        while present := ", ".join(sorted(site for site, member in run.state.members.items() if member.alive)):
             waited_s = loop.time() - begin_s
             if stopping.is_set():
                 return
             if waited_s >= GRACE_S:
-                LOG.warning("%s did not download the result within %g s; use the exported file", there, GRACE_S)
+                LOG.warning("%s did not download the result within %g s; use the exported file", present, GRACE_S)
                 return
-            if not said and waited_s >= GRACE_SAID_S:
-                said = True
-                LOG.info("waiting for %s to download the result, at most %g s; Ctrl-C ends this wait", there, GRACE_S)
+            if not is_logged and waited_s >= GRACE_SAID_S:
+                is_logged = True
+                LOG.info("waiting for %s to download the result, at most %g s; Ctrl-C ends this wait", present, GRACE_S)
             await run.changed(0.25)
         watched_s = run.watched_s
         while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not stopping.is_set():

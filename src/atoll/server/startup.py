@@ -77,7 +77,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
 
 def open_run(
     settings: Settings,
-    given: nn.Module | Tensors | None,
+    model: nn.Module | Tensors | None,
     persistor: Persistor,
     outer: Outer = None,
 ) -> tuple[Plan, Store, tuple[str, ...]]:
@@ -85,7 +85,7 @@ def open_run(
 
     Args:
         settings: the run's settings.
-        given: the initial model of a new run. If None, the model that the persistor loads. If the persistor returns
+        model: the initial model of a new run. If None, the model that the persistor loads. If the persistor returns
             None, too, the model that the setting `model.source` names.
         persistor: the user's persistor.
         outer: the outer optimizer; None if the settings name it.
@@ -119,17 +119,17 @@ def open_run(
                 "cannot continue.",
                 "Start a new run in another disk.state_dir; model.source may be an exported model.",
             )
-        if given is None and not run and (loaded := persistor.load()) is not None:
-            given = loaded_model(settings, loaded)
-        plan = _take_up(settings, given, outer, run) if run else _create(settings, given, outer, store)
+        if model is None and not run and (loaded := persistor.load()) is not None:
+            model = loaded_model(settings, loaded)
+        plan = _take_up(settings, model, outer, run) if run else _create(settings, model, outer, store)
         shapes = [fragment.shapes() for fragment in plan.fragments]
         store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
         lost = store.recover()
         if len(store.versions.heads()) < len(plan.fragments):
             # a new run, or one killed before version 0 was written
-            if given is None and (loaded := persistor.load()) is not None:
-                given = loaded_model(settings, loaded, plan.schema.model)
-            _write_first(plan, store, initial_model(settings, given))
+            if model is None and (loaded := persistor.load()) is not None:
+                model = loaded_model(settings, loaded, plan.schema.model)
+            _write_first(plan, store, initial_model(settings, model))
             lost = store.recover()
     except BaseException:
         store.close()
@@ -137,7 +137,7 @@ def open_run(
     return plan, store, lost
 
 
-def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
+def plan_of(settings: Settings, model: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
     """Return the plan of a new run.
 
     Args:
@@ -147,13 +147,13 @@ def plan_of(settings: Settings, given: nn.Module | Tensors | None = None, outer:
     Raises:
         ConfigError: the model or a setting cannot be used.
     """
-    schema = schema_for(settings, initial_model(settings, given))
+    schema = schema_for(settings, initial_model(settings, model))
     schema = schema.with_groups(resolve(settings).algorithm.beside)
     return Plan.make(settings, split(schema, settings.diloco.num_fragments), outer)
 
 
-def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
-    plan = plan_of(settings, given, outer)
+def _create(settings: Settings, model: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
+    plan = plan_of(settings, model, outer)
     schema = plan.schema
     places = {"fragments": list(plan.split.places)} if plan.has_fragments else {}
     store.run_log.create_run(
@@ -170,12 +170,12 @@ def _create(settings: Settings, given: nn.Module | Tensors | None, outer: Outer,
     return plan
 
 
-def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
+def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
     """Return the plan of the run in the state directory. Refuse a model or fixed setting that differs from the run's.
 
     Args:
         settings: the settings of this start.
-        given: the model of this start; None if the program passes none.
+        model: the model of this start; None if the program passes none.
         outer: the outer optimizer; None if the settings name it.
         row: the journal's row of the run.
     """
@@ -187,9 +187,9 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
             f"The settings of the run in {settings.disk.state_dir} are damaged: {error}.", NEW_RUN
         ) from None
     _require_same(settings, before, json.loads(_frozen(settings, plan)))
-    if given is not None or settings.model.source is not None:
-        if not is_known(settings, given, plan.schema.model):
-            mine = schema_for(settings, initial_model(settings, given))
+    if model is not None or settings.model.source is not None:
+        if not is_known(settings, model, plan.schema.model):
+            mine = schema_for(settings, initial_model(settings, model))
             mine.require_equal(plan.schema.model, mine="this start", theirs=f"the run in {settings.disk.state_dir}")
         LOG.info("continuing with the model in %s; the initial model is not read again", settings.disk.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
@@ -204,14 +204,14 @@ def _take_up(settings: Settings, given: nn.Module | Tensors | None, outer: Outer
     return plan
 
 
-def _require_same(settings: Settings, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _require_same(settings: Settings, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse a changed value of a setting that must stay the same during a run.
 
     Raises:
         ConfigError: a value differs; the message names the first setting, both values and the remedy.
     """
-    for key in dict.fromkeys([*now, *before]):  # in the order of FROZEN
-        old, new = before.get(key), now.get(key)
+    for key in dict.fromkeys([*current, *recorded]):  # in the order of FROZEN
+        old, new = recorded.get(key), current.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             old, new = _differing(old, new)
         if old != new:

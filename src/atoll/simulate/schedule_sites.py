@@ -320,7 +320,7 @@ class SiteScheduler:
 
     def _job(self, issued: events.TicketIssued) -> Job:
         site, base = issued.site, self._bases.take(issued.base_version)
-        ticket = self._run.given(site, issued.ticket, 0, issued.base_version, base.row.digest)
+        ticket = self._run.ticket_message(site, issued.ticket, 0, issued.base_version, base.row.digest)
         spool = self._run.store.tickets.spool(issued.ticket)
         spool.pool.hold(spool.slot, WRITER)
         nbytes = self._run.plan.fragments[0].update.nbytes

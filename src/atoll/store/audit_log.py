@@ -56,9 +56,9 @@ class AuditLog:
             detail: values of the entry, stored as JSON.
         """
         entries, previous = self._known_end()
-        seq, at, text = entries + 1, utc_text(), json.dumps(detail, sort_keys=True)
-        digest = hash_of(seq, at, what, text, previous)
-        self._journal.insert(AUDIT, AuditRow(seq, at, what, text, previous, digest))
+        seq, stamp, text = entries + 1, utc_text(), json.dumps(detail, sort_keys=True)
+        digest = hash_of(seq, stamp, what, text, previous)
+        self._journal.insert(AUDIT, AuditRow(seq, stamp, what, text, previous, digest))
         self._end = seq, digest
 
     def keep_head(self, head: AuditHeadFile) -> None:

@@ -66,8 +66,8 @@ class Journal:
         self._level: str = "FULL" if durability == "power" else "NORMAL"
         self._depth = 0
         self._torn = False
-        self._then: list[Callable[[], None]] = []  # callbacks of `after_commit`
-        self._undo: list[Callable[[], None]] = []
+        self._on_commit: list[Callable[[], None]] = []  # callbacks of `after_commit`
+        self._on_rollback: list[Callable[[], None]] = []
         self._broken: SyncFailed | None = None
         self._translated = _Translated(self)
         self.undone = 0
@@ -136,7 +136,7 @@ class Journal:
         with self.lock, self._translated:
             if self._broken:
                 raise self._broken
-            outermost, marks = self._depth == 0, (len(self._then), len(self._undo))
+            outermost, marks = self._depth == 0, (len(self._on_commit), len(self._on_rollback))
             if not outermost and not self._db.in_transaction:
                 raise StoreError("SQLite has rolled this transaction back.", "Repeat all its changes in a new one.")
             changes = self._db.total_changes
@@ -160,7 +160,7 @@ class Journal:
                 if synced:
                     self._db.execute(f"PRAGMA synchronous = {self._level}")
             if outermost:
-                done, self._then, self._undo = self._then, [], []
+                done, self._on_commit, self._on_rollback = self._on_commit, [], []
                 for action in done:
                     action()
                 self.committed()
@@ -177,27 +177,27 @@ class Journal:
         failpoint("journal.commit")
         self._db.execute("COMMIT")
 
-    def _forget(self, then: int, undo: int) -> None:
+    def _forget(self, commits: int, rollbacks: int) -> None:
         """After a failed transaction block, drop its `after_commit` and run its `after_rollback` callbacks, last first.
 
         Args:
-            then: number of `after_commit` callbacks that were registered before the block.
-            undo: number of `after_rollback` callbacks that were registered before the block.
+            commits: number of `after_commit` callbacks that were registered before the block.
+            rollbacks: number of `after_rollback` callbacks that were registered before the block.
         """
-        actions = reversed(self._undo[undo:])
-        del self._then[then:], self._undo[undo:]
+        actions = reversed(self._on_rollback[rollbacks:])
+        del self._on_commit[commits:], self._on_rollback[rollbacks:]
         for action in actions:
             action()
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Call `action` under the lock after the outermost transaction is committed. `action` must not raise."""
         assert self._depth
-        self._then.append(action)
+        self._on_commit.append(action)
 
     def after_rollback(self, action: Callable[[], None]) -> None:
         """Call `action` if this transaction is rolled back. `action` must not raise."""
         assert self._depth
-        self._undo.append(action)
+        self._on_rollback.append(action)
 
     def insert(self, table: Table[Row], row: Row, otherwise: str = "") -> int:
         """Insert a row and return the number of changed rows. Call it inside a transaction.

@@ -320,7 +320,7 @@ class Column(NamedTuple):
             kind: type annotation of the field.
             default: default of the field; it becomes the column's default if it is a string or a number.
         """
-        given = f" DEFAULT {default!r}" if type(default) in (str, int, float) else ""
+        default_clause = f" DEFAULT {default!r}" if type(default) in (str, int, float) else ""
         if kind == tuple[bytes, ...]:
             return cls(f"{name} BLOB NOT NULL", _split_digests, b"".join)
         if get_origin(kind) is tuple:
@@ -330,7 +330,7 @@ class Column(NamedTuple):
         if get_origin(kind) is Literal:
             return cls(f"{name} TEXT NOT NULL CHECK ({name} IN {get_args(kind)})")
         if kind in _TYPES:
-            return cls(f"{name} {_TYPES[kind]} NOT NULL{given}")
+            return cls(f"{name} {_TYPES[kind]} NOT NULL{default_clause}")
         return cls(f"{name} {_TYPES[get_args(kind)[0]]}")  # an optional type allows NULL
 
 

@@ -4,8 +4,8 @@
     objects/ID.safetensors    the complete file; it never changes
     objects/ID.json           a note about the file: sizes, digests, expiry time; written last, and replaced atomically
 
-The journal has no rows about objects. When an object expires, its files are removed and its event `Kept.gone` is set,
-so that downloads under way stop.
+The journal has no rows about objects. When an object expires, its files are removed and its event `Entry.removed` is
+set, so that downloads under way stop.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HELD_S = 10 * 365 * 86400.0
 
 
 @dataclass(eq=False)
-class Kept:
+class Entry:
     """A published object at the server, complete or still arriving.
 
     Attributes:
@@ -48,10 +48,10 @@ class Kept:
         digests: part number → BLAKE3, for the parts that are on disk.
         fd: descriptor of the file while parts arrive; −1 after that.
         touched_s: time of `time.monotonic` at which the last byte arrived.
-        held: whether the object is the server's own, such as the payload of a task. Publishers cannot remove it. It has
+        own: whether the object is the server's own, such as the payload of a task. Publishers cannot remove it. It has
             no note, so the server's next start removes it.
         counts: whether the object counts towards the store's `max_bytes`.
-        gone: event that is set when the object is removed.
+        removed: event that is set when the object is removed.
     """
 
     object: str
@@ -62,9 +62,9 @@ class Kept:
     digests: dict[int, bytes] = field(default_factory=dict)
     fd: int = -1
     touched_s: float = 0.0
-    held: bool = False
+    own: bool = False
     counts: bool = True
-    gone: threading.Event = field(default_factory=threading.Event)
+    removed: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def close(self) -> None:
@@ -95,12 +95,12 @@ class ObjectStore:
     def __init__(self, folder: Path, *, max_bytes: int, max_expires_s: float, idle_timeout_s: float) -> None:
         self.folder, self._max_bytes, self._max_expires_s = folder, max_bytes, max_expires_s
         self._idle_timeout_s = idle_timeout_s
-        self._kept: dict[str, Kept] = {}
+        self._objects: dict[str, Entry] = {}
         self._recover()
 
     # -- calls of a publisher
 
-    def open(self, cuts: Cuts, *, inline: bool, expires_s: float) -> tuple[Kept, str]:
+    def open(self, cuts: Cuts, *, inline: bool, expires_s: float) -> tuple[Entry, str]:
         """Create an empty object. Its publisher sends the parts later.
 
         Args:
@@ -124,10 +124,10 @@ class ObjectStore:
                 "Publish it from your own process, or raise disk.objects_max_bytes at the server.",
             )
         taken = self._taken_bytes()
-        arriving = sum(kept.fd >= 0 for kept in self._kept.values())
-        if taken + cuts.nbytes > self._max_bytes or len(self._kept) >= MOST_OBJECTS or arriving >= MOST_OPEN:
+        arriving = sum(entry.fd >= 0 for entry in self._objects.values())
+        if taken + cuts.nbytes > self._max_bytes or len(self._objects) >= MOST_OBJECTS or arriving >= MOST_OPEN:
             busy = Busy(
-                f"The server keeps {len(self._kept)} objects with {taken} bytes ({arriving} of them are still "
+                f"The server keeps {len(self._objects)} objects with {taken} bytes ({arriving} of them are still "
                 f"arriving), and has no space for {cuts.nbytes} more bytes.",
                 "Publish later, withdraw objects, or raise disk.objects_max_bytes at the server.",
             )
@@ -136,11 +136,11 @@ class ObjectStore:
         secret = new_id()
         object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
-        kept = Kept(object_id, hash_of_secret(secret), cuts, inline, expires_at, fd=fd, touched_s=time.monotonic())
-        self._kept[kept.object] = kept
-        return kept, secret
+        entry = Entry(object_id, hash_of_secret(secret), cuts, inline, expires_at, fd=fd, touched_s=time.monotonic())
+        self._objects[entry.object] = entry
+        return entry, secret
 
-    def write(self, kept: Kept, data: memoryview, offset: int) -> None:
+    def write(self, entry: Entry, data: memoryview, offset: int) -> None:
         """Write bytes of an arriving object at `offset`. Any thread may call it.
 
         Raises:
@@ -148,44 +148,44 @@ class ObjectStore:
             DiskFull, StoreError: the write failed.
         """
         try:
-            with kept.lock:
-                if kept.fd < 0:
-                    raise Gone(f"Object {kept.object[:8]} is complete, or was removed.", "Publish it again.")
-                fd = os.dup(kept.fd)  # during the write the object may be removed, and its descriptor number reused
+            with entry.lock:
+                if entry.fd < 0:
+                    raise Gone(f"Object {entry.object[:8]} is complete, or was removed.", "Publish it again.")
+                fd = os.dup(entry.fd)  # during the write the object may be removed, and its descriptor number reused
             try:
                 write_at(fd, data, offset)
             finally:
                 os.close(fd)
         except OSError as error:
-            raise disk_error(error, self._path(kept, "part")) from error
+            raise disk_error(error, self._path(entry, "part")) from error
 
-    def complete(self, kept: Kept, digest: str) -> None:
+    def complete(self, entry: Entry, digest: str) -> None:
         """Make an object downloadable, after all its parts arrived. It survives restarts of the server. Idempotent.
 
         Args:
-            kept: the object.
+            entry: the object.
             digest: the digest that the publisher expects.
 
         Raises:
             Conflict: parts are missing, or the parts give another digest.
             DiskFull, StoreError: the note could not be written. The object is removed.
         """
-        missing = kept.cuts.count - len(kept.digests)
-        if missing:
-            raise Conflict(f"Object {kept.object[:8]} lacks {missing} of {kept.cuts.count} parts.", "Send them first.")
-        if kept.manifest.id != digest:
-            raise Conflict(f"The parts of object {kept.object[:8]} do not match its digest.", "Publish it again.")
-        if kept.fd < 0:
+        count = entry.cuts.count - len(entry.digests)
+        if count:
+            raise Conflict(f"Object {entry.object[:8]} lacks {count} of {entry.cuts.count} parts.", "Send them first.")
+        if entry.manifest.id != digest:
+            raise Conflict(f"The parts of object {entry.object[:8]} do not match its digest.", "Publish it again.")
+        if entry.fd < 0:
             return
-        note, temporary = self._path(kept, "json"), self._path(kept, "note")
+        note, temporary = self._path(entry, "json"), self._path(entry, "note")
         try:
-            os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
-            temporary.write_text(json_files.seal(_note(kept)), encoding="utf-8")
+            os.replace(self._path(entry, "part"), self._path(entry, "safetensors"))
+            temporary.write_text(json_files.seal(_note(entry)), encoding="utf-8")
             os.replace(temporary, note)
         except OSError as error:
-            self.drop(kept)  # without its note the object is useless
+            self.drop(entry)  # without its note the object is useless
             raise disk_error(error, note) from error
-        kept.close()
+        entry.close()
 
     # -- the server's own objects
 
@@ -212,7 +212,7 @@ class ObjectStore:
         """Remove the file that `draft` created."""
         (self.folder / f"{object_id}.part").unlink(missing_ok=True)
 
-    def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Kept, str]:
+    def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Entry, str]:
         """Make a written file downloadable as an object of the server's own. It stays until `drop` or the next start.
 
         Args:
@@ -236,15 +236,15 @@ class ObjectStore:
             )
         secret = new_id()
         digests = dict(enumerate(manifest.part_digests))
-        kept = Kept(object_id, hash_of_secret(secret), manifest.cuts, inline, time.time() + HELD_S, digests, held=True)
+        entry = Entry(object_id, hash_of_secret(secret), manifest.cuts, inline, time.time() + HELD_S, digests, own=True)
         try:
-            os.replace(self._path(kept, "part"), self._path(kept, "safetensors"))
+            os.replace(self._path(entry, "part"), self._path(entry, "safetensors"))
         except OSError as error:
-            raise disk_error(error, self._path(kept, "part")) from error
-        self._kept[object_id] = kept
-        return kept, secret
+            raise disk_error(error, self._path(entry, "part")) from error
+        self._objects[object_id] = entry
+        return entry, secret
 
-    def take(self, object_id: str, secret: str) -> tuple[Kept, int]:
+    def take(self, object_id: str, secret: str) -> tuple[Entry, int]:
         """Remove a complete object from the store, and return it with a descriptor that the caller closes.
 
         The file is unlinked at once. Its bytes exist until the descriptor is closed.
@@ -254,13 +254,13 @@ class ObjectStore:
             AuthError: the secret is wrong.
             Conflict: parts are missing, or the object is the server's own.
         """
-        kept = self.complete_one(object_id, secret)
-        self._require_not_held(kept)
-        fd = self.reader(kept)
-        self.drop(kept)
-        return kept, fd
+        entry = self.complete_one(object_id, secret)
+        self._require_not_own(entry)
+        fd = self.reader(entry)
+        self.drop(entry)
+        return entry, fd
 
-    def make_own(self, object_id: str, secret: str) -> Kept:
+    def make_own(self, object_id: str, secret: str) -> Entry:
         """Take over a complete object from its publisher. It stays until `drop` or the server's next start.
 
         The object no longer counts towards `max_bytes`.
@@ -270,38 +270,38 @@ class ObjectStore:
             AuthError: the secret is wrong.
             Conflict: parts are missing, or the object is the server's own already.
         """
-        kept = self.complete_one(object_id, secret)
-        self._require_not_held(kept)
-        self._path(kept, "json").unlink(missing_ok=True)
-        kept.held, kept.counts, kept.expires_at = True, False, time.time() + HELD_S
-        return kept
+        entry = self.complete_one(object_id, secret)
+        self._require_not_own(entry)
+        self._path(entry, "json").unlink(missing_ok=True)
+        entry.own, entry.counts, entry.expires_at = True, False, time.time() + HELD_S
+        return entry
 
-    def _require_not_held(self, kept: Kept) -> None:
-        if kept.held:
-            raise Conflict(f"Object {kept.object[:8]} belongs to the server.", "The server removes it after the task.")
+    def _require_not_own(self, entry: Entry) -> None:
+        if entry.own:
+            raise Conflict(f"Object {entry.object[:8]} belongs to the server.", "The server removes it after the task.")
 
     # -- calls of a process that has the reference
 
-    def find(self, object_id: str, secret: str) -> Kept:
+    def find(self, object_id: str, secret: str) -> Entry:
         """Return an object, complete or still arriving, if the secret is right.
 
         Raises:
             Gone: the store does not have the object, or it has expired.
             AuthError: the secret is wrong.
         """
-        kept = self._kept.get(object_id)
-        if kept is not None and kept.expires_at <= time.time():
-            self.drop(kept)
-            kept = None
-        if kept is None:
+        entry = self._objects.get(object_id)
+        if entry is not None and entry.expires_at <= time.time():
+            self.drop(entry)
+            entry = None
+        if entry is None:
             raise Gone(
                 f"The server does not have object {object_id[:8]}: it has expired, was withdrawn, or never existed.",
                 "Publish it again. Pass a longer expires_s if it is fetched late.",
             )
-        require_secret(secret, kept.sealed, object_id)
-        return kept
+        require_secret(secret, entry.sealed, object_id)
+        return entry
 
-    def complete_one(self, object_id: str, secret: str) -> Kept:
+    def complete_one(self, object_id: str, secret: str) -> Entry:
         """Return a complete object, if the secret is right.
 
         Raises:
@@ -309,21 +309,21 @@ class ObjectStore:
             AuthError: the secret is wrong.
             Conflict: the object is still arriving.
         """
-        kept = self.find(object_id, secret)
-        if kept.fd >= 0:
+        entry = self.find(object_id, secret)
+        if entry.fd >= 0:
             raise Conflict(
                 f"Object {object_id[:8]} is still being uploaded.",
                 "Fetch it after publish() has returned the reference.",
             )
-        return kept
+        return entry
 
-    def inline_bytes(self, kept: Kept) -> bytes | None:
+    def inline_bytes(self, entry: Entry) -> bytes | None:
         """Return the bytes of a complete object if they are sent within its manifest, else None."""
-        return self._path(kept, "safetensors").read_bytes() if kept.inline else None
+        return self._path(entry, "safetensors").read_bytes() if entry.inline else None
 
-    def reader(self, kept: Kept) -> int:
+    def reader(self, entry: Entry) -> int:
         """Return a descriptor of a complete object; the caller closes it."""
-        return os.open(self._path(kept, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self._path(entry, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
 
     def remove(self, object_id: str, secret: str) -> None:
         """Remove an object on request of its publisher.
@@ -333,74 +333,74 @@ class ObjectStore:
             AuthError: the secret is wrong.
             Conflict: the object is the server's own.
         """
-        kept = self.find(object_id, secret)
-        self._require_not_held(kept)
-        self.drop(kept)
+        entry = self.find(object_id, secret)
+        self._require_not_own(entry)
+        self.drop(entry)
 
     # -- time
 
     def sweep(self) -> None:
         """Remove objects that have expired, and incomplete objects that received no byte for `idle_timeout_s`."""
         now, now_s = time.time(), time.monotonic()
-        for kept in list(self._kept.values()):
-            if kept.expires_at <= now or (kept.fd >= 0 and kept.touched_s + self._idle_timeout_s < now_s):
-                LOG.debug("object %s is removed", kept.object[:8])
-                self.drop(kept)
+        for entry in list(self._objects.values()):
+            if entry.expires_at <= now or (entry.fd >= 0 and entry.touched_s + self._idle_timeout_s < now_s):
+                LOG.debug("object %s is removed", entry.object[:8])
+                self.drop(entry)
 
     def close(self) -> None:
         """Remove incomplete objects and the server's own objects. Complete objects of publishers stay on disk."""
-        for kept in list(self._kept.values()):
-            if kept.fd >= 0 or kept.held:
-                self.drop(kept)
+        for entry in list(self._objects.values()):
+            if entry.fd >= 0 or entry.own:
+                self.drop(entry)
 
-    def drop(self, kept: Kept) -> None:
-        """Remove an object and its files, and set its event `gone`. Idempotent."""
-        kept.gone.set()
-        self._kept.pop(kept.object, None)
+    def drop(self, entry: Entry) -> None:
+        """Remove an object and its files, and set its event `removed`. Idempotent."""
+        entry.removed.set()
+        self._objects.pop(entry.object, None)
         for kind in ("json", "safetensors", "part", "note"):  # the note first: after a kill, a start removes the rest
-            self._path(kept, kind).unlink(missing_ok=True)
-        kept.close()
+            self._path(entry, kind).unlink(missing_ok=True)
+        entry.close()
 
     def _recover(self) -> None:
         """Load complete objects that have not expired, and remove all other files in the folder."""
         now, wanted = time.time(), set[str]()
         names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
         for name in names:
-            kept = _read_note(self.folder / name) if name.endswith(".json") else None
-            if kept is not None and kept.expires_at > now and self._is_whole(kept):
-                self._kept[kept.object] = kept
-                wanted |= {name, self._path(kept, "safetensors").name}
+            entry = _read_note(self.folder / name) if name.endswith(".json") else None
+            if entry is not None and entry.expires_at > now and self._is_whole(entry):
+                self._objects[entry.object] = entry
+                wanted |= {name, self._path(entry, "safetensors").name}
         for name in set(names) - wanted:
             (self.folder / name).unlink(missing_ok=True)
 
-    def _is_whole(self, kept: Kept) -> bool:
-        path = self._path(kept, "safetensors")
-        return path.is_file() and path.stat().st_size == kept.cuts.nbytes
+    def _is_whole(self, entry: Entry) -> bool:
+        path = self._path(entry, "safetensors")
+        return path.is_file() and path.stat().st_size == entry.cuts.nbytes
 
     def _taken_bytes(self) -> int:
-        return sum(kept.cuts.nbytes for kept in self._kept.values() if kept.counts)
+        return sum(entry.cuts.nbytes for entry in self._objects.values() if entry.counts)
 
-    def _path(self, kept: Kept, kind: str) -> Path:
-        return self.folder / f"{kept.object}.{kind}"
+    def _path(self, entry: Entry, kind: str) -> Path:
+        return self.folder / f"{entry.object}.{kind}"
 
 
-def _note(kept: Kept) -> dict[str, Any]:
-    cuts = kept.cuts
+def _note(entry: Entry) -> dict[str, Any]:
+    cuts = entry.cuts
     return {
-        "object": kept.object,
-        "sealed": kept.sealed,
+        "object": entry.object,
+        "sealed": entry.sealed,
         "cuts": [cuts.head_bytes, cuts.nbytes, cuts.part_bytes],
-        "inline": kept.inline,
-        "expires_at": kept.expires_at,
-        "digests": [kept.digests[index].hex() for index in range(cuts.count)],
+        "inline": entry.inline,
+        "expires_at": entry.expires_at,
+        "digests": [entry.digests[index].hex() for index in range(cuts.count)],
     }
 
 
-def _read_note(path: Path) -> Kept | None:
+def _read_note(path: Path) -> Entry | None:
     """Return the object that a note (a file `ID.json`) describes; None if the note is damaged or has a wrong name."""
     try:
         note: Mapping[str, Any] = json_files.unseal(path.read_bytes())
-        kept = Kept(
+        entry = Entry(
             note["object"],
             note["sealed"],
             Cuts(*note["cuts"]),
@@ -413,4 +413,4 @@ def _read_note(path: Path) -> Kept | None:
             "%s is damaged: %s. Its object is removed and must be published again. Check the disk.", path, error
         )
         return None
-    return kept if path.name == f"{kept.object}.json" and len(kept.digests) == kept.cuts.count else None
+    return entry if path.name == f"{entry.object}.json" and len(entry.digests) == entry.cuts.count else None

@@ -101,10 +101,10 @@ class Recovery:
     def _recover_deltas(self, fragment: int) -> None:
         """Remove the rows of deltas (differences between versions) that are damaged, or useless without a version."""
         shape = self._slots.shapes_of(fragment).delta
-        kept = {row.version for row in self._versions.kept(fragment)}
+        existing = {row.version for row in self._versions.kept(fragment)}
         with self._journal.transaction():
             for row in self._journal.select(DELTAS, "WHERE fragment = ?", fragment):
-                slot = self._slots.pool(DELTA, fragment).adopt(row.slot) if shape and row.version in kept else None
+                slot = self._slots.pool(DELTA, fragment).adopt(row.slot) if shape and row.version in existing else None
                 if slot is None or shape is None or not verify(slot.fd, shape, row.part_digests):
                     self._journal.execute(
                         "DELETE FROM deltas WHERE fragment = ? AND version = ?", fragment, row.version

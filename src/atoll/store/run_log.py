@@ -288,11 +288,11 @@ class RunLog:
         """Return the workflows that have ended: position in the run's list of workflows → name of the workflow."""
         return dict(self._journal.rows("SELECT place, name FROM workflows ORDER BY place"))
 
-    def end_workflow(self, place: int, name: str) -> None:
+    def end_workflow(self, index: int, name: str) -> None:
         """Record the end of a workflow.
 
         Args:
-            place: position in the run's list of workflows.
+            index: position in the run's list of workflows.
             name: name of the workflow.
 
         Raises:
@@ -300,14 +300,14 @@ class RunLog:
         """
         with self._journal.transaction():
             self._journal.execute(
-                "INSERT OR REPLACE INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, utc_text()
+                "INSERT OR REPLACE INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", index, name, utc_text()
             )
-            self._audit.append("workflow", place=place, name=name)
+            self._audit.append("workflow", place=index, name=name)
 
-    def forget_workflows_from(self, place: int) -> None:
-        """Delete the records that the workflows from position `place` on have ended, so that they run again."""
+    def forget_workflows_from(self, index: int) -> None:
+        """Delete the records that the workflows from position `index` on have ended, so that they run again."""
         with self._journal.transaction():
-            self._journal.execute("DELETE FROM workflows WHERE place >= ?", place)
+            self._journal.execute("DELETE FROM workflows WHERE place >= ?", index)
 
 
 def _not_open(fragment: int, base_version: int) -> StoreError:

@@ -149,15 +149,15 @@ class _Comparison:
     def __init__(self, rows: Query, since: int, everything: bool) -> None:
         self._rows, self._since, self._everything = rows, since, everything
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
-        self._seen = set[int]()  # tickets with an accepted entry
+        self._accepted_tickets = set[int]()  # tickets with an accepted entry
         states = ("accepted", "counted") if everything else ("accepted",)
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
         versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
         heads = rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
         # text that names a row without an entry so far → the digest or version that the entry must have
-        self._left: dict[str, Any] = {f"the accepted ticket {ticket}": None for (ticket,) in accepted}
-        self._left |= {f"version {version} of fragment {fragment}": digest for fragment, version, digest in versions}
-        self._left |= {f"the head of fragment {fragment}": version for fragment, version in heads}
+        self._open: dict[str, Any] = {f"the accepted ticket {ticket}": None for (ticket,) in accepted}
+        self._open |= {f"version {version} of fragment {fragment}": digest for fragment, version, digest in versions}
+        self._open |= {f"the head of fragment {fragment}": version for fragment, version in heads}
         self._history: Iterator[tuple[Any, ...]] = _paged(
             rows, "SELECT seq, fragment, version, digest FROM history WHERE seq < ? ORDER BY seq DESC"
         )
@@ -172,18 +172,18 @@ class _Comparison:
             return f"version {above} is above the head of its fragment"
         last = None
         for last in self._entries():
-            found = self._look_at(last)
+            found = self._check_entry(last)
             if found:
                 return found
-            if not self._everything and last.seq <= self._since and not self._left:
-                return self._of_the_end()
+            if not self._everything and last.seq <= self._since and not self._open:
+                return self._end_problem()
         if last is not None and (last.seq, last.prev_hash) != (1, START):
             return f"the audit log begins at entry {last.seq}"
-        for what in self._left:
+        for what in self._open:
             return f"the audit log has no entry for {what}"
         if next(self._history, None) is not None:
             return "the history has versions that the audit log does not have"
-        return self._of_the_end()
+        return self._end_problem()
 
     def _entries(self) -> Iterator[AuditRow]:
         """Yield the entries from the last to the first, and check that they form a hash chain.
@@ -191,20 +191,20 @@ class _Comparison:
         Raises:
             StateCorrupt: an entry does not match its hash, or the entry after it does not contain this hash.
         """
-        behind: AuditRow | None = None
+        later: AuditRow | None = None
         for values in _paged(self._rows, "SELECT * FROM audit WHERE seq < ? ORDER BY seq DESC"):
             row = AuditRow(*values)
-            follows = behind is None or (behind.seq, behind.prev_hash) == (row.seq + 1, row.hash)
+            follows = later is None or (later.seq, later.prev_hash) == (row.seq + 1, row.hash)
             if not follows or hash_of(*values[:-1]) != row.hash:
-                number = row.seq if follows or behind is None else behind.seq - 1
+                number = row.seq if follows or later is None else later.seq - 1
                 raise StateCorrupt(
                     f"The audit log is broken at entry {number}: this entry was changed or removed.",
                     "Restore the whole state directory from a backup.",
                 )
             yield row
-            behind = row
+            later = row
 
-    def _look_at(self, entry: AuditRow) -> str:
+    def _check_entry(self, entry: AuditRow) -> str:
         detail = json.loads(entry.detail_json)
         match entry.what:
             case "accepted":
@@ -227,24 +227,24 @@ class _Comparison:
 
     def _accepted_entry(self, seq: int, detail: Mapping[str, Any]) -> str:
         ticket = detail["ticket"]
-        if ticket in self._seen:  # a later entry accepted this ticket again
+        if ticket in self._accepted_tickets:  # a later entry accepted this ticket again
             return ""
-        self._seen.add(ticket)
-        self._left.pop(f"the accepted ticket {ticket}", None)
+        self._accepted_tickets.add(ticket)
+        self._open.pop(f"the accepted ticket {ticket}", None)
         state, version = self._latest.pop(ticket, ("accepted", None))
         found = self._rows(f"SELECT state, version, {', '.join(_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
         if not found:
             return f"ticket {ticket} is missing, but entry {seq} of the audit log records it"
         if state == "reopened":
             return ""
-        told = {"state": state, "version": version}
+        expected = {"state": state, "version": version}
         if state in ("accepted", "counted"):
-            told |= {name: detail[name] for name in _UPDATE}
+            expected |= {name: detail[name] for name in _UPDATE}
         row = dict(zip(("state", "version", *_UPDATE), found[0], strict=True))
         return next(
             (
                 f"ticket {ticket} has the {name} {row[name]!r}, but entry {seq} of the audit log has {value!r}"
-                for name, value in told.items()
+                for name, value in expected.items()
                 if row[name] != value
             ),
             "",
@@ -261,7 +261,7 @@ class _Comparison:
             A text about the difference; empty if there is none.
         """
         fragment, version = detail["fragment"], detail["version"]
-        head = self._left.pop(f"the head of fragment {fragment}", version)
+        head = self._open.pop(f"the head of fragment {fragment}", version)
         return (
             ""
             if head == version
@@ -272,7 +272,7 @@ class _Comparison:
         key = detail["fragment"], detail["version"]
         _, *history = next(self._history, (0, None, None, None))
         for table, digest in (
-            ("version", self._left.pop(f"version {key[1]} of fragment {key[0]}", detail["digest"])),
+            ("version", self._open.pop(f"version {key[1]} of fragment {key[0]}", detail["digest"])),
             ("row of the history of version", history[2] if (history[0], history[1]) == key else None),
         ):
             if digest != detail["digest"]:
@@ -282,12 +282,12 @@ class _Comparison:
                 )
         return ""
 
-    def _of_the_end(self) -> str:
+    def _end_problem(self) -> str:
         """Compare journal and audit log: is the run over? Return a text if they differ, else an empty text."""
-        told = self._rows(
+        newest = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )
-        finished = bool(told and told[0][0] == "finished")
+        finished = bool(newest and newest[0][0] == "finished")
         ((found,),) = self._rows("SELECT finished FROM meta")
         if bool(found) == finished:
             return ""

@@ -171,17 +171,17 @@ class Versions:
         """
         head, shapes = self._require_next(fragment, version), self._slots.shapes_of(fragment)
         self._revoke_oldest(fragment)
-        with contextlib.ExitStack() as taken:
+        with contextlib.ExitStack() as on_error:
 
             def take(kind: str) -> Slot:
                 slot = self._slots.pool(kind, fragment).take(WRITER)
-                taken.callback(self._slots.pool(kind, fragment).drop, slot, WRITER)
+                on_error.callback(self._slots.pool(kind, fragment).drop, slot, WRITER)
                 return slot
 
             slot = take(VERSION)
             state = take(STATE) if shapes.state else None
             delta = take(DELTA) if shapes.delta and head is not None else None
-            return VersionDraft(fragment, version, slot, state, delta, taken.pop_all().close)
+            return VersionDraft(fragment, version, slot, state, delta, on_error.pop_all().close)
 
     def commit(
         self,
@@ -300,8 +300,8 @@ class Versions:
         self._journal.execute("UPDATE rounds SET state = 'committed' WHERE fragment = ?", fragment)
 
     def _adopt(self, draft: VersionDraft, row: VersionRow) -> None:
-        kept = [(VERSION, draft.slot), (DELTA, draft.delta), (STATE, draft.state if row.state_digests else None)]
-        for kind, slot in kept:
+        files = [(VERSION, draft.slot), (DELTA, draft.delta), (STATE, draft.state if row.state_digests else None)]
+        for kind, slot in files:
             if slot is not None:
                 self._slots.pool(kind, row.fragment).hold(slot, JOURNAL)
         draft.abandon()  # ends the writer's hold; the journal's hold remains
@@ -440,9 +440,9 @@ class Versions:
     # -- keep and drop
 
     def _needed(self, fragment: int) -> set[int | None]:
-        kept = {*self._newest(fragment, self._keep_versions), self.durable(fragment)}
-        wanted = sorted(set(self.wanted(fragment)) - kept, reverse=True)
-        return {*kept, *wanted[: max(0, self._keep_versions + self._max_pins - len(kept))]}
+        kept_versions = {*self._newest(fragment, self._keep_versions), self.durable(fragment)}
+        wanted = sorted(set(self.wanted(fragment)) - kept_versions, reverse=True)
+        return {*kept_versions, *wanted[: max(0, self._keep_versions + self._max_pins - len(kept_versions))]}
 
     def _newest(self, fragment: int, count: int) -> list[int]:
         """Return the numbers of the newest `count` versions on disk. The numbers have gaps if versions were lost."""

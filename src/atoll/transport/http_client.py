@@ -280,7 +280,7 @@ class _Call:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
 
-    def hold(self, sock: socket.socket | None) -> None:
+    def set_socket(self, sock: socket.socket | None) -> None:
         """Set the socket on which the answer arrives; None after the end of the request."""
         with self._lock:
             self._socket = sock
@@ -304,7 +304,7 @@ class _HeldResponse(Response):
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
         if _waiting.call is not None:
-            _waiting.call.hold(sock)
+            _waiting.call.set_socket(sock)
 
 
 class _Connection(urllib3.connection.HTTPConnection):
@@ -424,7 +424,7 @@ class Http:
             raise network_error(self.server, timeout_s, error) from error
         finally:
             _waiting.call = None
-            call.hold(None)
+            call.set_socket(None)
         if path in (routes.RUN, routes.STATUS):
             require_atoll(self.server, response.status, response.data)
         if response.status >= 400:
@@ -451,10 +451,10 @@ def problem_of(status: int, body: bytes) -> AtollError:
     try:
         problem = messages.Problem.model_validate_json(body)
     except ValidationError:
-        said = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
+        text = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
         if status in (502, 503, 504):  # a proxy answers while the server behind it restarts
-            return ServerUnreachable(said, "Check that the server behind this address runs.")
-        return PeerError(said)
+            return ServerUnreachable(text, "Check that the server behind this address runs.")
+        return PeerError(text)
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
     if issubclass(kind, StoreError) and kind is not DiskFull:
         kind = Busy  # the server's disk has failed, not this machine's; the server may be restarted
@@ -616,9 +616,9 @@ def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
     """
     if "CERTIFICATE_VERIFY_FAILED" in text:
         remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
-        return _other(f"{server} cannot prove its identity: {why}.", remedy)
+        return _wrong_server(f"{server} cannot prove its identity: {why}.", remedy)
     if "WRONG_VERSION_NUMBER" in text:
-        return _other(
+        return _wrong_server(
             f"{server} does not speak TLS.",
             "On a trusted network, use http:// in its address. Else set network.tls_cert and network.tls_key "
             "at the server.",
@@ -632,7 +632,7 @@ def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
     )
 
 
-def _other(message: str, remedy: str) -> ServerUnreachable:
+def _wrong_server(message: str, remedy: str) -> ServerUnreachable:
     error = ServerUnreachable(message, remedy)
     error.is_other = True
     return error

@@ -217,7 +217,7 @@ class Listener:
 
     async def _serve(self, sock: socket.socket) -> None:
         front = self._make()
-        front.on_lost = self._left
+        front.on_lost = self._count_end
         try:
             if self._secure is not None:
                 await accept_tls(front, sock, self._secure)
@@ -226,10 +226,10 @@ class Listener:
         except (OSError, EOFError) as error:  # the peer closed, or does not speak TLS
             LOG.debug("a connection failed before its first request: %s", error)
         finally:
-            if not front.made:
-                self._left()
+            if not front.is_connected:
+                self._count_end()
 
-    def _left(self) -> None:
+    def _count_end(self) -> None:
         self._open_count -= 1
 
     def _say(self, text: str, value: object) -> None:

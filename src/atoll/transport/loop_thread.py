@@ -41,7 +41,7 @@ class LoopThread:
         self._ended = False
         self._calls: set[concurrent.futures.Future[Any]] = set()
         self._ready = Latch()
-        self._over = Latch()  # not Thread.join, which after an interrupt reports a running thread as ended
+        self._finished = Latch()  # not Thread.join, which after an interrupt reports a running thread as ended
         self.stopping = asyncio.Event()
         self.error: BaseException | None = None
 
@@ -51,7 +51,7 @@ class LoopThread:
         self._thread.start()
         self._ready.wait()
         if self.error is not None:
-            self._over.wait()
+            self._finished.wait()
             raise self.error
 
     def ready(self) -> None:
@@ -96,7 +96,7 @@ class LoopThread:
         with contextlib.suppress(RuntimeError):
             self._soon(self.stopping.set)
         if self._thread is not threading.current_thread():
-            self._over.wait()
+            self._finished.wait()
 
     def _soon(self, work: Callable[[], None]) -> None:
         """Schedule a call in the event loop, without a lock: Ctrl-C could leave a lock locked.
@@ -110,7 +110,7 @@ class LoopThread:
 
     def wait(self) -> None:
         """Wait for the coroutine's end, and raise its exception if there is one."""
-        self._over.wait()
+        self._finished.wait()
         if self.error is not None:
             raise self.error
 
@@ -133,4 +133,4 @@ class LoopThread:
                 call.cancel()
             self._at_end()
             self._ready.set()
-            self._over.set()
+            self._finished.set()

@@ -652,17 +652,17 @@ class _Fetching:
         Raise the error after the last of `pauses`, or when the pauses add up to the idle timeout. After an attempt that
         received bytes, start with the first pause again.
         """
-        left, came = list(pauses), self._http.counters.bytes_down
+        remaining, bytes_before = list(pauses), self._http.counters.bytes_down
         waited_s = 0.0
         while True:
             try:
                 return work()
             except (ServerUnreachable, Busy):
-                if self._http.counters.bytes_down > came:
-                    left, waited_s, came = list(pauses), 0.0, self._http.counters.bytes_down
-                if not left or waited_s >= self._idle_timeout_s:
+                if self._http.counters.bytes_down > bytes_before:
+                    remaining, waited_s, bytes_before = list(pauses), 0.0, self._http.counters.bytes_down
+                if not remaining or waited_s >= self._idle_timeout_s:
                     raise
-                pause_s = left.pop(0)
+                pause_s = remaining.pop(0)
                 until_s = time.monotonic() + pause_s
                 while time.monotonic() < until_s and not (self._abort is not None and self._abort.is_set()):
                     time.sleep(min(LOOK_S, pause_s))
@@ -689,15 +689,15 @@ class _Fetching:
                 raise _mismatch(self._what, f"{where} the tensor {lacking!r}")
         segments = self._contents.segments
         chosen: dict[str, Tensor] = {}
-        taken: dict[int, str] = {}
+        name_of_target: dict[int, str] = {}
         copies: list[tuple[Tensor, Tensor]] = []
         for key, name in keys.items():
             target, spec = targets[key], segments[name].spec
             if dtype_name(target.dtype) != spec.dtype or target.shape != spec.shape:
-                mine = f"{dtype_name(target.dtype)}{list(target.shape)}"
-                found = f"{spec.dtype}{list(spec.shape)}"
-                raise _mismatch(self._what, f"{key!r} is {found} in the object, {mine} in the target")
-            if taken.setdefault(id(target), name) != name:
+                target_type = f"{dtype_name(target.dtype)}{list(target.shape)}"
+                object_type = f"{spec.dtype}{list(spec.shape)}"
+                raise _mismatch(self._what, f"{key!r} is {object_type} in the object, {target_type} in the target")
+            if name_of_target.setdefault(id(target), name) != name:
                 raise _mismatch(self._what, f"the target ties {key!r} to another tensor, but the object does not")
             if chosen.setdefault(name, target) is not target:
                 copies.append((chosen[name], target))
@@ -745,12 +745,12 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     Raises:
         UsageError: `into` is neither a module nor a mapping, or one of its values cannot be filled.
     """
-    given: nn.Module | Mapping[str, Any] = into
+    targets: nn.Module | Mapping[str, Any] = into
     if not isinstance(into, nn.Module | Mapping):
         raise UsageError(f"into is a {type(into).__name__}.", "Pass a module, or a mapping name → tensor or array.")
     if not isinstance(into, nn.Module):
-        given = {name: _writable(name, value) for name, value in into.items()}
-    owners, aliases = named_tensors(given)
+        targets = {name: _writable(name, value) for name, value in into.items()}
+    owners, aliases = named_tensors(targets)
     return {**owners, **{alias: owners[owner] for alias, owner in aliases.items()}}
 
 

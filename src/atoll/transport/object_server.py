@@ -59,7 +59,7 @@ class ServedBlob:
         fd: descriptor of the object's file; -1 after it is closed.
         until_s: expiry time, by `time.monotonic`.
         readers: number of requests that are reading `fd`. Used only on the event loop.
-        gone: event that is set when the object is no longer served.
+        removed: event that is set when the object is no longer served.
         on_bytes: callback with the number of bytes sent.
     """
 
@@ -70,11 +70,11 @@ class ServedBlob:
     until_s: float
     on_bytes: Callable[[int], None]
     readers: int = 0
-    gone: threading.Event = field(default_factory=threading.Event)
+    removed: threading.Event = field(default_factory=threading.Event)
 
     def close_if_unread(self) -> None:
         """Close `fd` if the object is no longer served and no request reads it. Call it on the event loop."""
-        if self.gone.is_set() and not self.readers and self.fd >= 0:
+        if self.removed.is_set() and not self.readers and self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
@@ -184,13 +184,13 @@ class LocalBlob:
     Attributes:
         fd: descriptor of the file; `close` closes it.
         manifest: manifest of the object.
-        gone: event that is set when the object is no longer served. After that, the file may be rewritten.
+        removed: event that is set when the object is no longer served. After that, the file may be rewritten.
         on_read: callback with the number of bytes read.
     """
 
     fd: int
     manifest: Manifest
-    gone: threading.Event
+    removed: threading.Event
     on_read: Callable[[int], None] = lambda _: None
 
     def read(self, path: str, most_bytes: int) -> bytearray:
@@ -238,7 +238,7 @@ class LocalBlob:
                 run = arriving.room(scratch)
                 self._read(run, arriving.offset, part, path)
                 arriving.take(run)
-            if self.gone.is_set():  # check after the read: the file may have been rewritten during it
+            if self.removed.is_set():  # check after the read: the file may have been rewritten during it
                 raise Gone(f"This process no longer serves {path}.")
             arriving.finish(f"Part {part.index} of {path}, which this process serves, is damaged.", "Check the disk.")
 
@@ -246,7 +246,7 @@ class LocalBlob:
         try:
             read_at(self.fd, run, offset)
         except (OSError, EOFError) as error:
-            if self.gone.is_set():
+            if self.removed.is_set():
                 raise Gone(f"This process no longer serves {path}.") from error
             raise PartCorrupt(f"Part {part.index} of {path} cannot be read: {error}.", "Check the disk.") from error
 
@@ -413,7 +413,7 @@ class ObjectHost:
             if served is None:
                 return None
             require_secret(ref.secret, served.sealed, ref.object)
-            return LocalBlob(os.dup(served.fd), served.manifest, served.gone, on_read)
+            return LocalBlob(os.dup(served.fd), served.manifest, served.removed, on_read)
 
         return self._on_loop(work)
 
@@ -440,7 +440,7 @@ class ObjectHost:
     def _drop(self, object_id: str) -> None:
         served = self._objects.pop(object_id, None)
         if served is not None:
-            served.gone.set()
+            served.removed.set()
             served.close_if_unread()
 
     def _find(self, request: web.Request) -> ServedBlob:
@@ -474,7 +474,7 @@ class ObjectHost:
                 served.manifest.id,
                 pool=self._pool,
                 idle_timeout_s=self._idle_timeout_s,
-                revoked=served.gone.is_set,
+                revoked=served.removed.is_set,
                 on_bytes=served.on_bytes,
             )
         finally:

@@ -131,18 +131,18 @@ class PartConnection:
         self, response: http.client.HTTPResponse, room: Callable[[memoryview], memoryview]
     ) -> Iterator[memoryview]:
         # `response.readinto` would block until the buffer is full, and would not report a slow connection's progress
-        scratch, body, left = memoryview(self._scratch), response.fp, response.length or 0
-        while left > 0:
-            run, filled = room(scratch[:left]), 0
+        scratch, body, remaining = memoryview(self._scratch), response.fp, response.length or 0
+        while remaining > 0:
+            run, filled = room(scratch[:remaining]), 0
             while filled < len(run):  # fill the whole buffer, because each piece must consist of whole elements
                 self._require_whole()  # after `cut`, return nothing, even if it arrived before
                 count = body.readinto1(run[filled:])
                 if not count:
-                    raise http.client.IncompleteRead(b"", left - filled)
+                    raise http.client.IncompleteRead(b"", remaining - filled)
                 filled += count
                 self.on_move()
             self._require_whole()
-            left -= len(run)
+            remaining -= len(run)
             yield run
         response.close()  # required before the next request on this connection
 

@@ -362,8 +362,8 @@ class HttpTransfer:
 
         def fetch(connection: PartConnection, part: Part) -> None:
             arriving = PulledPart(delivery, part)
-            asked = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
-            status, problem, runs = connection.get(path, asked, arriving.room)
+            headers = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
+            status, problem, runs = connection.get(path, headers, arriving.room)
             if status >= 300:
                 raise problem_of(status, problem)
             if status != 206:

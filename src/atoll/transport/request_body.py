@@ -167,7 +167,7 @@ class Idle:
     def __init__(self, request: web.Request, timeout_s: float, on_bytes: Callable[[int], None]) -> None:
         self.on_end: Callable[[], None] = lambda: None
         self._request, self._timeout_s, self._on_bytes, self._moved = request, timeout_s, on_bytes, False
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._check)
 
     def __enter__(self) -> Idle:
         return self
@@ -182,13 +182,13 @@ class Idle:
             self._on_bytes(nbytes)
         return nbytes
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if not self._moved:
             break_off(self._request)
             self.on_end()
             return
         self._moved = False
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._check)
 
 
 def break_off(request: web.Request) -> None:
@@ -304,10 +304,10 @@ def receive(sock: socket.socket, room: memoryview) -> int:
 
 async def readable(sock: socket.socket) -> None:
     """Wait until the socket has bytes to read, without blocking the event loop."""
-    loop, came = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(sock.fileno(), came.set)
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sock.fileno(), is_readable.set)
     try:
-        await came.wait()
+        await is_readable.wait()
     finally:
         loop.remove_reader(sock.fileno())
 
@@ -351,16 +351,16 @@ class BodyInterceptor(asyncio.Protocol):
 
     Attributes:
         direct: the argument of this name.
-        made: whether the connection is established, with TLS including the handshake.
+        is_connected: whether the connection is established, with TLS including the handshake.
         on_lost: callback at the end of the connection.
     """
 
     def __init__(self, inner: asyncio.Protocol, *, direct: bool = True, idle_timeout_s: float = 60.0) -> None:
         self._inner, self.direct, self._idle_timeout_s = inner, direct, idle_timeout_s
-        self.made = False
+        self.is_connected = False
         self.on_lost: Callable[[], None] = lambda: None
         self._transport: asyncio.Transport | None = None
-        self._held = b""  # bytes of an incomplete head, or bytes that follow a body
+        self._unparsed = b""  # bytes of an incomplete head, or bytes that follow a body
         self._passes = False  # whether all further bytes of the connection go to aiohttp
         self._part = False  # whether a part is being received or answered; meanwhile no later request is read
         self._discarding = False  # whether the rest of a part's body is being dropped, after the answer
@@ -375,7 +375,7 @@ class BodyInterceptor(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Connect aiohttp to this connection. The peer has `HEAD_S` seconds to send a request's line and headers."""
         assert isinstance(transport, asyncio.Transport)
-        self._transport, self.made = transport, True
+        self._transport, self.is_connected = transport, True
         self._give_up_after(HEAD_S)
         self._inner.connection_made(cast(asyncio.Transport, _Facade(transport, self._hold)))
 
@@ -430,14 +430,14 @@ class BodyInterceptor(asyncio.Protocol):
         elif self._part:  # a thread should have received these bytes, so the body is incomplete
             self._give_up()
         else:
-            self._heads(self._held + data)
+            self._heads(self._unparsed + data)
 
     def _hold(self, full: bool) -> None:
         """Record that aiohttp pauses (`full`) or resumes reading. If it resumes, handle the bytes that waited."""
         self._full = full
         self._read_or_not()
         if not full and not self._part and self._transport is not None:
-            self._heads(self._held)
+            self._heads(self._unparsed)
 
     def _read_or_not(self) -> None:
         """Pause reading from the connection while aiohttp asks for a pause or a thread receives a part; else resume."""
@@ -450,15 +450,15 @@ class BodyInterceptor(asyncio.Protocol):
 
     def _heads(self, data: bytes) -> None:
         """Pass complete request heads (line and headers) to aiohttp, until it pauses or the body of a part begins."""
-        self._held = b""
+        self._unparsed = b""
         while data and not self._part:
             if self._full:
-                self._held = data
+                self._unparsed = data
                 return
             end = data.find(b"\r\n\r\n") + 4
             if end < 4:
                 if len(data) <= routes.HEADER_BYTES and _BEGIN.match(data) and not _LONE_LF.search(data):
-                    self._held = data
+                    self._unparsed = data
                     self._give_up_after(HEAD_S)
                 else:
                     self._pass_all(data)
@@ -473,7 +473,7 @@ class BodyInterceptor(asyncio.Protocol):
                 self._part = True
                 self._read_or_not()
                 self._body_left, self._early, data = body_bytes, data[:body_bytes], data[body_bytes:]
-                self._held = data
+                self._unparsed = data
                 head = _without_body(head)
             self._inner.data_received(head)
 
@@ -534,7 +534,7 @@ class BodyInterceptor(asyncio.Protocol):
     def _discard(self, data: bytes) -> None:
         count = min(self._body_left, len(data))
         self._body_left -= count
-        self._held += data[count:]
+        self._unparsed += data[count:]
         if not self._body_left:
             self._next()
 
@@ -544,7 +544,7 @@ class BodyInterceptor(asyncio.Protocol):
         self._stop_timer()
         self._read_or_not()
         if self._transport is not None and not self._transport.is_closing():
-            self._heads(self._held)
+            self._heads(self._unparsed)
 
     def _give_up_after(self, seconds: float) -> None:
         if self._timer is None:

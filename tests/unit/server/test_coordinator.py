@@ -63,10 +63,10 @@ def without(report: str) -> str:
 def test_only_sites_that_were_drawn_are_missed(
     state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
 ) -> None:
-    attendance = Attendance(roster, 0, asked={0: "abc"})  # its round was open when this server started
+    attendance = Attendance(roster, 0, expected={0: "abc"})  # its round was open when this server started
     for number, drawn, workers in ((1, "abc", "ab"), (2, "def", "def"), (3, "cgh", "gh"), (4, "cij", "cij")):
         if number > 1:
-            attendance.asks(events.RoundOpened(0, number - 1, tuple(drawn)), state)
+            attendance.expects(events.RoundOpened(0, number - 1, tuple(drawn)), state)
         closed(attendance, number, workers, expected=3)
         assert [without(text) for text in attendance.warnings(state)] == ([] if number == 4 else ["c"])
     assert [without(each) for each in caplog.messages] == ["c"], "once, for as long as the same site is missing"
@@ -77,8 +77,8 @@ def test_a_site_that_the_round_no_longer_waits_for_is_missed(
 ) -> None:
     """As one with a refused update."""
     attendance = Attendance(roster, 0)
-    attendance.asks(events.RoundOpened(0, 0, ("a", "b", "c")), state)
-    attendance.asks(events.ExpectedChanged(0, 0, ("a", "b")), state)
+    attendance.expects(events.RoundOpened(0, 0, ("a", "b", "c")), state)
+    attendance.expects(events.ExpectedChanged(0, 0, ("a", "b")), state)
     closed(attendance, 1, "ab", expected=3)
     assert [without(each) for each in caplog.messages] == ["c"]
 
@@ -86,7 +86,7 @@ def test_a_site_that_the_round_no_longer_waits_for_is_missed(
 def test_a_fragment_that_closed_with_all_sites_hides_no_other(
     state: State, roster: dict[str, Presence], caplog: pytest.LogCaptureFixture
 ) -> None:
-    attendance = Attendance(roster, 0, asked={0: "abc", 1: "abc"})
+    attendance = Attendance(roster, 0, expected={0: "abc", 1: "abc"})
     for number in range(1, 4):
         closed(attendance, number, "abc", expected=3, fragment=0)
         closed(attendance, number, "ab", expected=3, fragment=1)

@@ -35,7 +35,7 @@ from atoll.errors import BadRequest, Busy, Conflict, DiskFull, Gone, StoreError,
 from atoll.store import update_spool
 from atoll.store.file_slots import JOURNAL, PULL, READER, SPOOL, VERSION, WRITER, FileShape, SlotPool
 from atoll.store.journal_tables import TICKETS, TicketRow
-from atoll.store.kept_objects import Kept, ObjectStore
+from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.store import Store
 from atoll.store.update_spool import PartWriter, WriterCancelled
 
@@ -471,7 +471,7 @@ def test_a_slot_of_the_journal_is_given_to_no_writer(tmp_path: Path) -> None:
 # -- published objects
 
 
-def stored(objects: ObjectStore) -> tuple[Kept, str]:
+def stored(objects: ObjectStore) -> tuple[Entry, str]:
     """Publish an object of 4,000 bytes of tensors."""
     object_id, fd = objects.draft()
     manifest = write_object(pack_object({"w": torch.ones(1000)}), fd, Cut(2**20))

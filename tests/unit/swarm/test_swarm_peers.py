@@ -94,9 +94,9 @@ def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: 
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
     report(peers, "c", 1, reached="b", unreached="a")
-    assert peers.apart() is None  # a may have died
+    assert peers.unreachable() is None  # a may have died
     report(peers, "a", 1)
-    found = peers.apart()
+    found = peers.unreachable()
     assert found is not None
     assert found[:2] == ("a", 1)
     assert "b cannot reach a at http://a:1 (refused)" in found[2]
@@ -104,7 +104,7 @@ def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: 
     pair = some("a", "b")
     report(pair, "a", 1, unreached="b")
     report(pair, "b", 1)
-    found = pair.apart()
+    found = pair.unreachable()
     assert found is not None
     assert found[:2] == ("b", 2)  # the one that came last
 
@@ -116,16 +116,16 @@ def test_a_restarted_worker_is_not_judged_by_earlier_attempts(monkeypatch: pytes
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")  # which has died
     now_s += 60
-    assert peers.apart() is None
+    assert peers.unreachable() is None
     peers.known("b", at("b"), "p2")
     report(peers, "a", 2, unreached="b")  # its next try is under way
     now_s += 1
     report(peers, "b", 1, reached="a")
-    assert peers.apart() is None
+    assert peers.unreachable() is None
     report(peers, "a", 3, reached="b")
     now_s += 60
     report(peers, "b", 2, reached="a")
-    assert peers.apart() is None
+    assert peers.unreachable() is None
 
 
 @pytest.mark.covers("P10")
@@ -134,7 +134,7 @@ def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.M
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")
     report(peers, "b", 1)
-    peers.apart()
+    peers.unreachable()
     again = messages.Join(protocol=1, site="b", host="here", process="p1", peer=at("b"))
     with pytest.raises(ConfigError, match="b cannot take part"):
         peers.joins(again)

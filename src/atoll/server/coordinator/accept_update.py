@@ -88,8 +88,8 @@ class UpdateAdmission:
         A run needs it if one of its reducers uses the total weight of all sites: earlier versions were computed with
         the first weights. In other runs, return the message as it is.
         """
-        kept = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
-        if not kept or message.weight == kept:
+        kept_weight = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
+        if not kept_weight or message.weight == kept_weight:
             return message
         if site not in self._other_weight:
             self._other_weight.add(site)
@@ -99,9 +99,9 @@ class UpdateAdmission:
                 "start a new run.",
                 site,
                 message.weight,
-                kept,
+                kept_weight,
             )
-        return message.model_copy(update={"weight": kept})
+        return message.model_copy(update={"weight": kept_weight})
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
         """Refuse an update with a weight or norm above its limit, or without the number of steps that the run needs.
@@ -161,15 +161,15 @@ def staleness(head: int, version: int, lost: Sequence[int]) -> int:
 
 def outcome_of(store: Store, row: TicketRow) -> messages.Outcome:
     """Return the state of a ticket as a message for its worker."""
-    behind = 0
+    versions_behind = 0
     if row.version is not None and row.version > row.base_version + 1:
-        behind = staleness(row.version - 1, row.base_version, store.run_log.lost_versions(row.fragment))
+        versions_behind = staleness(row.version - 1, row.base_version, store.run_log.lost_versions(row.fragment))
     return messages.Outcome(
         ticket=row.ticket,
         state=row.state,
         base_version=row.base_version,
         version=row.version,
         digest=row.digest or "",
-        staleness=behind,
+        staleness=versions_behind,
         reason=row.reason or "",
     )

@@ -55,8 +55,8 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> 
                 weight=row.weight,
                 steps=row.steps,
                 norm=min(row.norm, sys.float_info.max),  # infinite if squares of fp64 values overflow
-                staleness=(behind := staleness(base_version, row.base_version, lost)),
-                scale=plan.staleness_weight(behind),
+                staleness=(lag := staleness(base_version, row.base_version, lost)),
+                scale=plan.staleness_weight(lag),
                 metrics=dict(row.metrics),
                 nbytes=row.bytes,
             )

@@ -165,8 +165,8 @@ class BestVersion:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         require_files(self._folder)
-        told = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
-        export_model(self._plan, self._store, self.path, (measured.version,), told)
+        metadata = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
+        export_model(self._plan, self._store, self.path, (measured.version,), metadata)
         self._write_note(measured)
         self.saved = measured
 
@@ -202,17 +202,17 @@ class BestVersion:
         If `best.json` names another version or is damaged, write it again: the server may have been killed between
         the two files.
         """
-        told, path = self._header(), self._folder / BEST_NOTE
-        if told is None:
+        measured, path = self._header(), self._folder / BEST_NOTE
+        if measured is None:
             return None
         try:
-            agrees = path.read_text(encoding="utf-8") == self._note(told)
+            agrees = path.read_text(encoding="utf-8") == self._note(measured)
         except (OSError, ValueError):
             agrees = False
         if not agrees:
             LOG.warning("%s is damaged, or older than %s, and is written again. Check the disk.", path, BEST_MODEL)
-            self._write_note(told)
-        return told
+            self._write_note(measured)
+        return measured
 
     def _header(self) -> Measured | None:
         """Return the version that the header of `best.safetensors` names.
@@ -223,8 +223,8 @@ class BestVersion:
 
         try:
             with safe_open(self.path, "pt") as file:
-                told = file.metadata()
-            return Measured(int(told["version"]), int(told["round"]), float(told[self.metric]))
+                metadata = file.metadata()
+            return Measured(int(metadata["version"]), int(metadata["round"]), float(metadata[self.metric]))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
 
@@ -407,7 +407,7 @@ async def until_passed(
             await asyncio.sleep(RETRY_S)
 
 
-async def over(*tasks: asyncio.Task[None] | None) -> None:
+async def wait_for_end(*tasks: asyncio.Task[None] | None) -> None:
     """Wait until these tasks have ended, with or without an error. Ignore arguments that are None."""
     if begun := [task for task in tasks if task is not None]:
         await asyncio.wait(begun)

@@ -48,7 +48,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         address=run.address,
         best=_best(run),
         uptime_s=now_s - run.started_s,
-        left_s=run.left.of(run.state, now_s),
+        left_s=run.time_left.of(run.state, now_s),
         model_bytes=0 if run.plan.schema.is_nothing else run.plan.schema.model.nbytes,
         codec=algorithm.codec,
         outer=outer_in_words(algorithm, settings.algorithm.outer_lr_of),
@@ -159,7 +159,7 @@ def _worker(
     beat = presence.beat
     bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]
     version = max(beat.version, min(bases))
-    behind = (
+    staleness_of = (
         staleness(round_.head, max(version, base), gone)
         for round_, base, gone in zip(run.state.rounds, bases, lost, strict=True)
     )
@@ -175,7 +175,7 @@ def _worker(
         steps_per_s=beat.steps_per_s,
         rounds=presence.rounds,
         version=version,
-        staleness=max(behind),
+        staleness=max(staleness_of),
         bytes_up=presence.bytes_up,
         bytes_down=presence.bytes_down,
         gradient_bytes=presence.gradient_bytes,

@@ -46,9 +46,9 @@ from atoll.server.coordinator.background_writes import (
     BackgroundWriter,
     measured_of,
     missing,
-    over,
     until_passed,
     value_of,
+    wait_for_end,
 )
 from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info
@@ -151,7 +151,7 @@ class Coordinator:
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.stale, self.advice = StalenessCounter(plan), advice(plan)
-        self.left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
+        self.time_left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.bytes_up = self.bytes_down = 0
         self.started_s, self.address = time.monotonic(), ""
@@ -246,7 +246,7 @@ class Coordinator:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self.state)
             case events.RoundOpened() | events.ExpectedChanged():
-                self.attendance.asks(effect, self.state)
+                self.attendance.expects(effect, self.state)
             case events.RoundClosed():
                 self._spawn(self._next_version(effect))
             case events.BestFound(measured):
@@ -436,7 +436,7 @@ class Coordinator:
                                 "ticket",
                                 head,
                                 None if previous is None or previous.ticket == ticket else previous,
-                                ticket=self.given(lease.site, ticket, fragment, head.version, head.digest),
+                                ticket=self.ticket_message(lease.site, ticket, fragment, head.version, head.digest),
                                 counted=counted_of(lease.site, self.store) if self.plan.algorithm.keeps else None,
                             )
                         # the journal has a newer head, and the ledger is about to get the event about it
@@ -466,7 +466,7 @@ class Coordinator:
             **more,
         )
 
-    def given(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
+    def ticket_message(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
         """Return an issued ticket as a message for its site. Record the version that it starts from, for the status."""
         presence = self.roster.get(site)
         if presence is not None:
@@ -529,15 +529,15 @@ class Coordinator:
             waiting_for=[site for site, _ in waiting.missing(state, fragment)],
             reason=text,
             tasks=queue.follows and not queue.finished if reason == events.FINISHED else queue.rounds == "to come",
-            left_s=self.left.of(state, time.monotonic()),
+            left_s=self.time_left.of(state, time.monotonic()),
         )
 
     def why(self, fragment: int, now_s: float) -> str:
         """Return a text: what a fragment's round waits for, and known problems of the sites that are missing."""
         sites = [site for site, _ in waiting.missing(self.state, fragment)]
-        place = self.swarm.trouble(fragment) if self.swarm is not None else ""
+        trouble = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
-        return "; ".join(filter(None, [waiting.why(self.state, fragment, now_s), place, *silent]))
+        return "; ".join(filter(None, [waiting.why(self.state, fragment, now_s), trouble, *silent]))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
         """Return the state of a ticket. While the ticket is open or accepted, also return its parts on disk.
@@ -691,7 +691,7 @@ class Coordinator:
 
     async def _next_version(self, closed: events.RoundClosed) -> None:
         """Make and commit the version of a closed round. Retry while the disk is full; other errors end the server."""
-        await over(self._saving_best)  # the next commit may remove the version that is being saved
+        await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[closed.fragment].number
         try:
             committed = await until_passed(
@@ -714,15 +714,15 @@ class Coordinator:
         for site in summary.workers:
             if site in self.roster:
                 self.roster[site].rounds += 1
-        self.stale.look_at(summary)
+        self.stale.note_round(summary)
         self.attendance.closed(summary)
         value = value_of(summary, tracking.metric) if tracking.metric else None
         if tracking.metric and value is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
-        self.left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
+        self.time_left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
         self.apply(events.VersionCommitted(fragment, row.version, value))
-        left = f"; {told}" if (told := time_left(self.left.of(self.state, time.monotonic()))) else ""
+        left = f"; {told}" if (told := time_left(self.time_left.of(self.state, time.monotonic()))) else ""
         LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
@@ -733,7 +733,7 @@ class Coordinator:
 
     async def _finish(self) -> None:
         path = await self.background.save_result()
-        await over(self._saving_best, self._last_write)
+        await wait_for_end(self._saving_best, self._last_write)
         await asyncio.wrap_future(self.background.persistor.idle())
         why_finished = self.ledger.rules.tracking.why(self.state.progress)
         number = min(self.store.versions.heads())
@@ -753,7 +753,7 @@ class Coordinator:
             with contextlib.suppress(DiskFull):
                 self.apply(events.TimePassed())
                 if self.swarm is not None:
-                    self.swarm.look()
+                    self.swarm.reassign()
 
     # -- tasks of the event loop
 

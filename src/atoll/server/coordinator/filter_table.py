@@ -45,8 +45,8 @@ class SiteFilters:
         entries: tuple[dict[str, Any], ...] = settings.at(setting)
         if given and entries:
             raise UsageError(f"Server got {_ARGUMENT[setting]}, but its settings have {setting}.", "Use one of them.")
-        self._setting, self._told = setting, set[str]()
-        self._entries = [_made(entry, setting) for entry in entries]
+        self._setting, self._warned_of = setting, set[str]()
+        self._entries = [_construct(entry, setting) for entry in entries]
         by_site: Mapping[str, ByTask] = given if isinstance(given, Mapping) else {"": given}
         for site, filters in by_site.items():
             sites = frozenset([site] if site else [])
@@ -72,8 +72,8 @@ class SiteFilters:
     def warn_of_strangers(self, sites: Collection[str]) -> None:
         """Warn, but only once, about each site that a filter names and that is not in `sites`: it may be misspelt."""
         named = {site for _, wanted, _ in self._entries for site in wanted}
-        for site in sorted(named.difference(sites, self._told)):
-            self._told.add(site)
+        for site in sorted(named.difference(sites, self._warned_of)):
+            self._warned_of.add(site)
             hint = registry.nearest(site, sites, f"Sites that have: {', '.join(sorted(sites)) or 'none'}.")
             LOG.warning("%s contains a filter for site %r, which has not taken part. %s", self._setting, site, hint)
 
@@ -90,29 +90,29 @@ class SiteFilters:
             site: name of the site.
             task: name of the task; empty for an update, which gets only the filters that are not limited to tasks.
         """
-        mine = self._of.get(site)
-        if mine is None:
+        own = self._of.get(site)
+        if own is None:
             copies = [(_own(each), sites, tasks) for each, sites, tasks in self._entries if not sites or site in sites]
-            mine = self._of.setdefault(site, copies)
-        return tuple(each for each, _, tasks in mine if not tasks or task in tasks)
+            own = self._of.setdefault(site, copies)
+        return tuple(each for each, _, tasks in own if not tasks or task in tasks)
 
 
 def _own(filter_: Filter) -> Filter:
     """Return a copy of a filter. Attributes that cannot be copied, such as locks, stay shared."""
-    mine = copy.copy(filter_)
-    memo: dict[int, Any] = {id(filter_): mine}
-    for name, value in list(vars(mine).items()):
+    filter_copy = copy.copy(filter_)
+    memo: dict[int, Any] = {id(filter_): filter_copy}
+    for name, value in list(vars(filter_copy).items()):
         trial = dict(memo)  # a failed deepcopy leaves partial copies in its memo
         try:
-            vars(mine)[name] = copy.deepcopy(value, trial)
+            vars(filter_copy)[name] = copy.deepcopy(value, trial)
         except Exception as error:
             LOG.debug("%r: all sites share its attribute %s, which cannot be copied: %s", filter_, name, error)
         else:
             memo = trial
-    return mine
+    return filter_copy
 
 
-def _made(entry: Mapping[str, Any], setting: Setting) -> _Entry:
+def _construct(entry: Mapping[str, Any], setting: Setting) -> _Entry:
     path, args, sites, tasks = entry.get("path"), entry.get("args", {}), entry.get("sites", []), entry.get("tasks", [])
     understood = isinstance(path, str) and isinstance(args, Mapping | list)
     understood = understood and isinstance(sites, list) and isinstance(tasks, list)

@@ -107,22 +107,22 @@ def _require_state(message: messages.Join, store: Store) -> None:
     count = counted + (last is not None and last.state == "accepted")  # an accepted update is going to count
     if not count:
         return  # the site is new, or none of its updates counts: its local state is zero
-    if message.local_state == "kept" and _stands(message, store):
+    if message.local_state == "kept" and _is_state_current(message, store):
         return
-    told = f"1 update of {site} counts" if count == 1 else f"{count} updates of {site} count"
-    told += " in this run"
+    loss = f"1 update of {site} counts" if count == 1 else f"{count} updates of {site} count"
+    loss += " in this run"
     if message.local_state == "new" or message.new_local_state:
-        LOG.warning("%s, but the site has lost its algorithm's state: the state starts from zero again", told)
+        LOG.warning("%s, but the site has lost its algorithm's state: the state starts from zero again", loss)
         return
     host = message.host or "its machine"
     raise ConfigError(
         (
-            f"{told}, but on {host} the site does not have its algorithm's state: the folder or machine is "
+            f"{loss}, but on {host} the site does not have its algorithm's state: the folder or machine is "
             "a different one, or the files were removed."
         )
         if message.local_state == "missing"
         else (
-            f"{told}, but the algorithm's state that the site has on {host} is from another time or site: a "
+            f"{loss}, but the algorithm's state that the site has on {host} is from another time or site: a "
             "folder was restored from an older copy, at the site or at the server, or folders were swapped."
         ),
         f"Set ATOLL_DIR to the folder that the site had before, or copy {site}/{store.run_log.run_id} from "
@@ -141,10 +141,10 @@ def _named(row: TicketRow) -> messages.Counted:
     return messages.Counted(base_version=row.base_version, digest=row.digest or "")
 
 
-def _stands(message: messages.Join, store: Store) -> bool:
+def _is_state_current(message: messages.Join, store: Store) -> bool:
     """Return whether the site's local state includes its last aggregated update and, if any, its accepted update."""
     last = store.tickets.last_of(message.site)
-    wanted = [counted_of(message.site, store)]
+    required = [counted_of(message.site, store)]
     if last is not None and last.state == "accepted":
-        wanted.append(_named(last))
-    return all(any(each.names(other) for each in message.local_state_of) for other in wanted)
+        required.append(_named(last))
+    return all(any(each.names(other) for each in message.local_state_of) for other in required)

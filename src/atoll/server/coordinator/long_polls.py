@@ -20,10 +20,10 @@ class FairEvent:
 
     def set(self) -> None:
         """Wake every task that waits now."""
-        under_way = bool(self._due)
+        is_waking = bool(self._due)
         self._due.extend(self._waiting)
         self._waiting.clear()
-        if self._due and not under_way:
+        if self._due and not is_waking:
             self._wake_one()
 
     async def wait(self, timeout_s: float) -> None:

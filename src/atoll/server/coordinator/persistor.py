@@ -97,22 +97,22 @@ class Persistor:
         if not hasattr(self._user, "load"):
             return None
         try:
-            given = resolve(self._user.load())
+            loaded = resolve(self._user.load())
         except (Exception, SystemExit) as error:
             LOG.error("load() of the persistor %r failed", self.name, exc_info=error)
             raise ConfigError(
                 f"load() of the persistor {self.name!r} failed: {type(error).__name__}: {error}.",
                 "See the traceback in the log.",
             ) from error
-        if given is None:
+        if loaded is None:
             return None
-        if not isinstance(given, Mapping) or not all(isinstance(value, Tensor) for value in given.values()):
+        if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
             raise ConfigError(
                 f"load() of the persistor {self.name!r} must return a dict of tensors, but returned a "
-                f"{type(given).__name__}.",
+                f"{type(loaded).__name__}.",
                 "Return a dict of tensors, as state_dict() does, or None to use the model in the settings.",
             )
-        return given
+        return loaded
 
     def save(self, plan: Plan, store: Store, heads: Sequence[int], *, final: bool = False) -> Future[None]:
         """Queue a call of the persistor's `save`.

@@ -117,8 +117,8 @@ class Presence:
         """Handle a request of `process`. If this process was replaced, warn the first time that it still runs."""
         if process not in self.displaced:
             return
-        there, here = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
-        hosts = f"both on {here}" if there == here else f"on {there} and on {here}"
+        other_host, this_host = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
+        hosts = f"both on {this_host}" if other_host == this_host else f"on {other_host} and on {this_host}"
         self.rival = (
             f"two processes take part as {self.site}, {hosts}: the older one still runs, but was replaced. "
             "Use a different site name for each process"
@@ -246,29 +246,29 @@ class Attendance:
     Args:
         roster: site → what the server knows about its worker.
         deaths: number of workers that were declared dead before the server started.
-        asked: fragment → sites that its open round waited for before the server started.
+        expected: fragment → sites that its open round waited for before the server started.
 
     Attributes:
         deaths: number of workers declared dead in the whole run.
     """
 
     def __init__(
-        self, roster: MutableMapping[str, Presence], deaths: int, asked: Mapping[int, Collection[str]] | None = None
+        self, roster: MutableMapping[str, Presence], deaths: int, expected: Mapping[int, Collection[str]] | None = None
     ) -> None:
         self._roster, self.deaths = roster, deaths
-        self._asked = {fragment: set(sites) for fragment, sites in (asked or {}).items()}
+        self._expected = {fragment: set(sites) for fragment, sites in (expected or {}).items()}
         self._absent: dict[int, frozenset[str]] = {}  # fragment → missing sites
         self._partial: dict[int, str] = {}
 
-    def asks(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
+    def expects(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
         """Record the sites that a round waits for. Keep a site, even if the round no longer waits for it."""
         fragment, sites = effect.fragment, effect.expected
         if isinstance(effect, events.RoundOpened):
             LOG.debug(
                 "round %d of fragment %d is open for %s", state.rounds[fragment].number, fragment, ", ".join(sites)
             )
-            self._asked[fragment] = set()
-        self._asked.setdefault(fragment, set()).update(sites)
+            self._expected[fragment] = set()
+        self._expected.setdefault(fragment, set()).update(sites)
 
     def ended(self, effect: events.LeaseEnded, state: State) -> None:
         """Log that a site no longer takes part. If too few sites are left for a round, log that, too."""
@@ -277,37 +277,37 @@ class Attendance:
         log = LOG.info if why == "left" else LOG.warning
         log("%s %s%s", effect.site, {"dead": "is dead"}.get(why, why), f": {effect.detail}" if effect.detail else "")
         self.deaths += why == "dead"
-        if told := short_of(state, self._roster):
-            log("%s", told)
+        if warning := short_of(state, self._roster):
+            log("%s", warning)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
         """Warn if a round closed without a site of the run. If the same sites are missing again, do not warn again."""
-        here, fragment = set(summary.workers), summary.fragment
-        asked = self._asked.get(fragment, set())
-        complete = len(here) >= summary.expected
-        absent = {site for site in self._roster.keys() - here if self._is_missed(site, asked, complete)}
-        told = frozenset[str]().union(*self._absent.values())
+        sites, fragment = set(summary.workers), summary.fragment
+        asked = self._expected.get(fragment, set())
+        complete = len(sites) >= summary.expected
+        absent = {site for site in self._roster.keys() - sites if self._is_missed(site, asked, complete)}
+        warned_of = frozenset[str]().union(*self._absent.values())
         # with sampling, a missing site that is alive again stays listed until a round waits for it
-        waits = {site for site in self._absent.get(fragment, ()) if site not in here | asked and self._is_alive(site)}
+        waits = {site for site in self._absent.get(fragment, ()) if site not in sites | asked and self._is_alive(site)}
         self._absent[fragment] = frozenset(absent | waits)
         if absent:
             self._partial[fragment] = self._in_words(summary, sorted(absent), complete)
-            if not absent <= told:
+            if not absent <= warned_of:
                 LOG.warning("%s", self._partial[fragment])
         elif not waits:
             self._partial.pop(fragment, None)
 
-    def _is_missed(self, site: str, asked: Collection[str], complete: bool) -> bool:
+    def _is_missed(self, site: str, expected: Collection[str], complete: bool) -> bool:
         state = self._roster[site].state
         if complete:  # enough other sites took part, so a site that has left is not missed
             return state in ("dead", "failed")
-        return site in asked or not self._is_alive(site)
+        return site in expected or not self._is_alive(site)
 
     def _is_alive(self, site: str) -> bool:
         return self._roster[site].state == "alive"
 
     def _in_words(self, summary: status_messages.RoundSummary, absent: list[str], complete: bool) -> str:
-        ended = [f"{site} {told}" for site in absent if (told := self._roster[site].ended)]
+        ended = [f"{site} {how}" for site in absent if (how := self._roster[site].ended)]
         of = summary.population if complete else summary.expected
         remedy = (
             f"To include them again, start {listed(absent)} under the same name"
@@ -335,19 +335,19 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
 
     Return an empty text if enough sites take part. The text is empty, too, before the first and after the last round.
     """
-    here, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
-    if here >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
+    present, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
+    if present >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
         return ""
-    away = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
-    ended = f" ({listed([f'{site} {how}' for site, how in away.items()])})" if away else ""
-    fit = [site for site in away if not roster[site].error.startswith(_OTHER_MODEL)]
+    absent = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
+    ended = f" ({listed([f'{site} {how}' for site, how in absent.items()])})" if absent else ""
+    fit = [site for site in absent if not roster[site].error.startswith(_OTHER_MODEL)]
     again = "Start another site"
     if fit:
-        some = f"{floor - here} of " if len(fit) > floor - here else ""
+        some = f"{floor - present} of " if len(fit) > floor - present else ""
         again = f"Start {some}{listed(fit)} again under the same name"
-    lower = f", or restart the server with {name} = {here}" if here else ""
+    lower = f", or restart the server with {name} = {present}" if present else ""
     return (
-        f"{here} {'site takes' if here == 1 else 'sites take'} part{ended}, but a round needs at least "
+        f"{present} {'site takes' if present == 1 else 'sites take'} part{ended}, but a round needs at least "
         f"{floor} ({name}): the run waits. {again}{lower}"
     )
 
@@ -373,7 +373,7 @@ class StalenessCounter:
         self.warnings: list[str] = []
         self.counts: Counter[int] = Counter()
 
-    def look_at(self, summary: status_messages.RoundSummary) -> None:
+    def note_round(self, summary: status_messages.RoundSummary) -> None:
         """Count the staleness of a round's updates. Warn of a value above `FAR_BEHIND` and above all earlier values."""
         if self._is_async:
             self.counts.update(summary.staleness)
@@ -415,14 +415,14 @@ def why_silent(
     """
     interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s
     unheard = [site for site in sites if site in roster and not roster[site].heard]
-    told = [f"no request since the server restarted: {', '.join(unheard)}"] if unheard else []
+    reasons = [f"no request since the server restarted: {', '.join(unheard)}"] if unheard else []
     quiet = [site for site in sites if site not in unheard]
     quiet = [site for site in quiet if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
     if quiet:
         then = f" (declared dead after {timeout_s:g} s without a heartbeat)" if timeout_s else ""
-        told.append(f"no heartbeat from {', '.join(quiet)}{then}")
+        reasons.append(f"no heartbeat from {', '.join(quiet)}{then}")
     still = {site: roster[site].hangs_s(2 * (timeout_s or HANGS_S)) for site in sites if site in roster}
-    return told + [
+    return reasons + [
         f"{site} sends heartbeats, but its training has made no step for {still_s:.0f} s: check its process"
         for site, still_s in still.items()
         if still_s

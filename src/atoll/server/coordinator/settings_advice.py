@@ -73,11 +73,11 @@ def _of_the_way_down(plan: Plan) -> list[str]:
     settings = plan.settings
     behind = -(-settings.rounds.sites // settings.async_.buffer_size)  # versions committed while one worker trains
     downlinks = [each.downlink for each in plan.fragments]
-    one, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
-    if any(downlinks) and one >= whole:
+    diff, whole = sum(each.layout.nbytes for each in downlinks if each), sum(each.nbytes for each in plan.versions)
+    if any(downlinks) and diff >= whole:
         return [
             f"aggregation.download_codec {settings.aggregation.download_codec.target!r} saves nothing: the "
-            f"difference between versions would take {size(one)}, a whole version {size(whole)}. The reason "
+            f"difference between versions would take {size(diff)}, a whole version {size(whole)}. The reason "
             "is small tensors or a narrow dtype. Leave aggregation.download_codec out"
         ]
     if not settings.async_.enabled or settings.async_.grace_s or not all(downlinks) or behind == 1:
@@ -86,9 +86,9 @@ def _of_the_way_down(plan: Plan) -> list[str]:
         f"aggregation.download_codec is {settings.aggregation.download_codec.target!r}: while one of "
         f"{settings.rounds.sites} workers trains, "
     )
-    if whole <= behind * one:
+    if whole <= behind * diff:
         return [
-            f"{begin}{behind} new versions appear. Their differences, {size(behind * one)}, are larger than a "
+            f"{begin}{behind} new versions appear. Their differences, {size(behind * diff)}, are larger than a "
             f"whole version, {size(whole)}, so almost nothing is saved. Choose a codec with fewer bytes, or "
             "leave aggregation.download_codec out"
         ]

@@ -73,8 +73,8 @@ class Filtering:
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
         self.filters, self._plan, self._store, self._aside = filters, plan, store, aside
-        self._kept: dict[_Key, _Filtered] = {}
-        self._going: dict[_Key, asyncio.Future[None]] = {}
+        self._done: dict[_Key, _Filtered] = {}
+        self._running: dict[_Key, asyncio.Future[None]] = {}
 
     def has(self, site: str) -> bool:
         """Return whether the updates of a site are filtered."""
@@ -92,9 +92,9 @@ class Filtering:
             DiskFull: no space for the file.
             TicketClosed, Gone: the round is over.
         """
-        if _key(row) in self._kept:
+        if _key(row) in self._done:
             return
-        if not await shared(self._going, _key(row), lambda: self._prepare(row, number)):
+        if not await shared(self._running, _key(row), lambda: self._prepare(row, number)):
             raise TicketClosed(
                 f"Round {number} closed before the server's filters finished with the update of {row.site}.",
                 "Ask for the next ticket.",
@@ -103,7 +103,7 @@ class Filtering:
     async def _prepare(self, row: TicketRow, number: int) -> None:
         what = f"The server's filters for the update of {row.site} in round {number}"
         work = functools.partial(self._filtered, row, number)
-        self._kept[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
+        self._done[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
 
     async def refusal(self, row: TicketRow, number: int) -> str:
         """Filter an update as `prepare` does. If a filter fails, return the reason, else an empty text."""
@@ -141,25 +141,25 @@ class Filtering:
         """
         if not self.has(row.site):
             return UpdateInput(self._store.tickets.spool(row.ticket).fd, row.norm)
-        filtered = self._kept[_key(row)]
+        filtered = self._done[_key(row)]
         return UpdateInput(filtered.fd, filtered.norm)
 
     def sweep(self) -> None:
         """Close the filtered files of tickets that have ended, and cancel filters that still run for such tickets."""
-        for key in [*self._going, *self._kept]:
+        for key in [*self._running, *self._done]:
             if not self._store.tickets.get(key[0]).is_live:
                 self._forget(key)
 
     def _forget(self, key: _Key) -> None:
-        going, kept = self._going.get(key), self._kept.pop(key, None)
-        if going is not None:
-            going.cancel()
-        if kept is not None:
-            kept.close()
+        running, done = self._running.get(key), self._done.pop(key, None)
+        if running is not None:
+            running.cancel()
+        if done is not None:
+            done.close()
 
     def close(self) -> None:
         """Close all filtered files, and cancel all running filters."""
-        for key in [*self._going, *self._kept]:
+        for key in [*self._running, *self._done]:
             self._forget(key)
 
     def _filtered(self, row: TicketRow, number: int) -> _Filtered:

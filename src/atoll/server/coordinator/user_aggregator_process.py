@@ -41,12 +41,12 @@ class _Pin:
     Attributes:
         pool: pool that the file's slot belongs to.
         slot: slot with the update.
-        asked: whether the server has asked the process to release the file.
+        is_recalled: whether the server has asked the process to release the file.
     """
 
     pool: SlotPool
     slot: Slot
-    asked: bool = False
+    is_recalled: bool = False
 
 
 class Aggregator:
@@ -75,7 +75,7 @@ class Aggregator:
         self._failed: AtollError | None = None
         self._waiting = self._closing = False
         self._pins: dict[int, _Pin] = {}
-        self._given: set[int] = set()
+        self._sent_tickets: set[int] = set()
         self._closed: set[int] = set()
         self._next_id, self._incremental = 0, False
         self._offers = ThreadPoolExecutor(1, thread_name_prefix="atoll-offer")
@@ -137,8 +137,8 @@ class Aggregator:
     def _offer(self, store: Store, ticket: int, number: int) -> None:
         with self._busy:
             row = store.tickets.get(ticket)
-            if row.state == "accepted" and ticket not in self._closed and ticket not in self._given:
-                self._give(store, row, number)
+            if row.state == "accepted" and ticket not in self._closed and ticket not in self._sent_tickets:
+                self._send_update(store, row, number)
 
     def aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
         """Let the aggregator combine the updates of a closed round into one.
@@ -167,20 +167,20 @@ class Aggregator:
                 raise self._failed
             fd = self._result_file()
             tickets = {row.ticket for row in rows}
-            if not self._given <= tickets:
+            if not self._sent_tickets <= tickets:
                 self._send({"what": "reset", "round": number})
-                self._given.clear()
+                self._sent_tickets.clear()
             for row in rows:
-                if row.ticket not in self._given:
-                    self._give(store, row, number)
+                if row.ticket not in self._sent_tickets:
+                    self._send_update(store, row, number)
             timeout_s = self._settings.aggregation.aggregator_timeout_s or None
             self._ask({"what": "aggregate", "round": number}, number, cancelled, timeout_s)
-            self._given.clear()
+            self._sent_tickets.clear()
             self._closed = tickets
             self._limit_kept()
             return fd
 
-    def _give(self, store: Store, row: TicketRow, number: int) -> None:
+    def _send_update(self, store: Store, row: TicketRow, number: int) -> None:
         spool, source = store.tickets.spool(row.ticket), self._filtering.source(row)
         fd = os.open(f"/proc/self/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -188,7 +188,7 @@ class Aggregator:
                 identity, self._next_id = self._next_id, self._next_id + 1
                 spool.pool.hold(spool.slot, HELD_BY_PROCESS)
                 self._pins[identity] = _Pin(spool.pool, spool.slot)
-            self._given.add(row.ticket)
+            self._sent_tickets.add(row.ticket)
             self._send(
                 {
                     "what": "update",
@@ -207,11 +207,11 @@ class Aggregator:
     def _limit_kept(self) -> None:
         """Ask the aggregator to release its oldest updates, if it keeps more than `aggregation.max_kept_updates`."""
         with self._heard:
-            kept = [identity for identity, pin in self._pins.items() if not pin.asked]
+            kept = [identity for identity, pin in self._pins.items() if not pin.is_recalled]
             most = self._settings.aggregation.max_kept_updates
             surplus = kept[: max(0, len(kept) - most)]
             for identity in surplus:
-                self._pins[identity].asked = True
+                self._pins[identity].is_recalled = True
         for identity in surplus:
             self._send({"what": "release", "id": identity})
 

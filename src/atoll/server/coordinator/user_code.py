@@ -37,14 +37,14 @@ LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyn
 
 
 async def shared(
-    under_way: dict[K, asyncio.Future[None]], key: K, begin: Callable[[], Coroutine[Any, Any, None]]
+    running: dict[K, asyncio.Future[None]], key: K, begin: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
     """Run the work with a key only once: the first caller begins it, and later callers wait for its end.
 
     If the work raises an error, all callers get it. If a caller is cancelled, the work goes on.
 
     Args:
-        under_way: key → running work. To cancel work, cancel its future.
+        running: key → running work. To cancel work, cancel its future.
         key: identifies the work.
         begin: function that returns the coroutine that does the work.
 
@@ -53,14 +53,14 @@ async def shared(
     """
 
     def end(done: asyncio.Future[None]) -> None:
-        del under_way[key]
+        del running[key]
         if not done.cancelled():
             done.exception()  # mark the error as read, because there may be no caller any more
 
-    if key not in under_way:
-        under_way[key] = asyncio.ensure_future(begin())
-        under_way[key].add_done_callback(end)
-    work = under_way[key]
+    if key not in running:
+        running[key] = asyncio.ensure_future(begin())
+        running[key].add_done_callback(end)
+    work = running[key]
     try:
         await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -151,7 +151,7 @@ class Components:
 
     def __init__(self, settings: Settings) -> None:
         self._components = components_of(settings.workflow.components)
-        self._made: dict[str, Any] = {}
+        self._instances: dict[str, Any] = {}
         self._making: list[str] = []
 
     def function_of(self, entry: WorkflowEntry) -> Function:
@@ -202,20 +202,20 @@ class Components:
 
     def _at(self, reference: str, where: str) -> Any:
         name = reference[1:]
-        if name not in self._made:
+        if name not in self._instances:
             component = component_at(reference, self._components, where)
             if name in self._making:
                 circle = " → ".join([*self._making[self._making.index(name) :], name])
                 raise ConfigError(f"Components refer to each other in a circle: {circle}.", "Remove one reference.")
             self._making.append(name)
             args = self._filled(dict(component.args), f"component {name!r}")
-            found = registry.load_attribute(component.path)
-            if isinstance(found, type) or args:  # a function without arguments is the component itself
-                found = registry.construct(
-                    functools.partial(found, **args),
+            instance = registry.load_attribute(component.path)
+            if isinstance(instance, type) or args:  # a function without arguments is the component itself
+                instance = registry.construct(
+                    functools.partial(instance, **args),
                     f"Component {name!r} is {component.path!r} with args = {args!r}",
                     "Use only arguments that it has.",
                 )
-            self._made[name] = found
+            self._instances[name] = instance
             self._making.pop()
-        return self._made[name]
+        return self._instances[name]

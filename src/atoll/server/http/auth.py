@@ -85,11 +85,11 @@ def open_gate(settings: Settings) -> Gate:
     if not is_loopback(settings.network.host) and not settings.network.insecure:
         lacking = [
             name
-            for name, there in (
+            for name, is_set in (
                 ("TLS (network.tls_cert, network.tls_key)", settings.network.tls_cert),
                 ("a token (ATOLL_TOKEN or network.token_file)", token),
             )
-            if not there
+            if not is_set
         ]
         if lacking:
             raise ConfigError(

@@ -28,7 +28,7 @@ from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease, holder_of
 from atoll.server.startup import initial_file
 from atoll.store.journal_tables import DeltaRow, VersionRow
-from atoll.store.kept_objects import Kept, ObjectStore
+from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
 from atoll.tensors.layout import Part
 from atoll.transport.request_body import Fill, Idle, PartSink, break_off, receive_part, require_part_bytes
@@ -190,9 +190,9 @@ class ByteRoutes:
                 f"Send at most {routes.INLINE_BYTES} bytes that way; use chunk_bytes for a larger object.",
             )
         self.run.require_space()
-        kept, secret = self.run.objects.open(cuts, inline=message.inline, expires_s=message.expires_s)
+        entry, secret = self.run.objects.open(cuts, inline=message.inline, expires_s=message.expires_s)
         return messages.ObjectOpened(
-            object=kept.object, secret=secret, expires_s=max(0.0, kept.expires_at - time.time())
+            object=entry.object, secret=secret, expires_s=max(0.0, entry.expires_at - time.time())
         )
 
     async def complete_object(self, object: str, secret: str, message: messages.ObjectComplete) -> None:
@@ -214,8 +214,8 @@ class ByteRoutes:
             AuthError: the secret does not belong to the object.
             Conflict: the object is not complete.
         """
-        kept = self.run.objects.complete_one(object, secret)
-        return messages.BlobManifest.of(kept.manifest, self.run.objects.inline_bytes(kept))
+        entry = self.run.objects.complete_one(object, secret)
+        return messages.BlobManifest.of(entry.manifest, self.run.objects.inline_bytes(entry))
 
     async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
         """Send a complete object, or a byte range of it. If the object is removed meanwhile, close the connection.
@@ -225,10 +225,10 @@ class ByteRoutes:
             AuthError: the secret does not belong to the object.
             Conflict: the object is not complete.
         """
-        kept = self.run.objects.complete_one(object, secret)
-        fd = self.run.objects.reader(kept)
+        entry = self.run.objects.complete_one(object, secret)
+        fd = self.run.objects.reader(entry)
         try:
-            return await self._send(request, fd, kept.cuts.nbytes, kept.manifest.id, kept.gone.is_set)
+            return await self._send(request, fd, entry.cuts.nbytes, entry.manifest.id, entry.removed.is_set)
         finally:
             os.close(fd)
 
@@ -248,7 +248,7 @@ class PartReceiver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, plan = coordinator, coordinator.plan
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
-        self._under_way: dict[Hashable, tuple[str, web.Request]] = {}
+        self._uploads: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
     async def put_part(self, lease: Lease, ticket: int, part: int, request: web.Request) -> None:
@@ -274,7 +274,7 @@ class PartReceiver:
         require_part_bytes(request, planned.nbytes)
         coordinator.require_space()
         most = PARTS_PER_CONNECTION * settings.network.connections * settings.model.ranks
-        with self._under_way_alone((ticket, part), lease.site, most, request):
+        with self._only_upload((ticket, part), lease.site, most, request):
             spool, inspection = coordinator.store.tickets.spool(ticket), self._inspections[fragment]
             writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
             try:
@@ -305,34 +305,34 @@ class PartReceiver:
             raise BadRequest(
                 "The request contains no part.", "Send the bytes of the part, then the BLAKE3 digest of these bytes."
             )
-        kept = coordinator.objects.find(object, secret)
-        if kept.fd < 0:
+        entry = coordinator.objects.find(object, secret)
+        if entry.fd < 0:
             raise Conflict(f"Object {object[:8]} is already complete.", "It cannot change: publish a new object.")
-        if part >= kept.cuts.count:
-            raise BadRequest(f"Object {object[:8]} has no part {part}, only {kept.cuts.count} parts.")
-        wanted, key = kept.cuts.part(part), (object, part)
-        require_part_bytes(request, wanted.nbytes)
+        if part >= entry.cuts.count:
+            raise BadRequest(f"Object {object[:8]} has no part {part}, only {entry.cuts.count} parts.")
+        expected, key = entry.cuts.part(part), (object, part)
+        require_part_bytes(request, expected.nbytes)
         coordinator.require_space()
-        with self._under_way_alone(key, "the publishers of objects", OBJECT_PARTS, request):
+        with self._only_upload(key, "the publishers of objects", OBJECT_PARTS, request):
             before = self._writers.get(key)
-            kept.digests.pop(part, None)
-            writer = self._writers[key] = _ObjectPart(coordinator.objects, kept, wanted)
+            entry.digests.pop(part, None)
+            writer = self._writers[key] = _ObjectPart(coordinator.objects, entry, expected)
             try:
                 if before is not None:
                     await loop.run_in_executor(coordinator.io, before.end)
                 sent = await self._receive(request, writer)
                 if writer.hasher.digest() != sent:
                     raise PartCorrupt(f"Part {part} of object {object[:8]} arrived damaged.", "Send this part again.")
-                if kept.gone.is_set():
+                if entry.removed.is_set():
                     raise Gone(f"Object {object[:8]} was withdrawn during its upload.", "Publish it again.")
-                kept.digests[part] = sent
+                entry.digests[part] = sent
             finally:
                 if self._writers.get(key) is writer:
                     del self._writers[key]
                 await asyncio.shield(loop.run_in_executor(coordinator.io, writer.end))
 
     @contextmanager
-    def _under_way_alone(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
+    def _only_upload(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
         """Let only this request upload a part while the `with` block runs.
 
         If an earlier request is still uploading the same part, abort its connection: the worker no longer waits for
@@ -347,18 +347,18 @@ class PartReceiver:
         Raises:
             Busy: `sender` has `most` uploads already.
         """
-        if key in self._under_way:
-            break_off(self._under_way[key][1])
-        elif sum(other == sender for other, _ in self._under_way.values()) >= most:
+        if key in self._uploads:
+            break_off(self._uploads[key][1])
+        elif sum(other == sender for other, _ in self._uploads.values()) >= most:
             busy = Busy(f"{sender} is sending {most} parts already.", f"Send at most {most} parts at the same time.")
             busy.retry_after_s = 1.0
             raise busy
-        mine = self._under_way[key] = sender, request
+        upload = self._uploads[key] = sender, request
         try:
             yield
         finally:
-            if self._under_way.get(key) is mine:
-                del self._under_way[key]
+            if self._uploads.get(key) is upload:
+                del self._uploads[key]
 
     async def _receive(self, request: web.Request, sink: PartSink, site: str = "") -> bytes:
         coordinator = self._coordinator
@@ -383,14 +383,14 @@ class _ObjectPart:
 
     Attributes:
         objects: store of the objects.
-        kept: the object.
+        entry: the object.
         part: the part.
         written: number of bytes written.
         ended: whether `end` was called.
     """
 
     objects: ObjectStore
-    kept: Kept
+    entry: Entry
     part: Part
     written: int = 0
     ended: bool = False
@@ -412,11 +412,11 @@ class _ObjectPart:
                 count = fill(self.scratch[: self.part.nbytes - self.written])
                 if not count:
                     return
-                if self.ended or self.kept.gone.is_set():
+                if self.ended or self.entry.removed.is_set():
                     raise ConnectionAbortedError("the part was sent again, or its object was removed")
-                self.kept.touched_s = time.monotonic()
+                self.entry.touched_s = time.monotonic()
                 run = self.scratch[:count]
-                self.objects.write(self.kept, run, self.part.start + self.written)
+                self.objects.write(self.entry, run, self.part.start + self.written)
                 self.hasher.update(run)
                 self.written += count
 

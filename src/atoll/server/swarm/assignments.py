@@ -113,12 +113,12 @@ class Offer:
     Attributes:
         site: site of the worker.
         fragment: index of the fragment.
-        said: the request that submits the update. Its `source` is the reference to the update.
+        complete: the request that submits the update. Its `source` is the reference to the update.
     """
 
     site: str
     fragment: int
-    said: messages.Complete
+    complete: messages.Complete
 
 
 class SwarmView:
@@ -151,13 +151,13 @@ class SwarmView:
             probe=self.peers.to_probe(site),
             hold=[hold for fragment in range(len(self.assignments)) for hold in self._holds(site, fragment)],
             collect=[
-                Collect(ticket=ticket, fragment=fragment, site=offer.site, digest=offer.said.digest, source=source)
-                for fragment, at in enumerate(self.assignments)
-                if at.aggregator == site
-                for ticket in self.wanted(fragment)
-                if (offer := self.offers[ticket]) and (source := offer.said.source)
+                Collect(ticket=ticket, fragment=fragment, site=offer.site, digest=offer.complete.digest, source=source)
+                for fragment, job in enumerate(self.assignments)
+                if job.aggregator == site
+                for ticket in self.available(fragment)
+                if (offer := self.offers[ticket]) and (source := offer.complete.source)
             ],
-            close=[at.closing for at in self.assignments if at.closing and at.aggregator == site],
+            close=[job.closing for job in self.assignments if job.closing and job.aggregator == site],
             finished=self._ledger.state.finished,
             stay=self._is_needed(site) or self._is_awaited(site),
         )
@@ -169,7 +169,7 @@ class SwarmView:
         These are: versions that the site has and the run still needs; the newest version, if the site is chosen to have
         it; and the new version of a closed round, if the site aggregates or checks that round.
         """
-        at, peer = self.assignments[fragment], self.peers[site]
+        job, peer = self.assignments[fragment], self.peers[site]
         wanted = [
             Hold(
                 fragment=fragment,
@@ -180,10 +180,10 @@ class SwarmView:
             )
             for row in self._store.versions.kept(fragment)
             if (fragment, row.version) in peer.held
-            or (row.version == at.version and site in self._holders_to_be(fragment))
+            or (row.version == job.version and site in self._holders_to_be(fragment))
         ]
-        if (closed := self.closed(at)) is not None and site in (at.aggregator, at.checker):
-            held = self.peers[at.aggregator].held.get((closed.fragment, closed.version))
+        if (closed := self.closed(job)) is not None and site in (job.aggregator, job.checker):
+            held = self.peers[job.aggregator].held.get((closed.fragment, closed.version))
             assert closed.digest is not None
             candidate = Hold(
                 fragment=closed.fragment,
@@ -203,8 +203,8 @@ class SwarmView:
         """
         members = self._ledger.state.members  # includes members that have not reported since a restart of the server
         others = [other for other, member in members.items() if member.alive and other != site]
-        for fragment, at in enumerate(self.assignments):
-            holding, finished = self.holding(fragment, at.version), self._ledger.state.finished
+        for fragment, job in enumerate(self.assignments):
+            holding, finished = self.holding(fragment, job.version), self._ledger.state.finished
             if finished and holding and site not in holding:
                 return True  # the site does not have the whole result yet
             if site in holding and others:
@@ -216,12 +216,12 @@ class SwarmView:
 
     def _is_awaited(self, site: str) -> bool:
         """Return whether a site must stay because an aggregator has not yet downloaded its update."""
-        for fragment, at in enumerate(self.assignments):
-            over = self._ledger.state.rounds[fragment].phase == "finished"  # an asynchronous run may leave offers
-            mine = [ticket for ticket in self.wanted(fragment) if self.offers[ticket].site == site]
-            if mine and not over and at.aggregator != site:
-                there = self.peers[at.aggregator].collected if at.aggregator else {}
-                if any(ticket not in there or there[ticket].failed for ticket in mine):
+        for fragment, job in enumerate(self.assignments):
+            ended = self._ledger.state.rounds[fragment].phase == "finished"  # an asynchronous run may leave offers
+            own = [ticket for ticket in self.available(fragment) if self.offers[ticket].site == site]
+            if own and not ended and job.aggregator != site:
+                collected = self.peers[job.aggregator].collected if job.aggregator else {}
+                if any(ticket not in collected or collected[ticket].failed for ticket in own):
                     return True
         return False
 
@@ -244,18 +244,18 @@ class SwarmView:
         )
 
     def _holders_to_be(self, fragment: int) -> set[str]:
-        at = self.assignments[fragment]
+        job = self.assignments[fragment]
         if self._ledger.state.rounds[fragment].phase == "gathering":
             return set()
         if self._ledger.state.finished:  # every worker gets the result
             return set(self.peers.alive)
-        holders, order = self.holding(fragment, at.version), self.order(fragment, at.version)
+        holders, order = self.holding(fragment, job.version), self.order(fragment, job.version)
         if not holders:  # one worker pulls the version from the server; the others pull it from this worker
-            at.first = at.first if at.first in order else next(iter(order), "")
-            return {at.first}
+            job.first = job.first if job.first in order else next(iter(order), "")
+            return {job.first}
         return {*holders, *choose_holders(order, holders.keys() & set(order))}
 
-    def wanted(self, fragment: int) -> list[int]:
+    def available(self, fragment: int) -> list[int]:
         """Return the open and accepted tickets with an update that the aggregator can download, sorted.
 
         Updates that the aggregator has already are included.
@@ -274,29 +274,29 @@ class SwarmView:
 
     # -- the aggregating worker's results
 
-    def closed(self, at: Assignment) -> ReducedRound | None:
+    def closed(self, job: Assignment) -> ReducedRound | None:
         """Return the aggregator's report about the new version that it made; None if there is no valid report yet."""
-        return next((each for each in self._reported(at) if self._is_sound(each)), None)
+        return next((each for each in self._reported(job) if self._is_sound(each)), None)
 
-    def why_not_closed(self, at: Assignment) -> str:
+    def why_not_closed(self, job: Assignment) -> str:
         """Return why the aggregator could not make the new version, or why its report is invalid.
 
         Return an empty text if it has not reported, or if its report is valid.
         """
-        for closed in self._reported(at):
+        for closed in self._reported(job):
             if not self._is_sound(closed):
                 if closed.overflows:
-                    at.overflowed.add(at.aggregator)
+                    job.overflowed.add(job.aggregator)
                 return closed.failed or "the digests of its report do not belong to a version"
         return ""
 
-    def _reported(self, at: Assignment) -> list[ReducedRound]:
+    def _reported(self, job: Assignment) -> list[ReducedRound]:
         """Return the aggregator's reports about the version and the tickets that it has to aggregate now."""
-        closing = at.closing
-        if closing is None or not self.peers.is_alive(at.aggregator):
+        closing = job.closing
+        if closing is None or not self.peers.is_alive(job.aggregator):
             return []
         key = (closing.fragment, closing.version, closing.tickets)
-        return [each for each in self.peers[at.aggregator].closed if (each.fragment, each.version, each.tickets) == key]
+        return [row for row in self.peers[job.aggregator].closed if (row.fragment, row.version, row.tickets) == key]
 
     def _is_sound(self, closed: ReducedRound) -> bool:
         """Return whether a report has one digest for each part, and its digest of the version follows from these."""
@@ -348,7 +348,7 @@ class Swarm:
         peer = view.peers.known(site, message.address, lease.process)
         peer.require_own(site, *(text for held in message.held for text in (held.source.version, held.source.state)))
         if peer.take(message, self._settings.network.idle_timeout_s):
-            self.look()
+            self.reassign()
         until_s = time.monotonic() + message.wait_s
         while True:
             work = view.work(site)
@@ -360,24 +360,24 @@ class Swarm:
                 return work.model_copy(update={"server": self._since_ms, "order": self._answers})
             await self.news(left_s)
 
-    def offer(self, site: str, ticket: int, fragment: int, said: messages.Complete) -> None:
+    def offer(self, site: str, ticket: int, fragment: int, complete: messages.Complete) -> None:
         """Record that other workers can download an update.
 
         Args:
             site: site that offers the update.
             ticket: ticket of the update.
             fragment: index of the fragment.
-            said: the request that submits the update.
+            complete: the request that submits the update.
 
         Raises:
             BadRequest: the reference to the update does not have the address of the site's worker.
         """
         if (peer := self.view.peers.get(site)) is not None:
-            peer.require_own(site, said.source)
-        offer = Offer(site, fragment, said)
+            peer.require_own(site, complete.source)
+        offer = Offer(site, fragment, complete)
         if self.view.offers.get(ticket) != offer:
             self.view.offers[ticket] = offer
-            self.look()
+            self.reassign()
 
     async def news(self, timeout_s: float) -> None:
         """Wait until the state of the swarm changes, at most `timeout_s` seconds."""
@@ -404,119 +404,119 @@ class Swarm:
 
     def trouble(self, fragment: int) -> str:
         """Return why the workers of the swarm do not make a fragment's next version; empty if there is no problem."""
-        at, phase = self.view.assignments[fragment], self._ledger.state.rounds[fragment].phase
-        if phase in ("open", "closing") and not at.aggregator and self.view.peers.alive:
+        job, phase = self.view.assignments[fragment], self._ledger.state.rounds[fragment].phase
+        if phase in ("open", "closing") and not job.aggregator and self.view.peers.alive:
             return f"waits: {self._why_no_aggregator(fragment)}"
-        if phase == "closing" and self.view.closed(at) is not None and not at.checker:
-            return f"waits for a second worker: version {at.version + 1} is complete, but no other worker can check it"
-        if phase in ("open", "closing") and at.losses > 1:
-            return f"{at.losses} workers in a row could not aggregate the round; the last was {at.lost}"
+        if phase == "closing" and self.view.closed(job) is not None and not job.checker:
+            return f"waits for a second worker: version {job.version + 1} is complete, but no other worker can check it"
+        if phase in ("open", "closing") and job.losses > 1:
+            return f"{job.losses} workers in a row could not aggregate the round; the last was {job.lost}"
         return ""
 
     def status(self, fragment: int) -> status_messages.PlaceStatus:
         """Return a fragment's status: aggregator, checker, sites with the newest version, collected updates."""
         view = self.view
-        at = view.assignments[fragment]
-        there = view.peers[at.aggregator].collected if at.aggregator else {}
+        job = view.assignments[fragment]
+        collected = view.peers[job.aggregator].collected if job.aggregator else {}
         return status_messages.PlaceStatus(
-            aggregator=at.aggregator,
-            checker=at.checker,
-            holders=sorted(view.holding(fragment, at.version)),
-            collected=[view.offers[ticket].site for ticket in view.wanted(fragment) if ticket in there],
+            aggregator=job.aggregator,
+            checker=job.checker,
+            holders=sorted(view.holding(fragment, job.version)),
+            collected=[view.offers[ticket].site for ticket in view.available(fragment) if ticket in collected],
         )
 
     def _why_no_aggregator(self, fragment: int) -> str:
-        at, peers = self.view.assignments[fragment], self.view.peers
-        if at.losses and self.view.holding(fragment, at.version):
-            return f"no worker could aggregate the round; they are asked again in turn, the last was {at.lost}"
-        if at.version < 1:  # -1 before the first `look`
+        job, peers = self.view.assignments[fragment], self.view.peers
+        if job.losses and self.view.holding(fragment, job.version):
+            return f"no worker could aggregate the round; they are asked again in turn, the last was {job.lost}"
+        if job.version < 1:  # -1 before the first `reassign`
             return "the first worker downloads the initial model"
-        summary = json.loads(self._store.versions.get(fragment, at.version).summary_json or "{}")
+        summary = json.loads(self._store.versions.get(fragment, job.version).summary_json or "{}")
         had = [summary[role] for role in ("aggregator", "checker") if summary.get(role)]
-        away = [site for site in (*had, *self._ledger.state.members) if not peers.is_alive(site)]
+        absent = [site for site in (*had, *self._ledger.state.members) if not peers.is_alive(site)]
         looking = [site for site in had if peers.is_alive(site) and peers[site].number < 0]
-        lacking = f"no connected worker has version {at.version}"
+        lacking = f"no connected worker has version {job.version}"
         if looking:
             return f"{lacking} yet: {' and '.join(looking)} still check their files"
-        if away:  # any absent member may hold the version
-            return f"{lacking}; start {' or '.join(dict.fromkeys(away))} again, with its old folder"
+        if absent:  # any absent member may hold the version
+            return f"{lacking}; start {' or '.join(dict.fromkeys(absent))} again, with its old folder"
         lost = f"{' and '.join(had)} have lost it"
         return f"{lacking}, and {lost}: export an older version, and start a new run from that"
 
     # -- decisions
 
-    def look(self) -> None:
+    def reassign(self) -> None:
         """Replace aggregators and checkers if new reports require it. Evict a worker that others cannot reach."""
         view, rounds = self.view, self._ledger.state.rounds
         for fragment, round_ in enumerate(rounds):
-            at = view.assignments[fragment]
-            if at.version != round_.head:
-                self._longest_s[fragment] = max(self._longest_s.get(fragment, 0.0), at.busy_s)
-                view.assignments[fragment] = at = Assignment(round_.head, before=at.aggregator)
+            job = view.assignments[fragment]
+            if job.version != round_.head:
+                self._longest_s[fragment] = max(self._longest_s.get(fragment, 0.0), job.busy_s)
+                view.assignments[fragment] = job = Assignment(round_.head, before=job.aggregator)
             if round_.phase == "finished":
-                at.aggregator, at.closing = "", None
+                job.aggregator, job.closing = "", None
             elif round_.phase != "gathering":  # choose only after all expected sites have joined
-                self._look_at(fragment, at)
+                self._reassign_fragment(fragment, job)
         rounds = self._ledger.state.rounds
         live = {ticket.id for round_ in rounds for ticket in round_.tickets.values() if ticket.is_live}
         view.offers = {ticket: offer for ticket, offer in view.offers.items() if ticket in live}
-        if (apart := view.peers.apart()) is not None:
-            self._ledger.apply(events.WorkerLeft(*apart))
+        if (unreachable := view.peers.unreachable()) is not None:
+            self._ledger.apply(events.WorkerLeft(*unreachable))
         self._tell()
 
-    def _look_at(self, fragment: int, at: Assignment) -> None:
-        if at.aggregator and (reason := self._why_lost(fragment, at)):
-            self._lose(fragment, at, reason)
-        if not at.aggregator:
-            at.aggregator, at.since_s = self._aggregator_of(fragment, at), None
-            if at.aggregator:
+    def _reassign_fragment(self, fragment: int, job: Assignment) -> None:
+        if job.aggregator and (reason := self._why_lost(fragment, job)):
+            self._lose(fragment, job, reason)
+        if not job.aggregator:
+            job.aggregator, job.since_s = self._aggregator_of(fragment, job), None
+            if job.aggregator:
                 self._wake()
-        if at.aggregator:
-            self._take_in(fragment, at)
-            self._watch(fragment, at)
+        if job.aggregator:
+            self._take_in(fragment, job)
+            self._watch(fragment, job)
 
-    def _aggregator_of(self, fragment: int, at: Assignment) -> str:
-        holders, order = self.view.holding(fragment, at.version), self.view.order(fragment, at.version)
+    def _aggregator_of(self, fragment: int, job: Assignment) -> str:
+        holders, order = self.view.holding(fragment, job.version), self.view.order(fragment, job.version)
         wary = {
             site
             for site in order
-            if (lost_at := self._lost_at.get((fragment, site))) is not None and at.version - lost_at <= WARY
+            if (lost_at := self._lost_at.get((fragment, site))) is not None and job.version - lost_at <= WARY
         }
-        chosen = aggregator_of(order, holders, at.excluded, {at.before, *wary}, self._settings.swarm.aggregators) or ""
-        return "" if chosen in at.excluded and at.pause_s(self._settings.network.idle_timeout_s) > 0 else chosen
+        best = aggregator_of(order, holders, job.excluded, {job.before, *wary}, self._settings.swarm.aggregators) or ""
+        return "" if best in job.excluded and job.pause_s(self._settings.network.idle_timeout_s) > 0 else best
 
-    def _take_in(self, fragment: int, at: Assignment) -> None:
+    def _take_in(self, fragment: int, job: Assignment) -> None:
         """Accept or refuse the updates that the aggregator has collected."""
         view = self.view
-        collected = view.peers[at.aggregator].collected
-        for ticket in view.wanted(fragment):
+        collected = view.peers[job.aggregator].collected
+        for ticket in view.available(fragment):
             offer, found = view.offers[ticket], collected.get(ticket)
-            if found is None or found.digest != offer.said.digest:
+            if found is None or found.digest != offer.complete.digest:
                 continue
             if found.failed:
-                if found.source == offer.said.source:
-                    self._could_not_pull(fragment, at, ticket, offer, found.failed)
+                if found.source == offer.complete.source:
+                    self._could_not_pull(fragment, job, ticket, offer, found.failed)
             elif self._store.tickets.get(ticket).state == "open":
                 self._judge(ticket, offer, found.norm, found.bad)
-            if view.assignments[fragment] is not at or not at.aggregator:  # the round closed, or lost its aggregator
+            if view.assignments[fragment] is not job or not job.aggregator:  # the round closed, or lost its aggregator
                 return
 
-    def _could_not_pull(self, fragment: int, at: Assignment, ticket: int, offer: Offer, why: str) -> None:
+    def _could_not_pull(self, fragment: int, job: Assignment, ticket: int, offer: Offer, why: str) -> None:
         """Handle the failure of the aggregator to download an update.
 
         The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker that
         has the round's base version has failed to download the update, the update is refused.
         """
-        site = at.aggregator
-        at.failures[ticket, site] += 1
-        if at.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
+        site = job.aggregator
+        job.failures[ticket, site] += 1
+        if job.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
             LOG.info("%s could not download the update of %s: %s", site, offer.site, why)
             del self.view.offers[ticket]
             return
-        tried = {worker for (of, worker), count in at.failures.items() if count >= PULLS and of == ticket}
-        others = set(self.view.holding(fragment, at.version)) & set(self.view.order(fragment, at.version))
+        tried = {worker for (of, worker), count in job.failures.items() if count >= PULLS and of == ticket}
+        others = set(self.view.holding(fragment, job.version)) & set(self.view.order(fragment, job.version))
         if others - tried - {offer.site}:
-            self._lose(fragment, at, f"it could not download the update of {offer.site}: {why}")
+            self._lose(fragment, job, f"it could not download the update of {offer.site}: {why}")
         else:
             self._judge(ticket, offer, 0.0, f"{site} could not download it: {why}")
 
@@ -524,61 +524,61 @@ class Swarm:
         try:
             if bad:
                 self._admission.refuse(offer.site, ticket, bad)
-            self._admission.require_plausible(offer.site, ticket, offer.said, norm)
-            self._admission.accept(offer.site, ticket, offer.said, norm)
+            self._admission.require_plausible(offer.site, ticket, offer.complete, norm)
+            self._admission.accept(offer.site, ticket, offer.complete, norm)
         except UpdateRefused:  # the journal has the refusal; the worker gets it with its next request
             del self.view.offers[ticket]
 
-    def _watch(self, fragment: int, at: Assignment) -> None:
+    def _watch(self, fragment: int, job: Assignment) -> None:
         """Measure for how long the aggregator has been busy without a pause."""
-        collected = self.view.peers[at.aggregator].collected
-        todo = at.closing is not None and self.view.closed(at) is None
-        todo = todo or any(ticket not in collected for ticket in self.view.wanted(fragment))
-        if at.since_s is not None:
-            at.busy_s = max(at.busy_s, time.monotonic() - at.since_s)
+        collected = self.view.peers[job.aggregator].collected
+        todo = job.closing is not None and self.view.closed(job) is None
+        todo = todo or any(ticket not in collected for ticket in self.view.available(fragment))
+        if job.since_s is not None:
+            job.busy_s = max(job.busy_s, time.monotonic() - job.since_s)
         if not todo:
-            at.since_s = None
-        elif at.since_s is None:
-            at.since_s = time.monotonic()
+            job.since_s = None
+        elif job.since_s is None:
+            job.since_s = time.monotonic()
 
-    def _why_lost(self, fragment: int, at: Assignment) -> str:
+    def _why_lost(self, fragment: int, job: Assignment) -> str:
         """Return why the aggregator has to be replaced; empty if it can go on."""
-        site, peers, now_s = at.aggregator, self.view.peers, time.monotonic()
+        site, peers, now_s = job.aggregator, self.view.peers, time.monotonic()
         idle_s = self._settings.network.idle_timeout_s
         if not peers.is_alive(site):
             return "it has gone"
-        peer, others = peers[site], set(self.view.holding(fragment, at.version)) - {site}
+        peer, others = peers[site], set(self.view.holding(fragment, job.version)) - {site}
         if peer.leaving and others:
             return "it leaves"
-        if failed := self.view.why_not_closed(at):
+        if failed := self.view.why_not_closed(job):
             return failed
-        if (fragment, at.version) not in peer.held:
-            return f"it no longer has version {at.version}"
+        if (fragment, job.version) not in peer.held:
+            return f"it no longer has version {job.version}"
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         accepted = [ticket for ticket in tickets if ticket.state == "accepted"]
         for ticket in accepted:  # an update is lost if the aggregator does not have it, and its site does not offer it
             found = peer.collected.get(ticket.id)
             if (found is None or found.failed) and ticket.id not in self.view.offers:
                 return f"the update of {ticket.site} is lost"
-        at_work = at.since_s is not None or at.closing is not None
+        at_work = job.since_s is not None or job.closing is not None
         if at_work and not peers.is_heard(site) and any(map(peers.is_heard, others)):
             return "it sends no more reports"
-        if at.since_s is not None and others and (still_s := now_s - max(peer.bytes_s, at.since_s)) > idle_s:
+        if job.since_s is not None and others and (still_s := now_s - max(peer.bytes_s, job.since_s)) > idle_s:
             return f"it has moved no byte for {still_s:.0f} s"
         longest_s = self._longest_s.get(fragment, 0.0)
-        if others and longest_s and not at.excluded and at.busy_s > max(SLOWER * longest_s, idle_s):
-            return f"it has been working for {at.busy_s:.1f} s, but no round before took longer than {longest_s:.1f} s"
+        if others and longest_s and not job.excluded and job.busy_s > max(SLOWER * longest_s, idle_s):
+            return f"it has been working for {job.busy_s:.1f} s, but no round before took longer than {longest_s:.1f} s"
         return ""
 
-    def _lose(self, fragment: int, at: Assignment, reason: str) -> None:
+    def _lose(self, fragment: int, job: Assignment, reason: str) -> None:
         LOG.warning(
             "%s no longer aggregates round %d: %s; another worker does, and collects the updates again",
-            at.aggregator,
+            job.aggregator,
             self._ledger.state.rounds[fragment].number,
             reason,
         )
-        self._lost_at[fragment, at.aggregator] = at.version
-        at.lose(reason)
+        self._lost_at[fragment, job.aggregator] = job.version
+        job.lose(reason)
         self._reopened[fragment] += 1
         self._ledger.apply(events.AggregatorLost(fragment, reason))
         self._tell()
@@ -609,47 +609,47 @@ class Swarm:
         if not is_frozen():
             return None
         frozen = frozen_round(self._plan, self._store, round_, number)
-        self.look()
+        self.reassign()
         while is_frozen():
-            at = view.assignments[fragment]
-            if at.closing != frozen:
-                at.closing = frozen
+            job = view.assignments[fragment]
+            if job.closing != frozen:
+                job.closing = frozen
                 failpoint("swarm.asked")
                 self._tell()
-            closed = view.closed(at)
+            closed = view.closed(job)
             if closed is not None:
-                self._choose_checker(fragment, at)
-                if at.checker and view.has(at.checker, closed):
-                    return self._commit(frozen, at, closed)
+                self._choose_checker(fragment, job)
+                if job.checker and view.has(job.checker, closed):
+                    return self._commit(frozen, job, closed)
             await self.news(LOOK_S)
-        at = view.assignments[fragment]
-        if at.overflowed and at.overflowed.issuperset(view.holding(fragment, round_.base_version)):
-            raise Overflow(at.lost)
+        job = view.assignments[fragment]
+        if job.overflowed and job.overflowed.issuperset(view.holding(fragment, round_.base_version)):
+            raise Overflow(job.lost)
         return None
 
-    def _choose_checker(self, fragment: int, at: Assignment) -> None:
+    def _choose_checker(self, fragment: int, job: Assignment) -> None:
         """Choose the worker that checks the new version.
 
         Replace a checker that has sent or received no byte for `network.idle_timeout_s`. If every possible checker has
         failed, replace the aggregator.
         """
-        order = [site for site in self.view.order(fragment, at.version + 1) if site != at.aggregator]
-        if at.checker in order and len(order) > 1:
-            still_s = time.monotonic() - max(at.checks_s, self.view.peers[at.checker].bytes_s)
+        order = [site for site in self.view.order(fragment, job.version + 1) if site != job.aggregator]
+        if job.checker in order and len(order) > 1:
+            still_s = time.monotonic() - max(job.checks_s, self.view.peers[job.checker].bytes_s)
             if still_s > self._settings.network.idle_timeout_s:
-                LOG.warning("%s did not get version %d in time; another worker checks it", at.checker, at.version + 1)
-                at.unable.add(at.checker)
-        able = [site for site in order if site not in at.unable]
+                LOG.warning("%s did not get version %d in time; another worker checks it", job.checker, job.version + 1)
+                job.unable.add(job.checker)
+        able = [site for site in order if site not in job.unable]
         if order and not able:
-            self._lose(fragment, at, f"no other worker could download version {at.version + 1} from it")
-        elif at.checker not in able and (at.checker or able):
-            at.checker, at.checks_s = next(iter(able), ""), time.monotonic()
+            self._lose(fragment, job, f"no other worker could download version {job.version + 1} from it")
+        elif job.checker not in able and (job.checker or able):
+            job.checker, job.checks_s = next(iter(able), ""), time.monotonic()
             self._tell()
 
-    def _commit(self, frozen: FrozenRound, at: Assignment, closed: ReducedRound) -> Committed:
+    def _commit(self, frozen: FrozenRound, job: Assignment, closed: ReducedRound) -> Committed:
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
         summary = summary_of(frozen, closed.seconds, grad_norm)
-        summary = summary.model_copy(update={"aggregator": at.aggregator, "checker": at.checker})
+        summary = summary.model_copy(update={"aggregator": job.aggregator, "checker": job.checker})
         draft = self._store.versions.begin(closed.fragment, closed.version)
         try:
             assert closed.digest is not None

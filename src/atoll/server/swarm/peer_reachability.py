@@ -28,7 +28,7 @@ class Peer:
         address: address for other workers.
         process: id of the worker's process.
         number: number of the newest report; -1 before the first.
-        told: checksum of the work that the server has last given to the worker; None before the first.
+        sent_stamp: checksum of the work that the server has last given to the worker; None before the first.
         moved: number of bytes that the worker has sent and received for the swarm.
         bytes_s: time when `moved` last changed.
         heard_s: time of the newest report.
@@ -45,7 +45,7 @@ class Peer:
     address: str
     process: str
     number: int = -1
-    told: int | None = None
+    sent_stamp: int | None = None
     moved: int = 0
     bytes_s: float = 0.0
     heard_s: float = -math.inf
@@ -98,7 +98,7 @@ class Peer:
         before_held, before_closed = self.held, self.closed
         self.held = {(each.fragment, each.version): each for each in report.held}
         self.closed = list(report.closed)
-        if self.told is not None and report.seen != self.told:  # sent before the worker got the newest work
+        if self.sent_stamp is not None and report.seen != self.sent_stamp:  # sent before the worker got the newest work
             self.held = {key: each for key, each in self.held.items() if before_held.get(key) == each}
             self.closed = [each for each in self.closed if each in before_closed]
         self.collected = {each.ticket: each for each in report.collected}
@@ -112,12 +112,12 @@ class Peer:
 
         The worker drops versions and results that the work does not list, so remove them from the record.
         """
-        self.told = work.stamp
+        self.sent_stamp = work.stamp
         rounds = {(each.fragment, each.version, *(share.ticket for share in each.updates)) for each in work.close}
         self.closed = [each for each in self.closed if (each.fragment, each.version, *each.tickets) in rounds]
-        kept = {(hold.fragment, hold.version, hold.digest) for hold in work.hold}
-        kept |= {(each.fragment, each.version, each.digest or "") for each in self.closed}
-        self.held = {key: each for key, each in self.held.items() if (*key, each.digest) in kept}
+        still_held = {(hold.fragment, hold.version, hold.digest) for hold in work.hold}
+        still_held |= {(each.fragment, each.version, each.digest or "") for each in self.closed}
+        self.held = {key: each for key, each in self.held.items() if (*key, each.digest) in still_held}
 
 
 class Peers(dict[str, Peer]):
@@ -130,7 +130,7 @@ class Peers(dict[str, Peer]):
     def __init__(self, members: Callable[[], Mapping[str, Member]]) -> None:
         super().__init__()
         self._members = members
-        self._apart: dict[str, tuple[str, str]] = {}  # evicted site → its process, and the reason
+        self._evicted: dict[str, tuple[str, str]] = {}  # evicted site → its process, and the reason
 
     def joins(self, message: messages.Join) -> None:
         """Register a worker that joins.
@@ -143,10 +143,10 @@ class Peers(dict[str, Peer]):
                 f"The run is a swarm, but worker {message.site} sends no address at which other workers can reach it.",
                 "Use the same Atoll version on both sides.",
             )
-        process, why = self._apart.get(message.site, ("", ""))
+        process, why = self._evicted.get(message.site, ("", ""))
         if why and process == message.process:
             raise ConfigError(why, "Set ATOLL_PEER_HOST, ATOLL_PEER_PORT and ATOLL_PEER_NAME; see docs/swarm.md.")
-        self._apart.pop(message.site, None)
+        self._evicted.pop(message.site, None)
         self.known(message.site, message.peer, message.process)
 
     def known(self, site: str, address: str, process: str) -> Peer:
@@ -178,11 +178,11 @@ class Peers(dict[str, Peer]):
         """Return the live sites that this site has not reached yet, or that have not reached it yet."""
         if site not in self:
             return self.alive
-        mine = self[site]
+        own = self[site]
         return [
             other
             for other in self.alive
-            if other != site and not (self[other].address in mine.reached and mine.address in self[other].reached)
+            if other != site and not (self[other].address in own.reached and own.address in self[other].reached)
         ]
 
     def to_probe(self, site: str) -> list[str]:
@@ -207,7 +207,7 @@ class Peers(dict[str, Peer]):
         found = {site: self[site].held.get((fragment, version)) for site in alive}
         return {site: held for site, held in found.items() if held is not None and held.digest == digest}
 
-    def apart(self) -> tuple[str, int, str] | None:
+    def unreachable(self) -> tuple[str, int, str] | None:
         """Return the worker to evict because some workers cannot reach each other.
 
         This is the worker in most pairs of workers that cannot reach each other. In a tie it is the one that joined
@@ -217,23 +217,23 @@ class Peers(dict[str, Peer]):
         Returns:
             The site, the number of its lease, and the reason; None if no pair counts.
         """
-        at, now_s = {self[site].address: site for site in self.alive}, time.monotonic()
+        site_at, now_s = {self[site].address: site for site in self.alive}, time.monotonic()
         pairs = [
-            (site, at[address], why)
-            for site in at.values()
+            (site, site_at[address], why)
+            for site in site_at.values()
             for address, why in self[site].unreached.items()
-            if address in at
-            and self[at[address]].heard_s > (tried_s := self[site].tried_s.get(address, math.inf))
+            if address in site_at
+            and self[site_at[address]].heard_s > (tried_s := self[site].tried_s.get(address, math.inf))
             and now_s - tried_s >= SETTLED_S
         ]
         if not pairs:
             return None
         members = self._members()
-        worst = max(at.values(), key=lambda each: (sum(each in pair[:2] for pair in pairs), members[each].lease))
+        worst = max(site_at.values(), key=lambda each: (sum(each in pair[:2] for pair in pairs), members[each].lease))
         one, other, why = next(pair for pair in pairs if worst in pair[:2])
-        told = (
+        reason = (
             f"{one} cannot reach {other} at {self[other].address} ({why}), but in a swarm all workers must "
             f"reach each other. {worst} cannot take part"
         )
-        self._apart[worst] = (self[worst].process, f"{told}.")
-        return worst, members[worst].lease, told
+        self._evicted[worst] = (self[worst].process, f"{reason}.")
+        return worst, members[worst].lease, reason

@@ -27,7 +27,7 @@ from atoll.config.workflow_settings import file_name_of
 from atoll.errors import ConfigError, RunFailed
 from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown
-from atoll.server.tasks.models_to_evaluate import ModelsToEvaluate, Place, is_file
+from atoll.server.tasks.models_to_evaluate import ModelLocation, ModelsToEvaluate, is_file
 from atoll.server.tasks.workflow_controller import Controller, Progress, progress_of, why_gone
 from atoll.tensors.reference import TensorRef
 
@@ -70,17 +70,17 @@ def cross_site_evaluation(
     chosen = sorted(set(sites)) if sites is not None else sorted(run.roster)
     assert run.workflows is not None
     with ModelsToEvaluate(controller) as models:
-        sources = [ModelSource(row, place=place, settled=True) for row, place in models.of_run(versions)]
+        sources = [ModelSource(row, location=location, settled=True) for row, location in models.of_run(versions)]
         if site_models:
             sources += [ModelSource(EvaluatedModel(name=site, kind="site"), owner=site) for site in chosen]
         matrix = EvaluationMatrix(controller, models, sources, chosen, evaluation_timeout_s)
         run.workflows.evaluated = matrix.so_far
         controller.note(matrix.progress)
         controller.ask(matrix.fill())
-    found = matrix.so_far(finished=True)
-    run.workflows.evaluated = lambda: found
-    _export(found, run.background.exports.folder, controller.name)
-    return found
+    evaluation = matrix.so_far(finished=True)
+    run.workflows.evaluated = lambda: evaluation
+    _export(evaluation, run.background.exports.folder, controller.name)
+    return evaluation
 
 
 def require(
@@ -128,14 +128,14 @@ class ModelSource:
     Attributes:
         row: description of the model.
         owner: the site that trained the model; empty for a model of the run.
-        place: where to download the model. None means "not known yet" while `settled` is False, and "there is no
+        location: where to download the model. None means "not known yet" while `settled` is False, and "there is no
             model" when it is True.
         settled: whether `place` is final.
     """
 
     row: EvaluatedModel
     owner: str = ""
-    place: Place | None = None
+    location: ModelLocation | None = None
     settled: bool = False
 
 
@@ -177,15 +177,15 @@ class EvaluationMatrix:
 
         If this fails, record that the site has no model, so that other columns do not wait for it.
         """
-        mine = next((source for source in self.sources if source.owner == site), None)
+        own_model = next((source for source in self.sources if source.owner == site), None)
         try:
-            if mine is not None:
+            if own_model is not None:
                 answer, error = await self._ask(site, SUBMIT, None)
-                place, error = (None, error) if error else self._models.of_site(answer)
-                self._settle(mine, place, _one_line(error))
+                location, error = (None, error) if error else self._models.of_site(answer)
+                self._settle(own_model, location, _one_line(error))
             while (source := await self._next_for(site)) is not None:
-                place = source.place
-                model = place if isinstance(place, TensorRef) or place is None else place.model_dump()
+                location = source.location
+                model = location if isinstance(location, TensorRef) or location is None else location.model_dump()
                 payload, error = await self._ask(site, VALIDATE, {"model": model, "name": source.row.name})
                 cell = Cell(model=source.row.name, site=site, error=_one_line(error))
                 cell = self._cells[cell.model, site] = cell if error else _with_metrics(cell, payload)
@@ -195,13 +195,13 @@ class EvaluationMatrix:
                 self._controller.note(self.progress)
         finally:
             self._working.discard(site)
-            if mine is not None and not mine.settled:
-                self._settle(mine, None, "the site submitted no model")
+            if own_model is not None and not own_model.settled:
+                self._settle(own_model, None, "the site submitted no model")
 
-    def _settle(self, source: ModelSource, place: Place | None, error: str) -> None:
+    def _settle(self, source: ModelSource, location: ModelLocation | None, error: str) -> None:
         """Record where a site's model can be downloaded, or why there is no model."""
-        source.place, source.settled = place, True
-        digest = place.digest if place is not None else ""
+        source.location, source.settled = location, True
+        digest = location.digest if location is not None else ""
         source.row = source.row.model_copy(update={"error": error, "digest": digest})
         self._run.wake()
 
@@ -215,9 +215,9 @@ class EvaluationMatrix:
         while True:
             for row in [source.row for source in order if source.settled and source.row.error]:
                 self._cells.setdefault((row.name, site), Cell(model=row.name, site=site, error=row.error))
-            left = [source for source in order if (source.row.name, site) not in self._cells]
-            ready = next((source for source in left if source.settled), None)
-            if ready is not None or not left:
+            remaining = [source for source in order if (source.row.name, site) not in self._cells]
+            ready = next((source for source in remaining if source.settled), None)
+            if ready is not None or not remaining:
                 return ready
             await self._pause(site)  # until another site has sent its model
 
@@ -311,7 +311,7 @@ def _with_metrics(cell: Cell, payload: Any) -> Cell:
     )
 
 
-def _export(found: Evaluation, folder: Path, workflow: str) -> None:
+def _export(evaluation: Evaluation, folder: Path, workflow: str) -> None:
     """Write the matrix as JSON and as Markdown, each file atomically.
 
     Raises:
@@ -319,14 +319,14 @@ def _export(found: Evaluation, folder: Path, workflow: str) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = file_name_of(workflow)
-    for suffix, text in ((".json", found.model_dump_json(indent=2) + "\n"), (".md", markdown(found))):
+    for suffix, text in ((".json", evaluation.model_dump_json(indent=2) + "\n"), (".md", markdown(evaluation))):
         temporary = folder / f".{name}{suffix}.tmp"
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, folder / f"{name}{suffix}")
-    values = sum(bool(cell.metrics or cell.not_finite) for cell in found.cells)
-    LOG.info("%d of %d evaluations have a result, see %s", values, len(found.cells), folder / f"{name}.md")
+    values = sum(bool(cell.metrics or cell.not_finite) for cell in evaluation.cells)
+    LOG.info("%d of %d evaluations have a result, see %s", values, len(evaluation.cells), folder / f"{name}.md")
     if not values:
-        reasons = "; ".join(found.empty()[:3]) or "there is no site, or no model"
+        reasons = "; ".join(evaluation.empty()[:3]) or "there is no site, or no model"
         raise RunFailed(f"The workflow {workflow} evaluated nothing: {reasons}.", "See the logs of the sites.")
 
 

@@ -27,7 +27,7 @@ LOG = logging.getLogger("atoll.server")
 
 SUFFIX = ".safetensors"
 
-Place = ObjectKey | TensorRef
+ModelLocation = ObjectKey | TensorRef
 """From where sites download a model: an object on this server, or a reference to an object of another process."""
 
 
@@ -59,7 +59,7 @@ class ModelsToEvaluate:
         if self._payloads:
             self._controller.ask(remove())  # a server that is stopping removes its objects itself
 
-    def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, Place | None]]:
+    def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, ModelLocation | None]]:
         """Return the matrix row of each model of the run, and the place from which sites download the model.
 
         If a model is missing, its row has an `error`, and the place is None. A model that `versions` names twice has
@@ -71,13 +71,13 @@ class ModelsToEvaluate:
         """
         if versions is None:
             versions = () if self._run.plan.schema.is_nothing else ("latest",)
-        found: dict[str, tuple[EvaluatedModel, Place | None]] = {}
+        found: dict[str, tuple[EvaluatedModel, ModelLocation | None]] = {}
         for version in versions:
-            row, place = self._of_version(version)
-            found.setdefault(row.name, (row, place))
+            row, location = self._of_version(version)
+            found.setdefault(row.name, (row, location))
         return list(found.values())
 
-    def of_site(self, answer: Any) -> tuple[Place | None, str]:
+    def of_site(self, answer: Any) -> tuple[ModelLocation | None, str]:
         """Return the place from which other sites download a site's own model. Call this on the event loop.
 
         Args:
@@ -100,13 +100,13 @@ class ModelsToEvaluate:
         self._payloads.append(payload)
         return payload.key, ""
 
-    def _of_version(self, version: str | int) -> tuple[EvaluatedModel, Place | None]:
+    def _of_version(self, version: str | int) -> tuple[EvaluatedModel, ModelLocation | None]:
         row = EvaluatedModel(name=f"version {version}" if type(version) is int else str(version), kind="version")
         path: Path | None = None
         temporary = False
         try:
             path, row, temporary = self._file_of(version, row)
-            place = self._written(path)
+            location = self._written(path)
         except (AtollError, FileNotFoundError, PermissionError) as error:
             why = str(error)
             if isinstance(error, OSError) and path is not None:
@@ -116,7 +116,7 @@ class ModelsToEvaluate:
         finally:
             if temporary and path is not None:
                 path.unlink(missing_ok=True)
-        return row.model_copy(update={"digest": place.digest}), place
+        return row.model_copy(update={"digest": location.digest}), location
 
     def _file_of(self, version: str | int, row: EvaluatedModel) -> tuple[Path, EvaluatedModel, bool]:
         """Return the file with a model, the row of the matrix for it, and whether to remove the file after use.

@@ -105,7 +105,7 @@ class TaskFilters:
             what = f"The payload of task {task!r} for site {site} was not sent"
             yield filtered(packed, filters, About(site, task=task), what)
 
-    async def received_beside(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
+    async def received_in_thread(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
         """Apply the filters to a site's answer, as `received` does, but in a thread for user code."""
         what = f"The server's filters for the answer of {answer.site} to task {task!r}"
         return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
@@ -134,22 +134,22 @@ class TaskFilters:
     def _filtered(self, answer: Answer, contents: Contents, filters: Sequence[Filter], task: str) -> Answer:
         what = f"The answer of site {answer.site} to task {task!r}"
         packed = _packed(answer, contents, what)
-        behind = filtered(packed, filters, About(answer.site, task=task), f"{what} was not used")
-        if behind is packed:
+        changed = filtered(packed, filters, About(answer.site, task=task), f"{what} was not used")
+        if changed is packed:
             fd, answer.fd = answer.fd, -1
             return replace(answer, fd=fd)
-        found = replace(answer, contents=None, fd=-1)
+        replaced = replace(answer, contents=None, fd=-1)
         try:
-            found.fd = nameless_file(self._folder)
-            manifest = write_object(behind, found.fd, Cut(contents.layout.part_bytes))
-            found.contents = read_contents(found, manifest.cuts, what)
+            replaced.fd = nameless_file(self._folder)
+            manifest = write_object(changed, replaced.fd, Cut(contents.layout.part_bytes))
+            replaced.contents = read_contents(replaced, manifest.cuts, what)
         except OSError as error:
-            found.close()
+            replaced.close()
             raise disk_error(error, self._folder) from error
         except BaseException:
-            found.close()
+            replaced.close()
             raise
-        return found
+        return replaced
 
 
 def _packed(answer: Answer, contents: Contents, what: str) -> Packed:
@@ -245,7 +245,7 @@ class PayloadWriter:
         user_type = any(isinstance(tensor, Stream) for tensor in packed.tensors)
         at_once = asyncio.Semaphore(1 if user_type else max(1, len(sites)))
 
-        async def one(site: str) -> TaskPayload | None:
+        async def of_site(site: str) -> TaskPayload | None:
             what = f"The server's filters for the payload of task {task!r} to {site}"
             work = functools.partial(self._write_filtered, task, site, packed)
             async with at_once:
@@ -257,8 +257,8 @@ class PayloadWriter:
                         "Check the code of the filters, or raise the timeout.",
                     ) from None
 
-        found = await asyncio.gather(*map(one, sites), return_exceptions=True)
-        for site, own in zip(sites, found, strict=True):
+        results = await asyncio.gather(*map(of_site, sites), return_exceptions=True)
+        for site, own in zip(sites, results, strict=True):
             match own:
                 case TaskPayload():
                     payloads.own[site] = own

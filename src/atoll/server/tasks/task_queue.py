@@ -26,7 +26,7 @@ from atoll.protocol.status_messages import TaskStatus
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.user_code import shared
 from atoll.store.file_slots import disk_error
-from atoll.store.kept_objects import Kept, ObjectStore
+from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import new_id
 
@@ -79,7 +79,7 @@ class TaskPayload:
     way: str
     body: tm.Body = field(default_factory=tm.Body)
     _draft: tuple[str, Manifest] | None = None
-    _kept: Kept | None = None
+    _stored: Entry | None = None
 
     @classmethod
     def write(cls, objects: ObjectStore, packed: Packed, cut: Cut) -> TaskPayload:
@@ -109,8 +109,8 @@ class TaskPayload:
             Gone, AuthError: the object does not exist or has expired, or its secret is wrong.
             Conflict: parts of the object are missing, or it belongs to the server already.
         """
-        kept = objects.make_own(key.object, key.secret)
-        return cls(objects, "streamed", tm.Body(object=key_to(kept, key.secret)), _kept=kept)
+        entry = objects.make_own(key.object, key.secret)
+        return cls(objects, "streamed", tm.Body(object=key_to(entry, key.secret)), _stored=entry)
 
     @property
     def key(self) -> tm.ObjectKey:
@@ -126,13 +126,13 @@ class TaskPayload:
             DiskFull, StoreError: the payload's file cannot be renamed.
         """
         if self._draft is not None:
-            self._kept, secret = self.objects.hold(*self._draft, inline=self.way == "inline")
-            self._draft, self.body = None, tm.Body(object=key_to(self._kept, secret))
+            self._stored, secret = self.objects.hold(*self._draft, inline=self.way == "inline")
+            self._draft, self.body = None, tm.Body(object=key_to(self._stored, secret))
 
     def discard(self) -> None:
         """Remove the payload's object, if there is one. Idempotent."""
-        if self._kept is not None:
-            self.objects.drop(self._kept)
+        if self._stored is not None:
+            self.objects.drop(self._stored)
         self.__del__()
 
     def __del__(self) -> None:
@@ -260,9 +260,9 @@ class TaskQueue:
         self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
         self.names: set[str] = set()
-        self._over: deque[TaskStatus] = deque(maxlen=SHOWN)
+        self._ended: deque[TaskStatus] = deque(maxlen=SHOWN)
         self._open: dict[str, OpenTask] = {}
-        self._taken: dict[tuple[str, str], str] = {}  # (task, site) → key of its answer
+        self._answer_keys: dict[tuple[str, str], str] = {}  # (task, site) → key of its answer
 
     def require_workflow(self) -> None:
         """Raise an error if a site asks for tasks, but the run has only rounds.
@@ -339,7 +339,7 @@ class TaskQueue:
     def close(self, task: OpenTask) -> None:
         """End a task: refuse further answers, and remove the payloads. Idempotent."""
         if self._open.pop(task.message.task, None) is not None:
-            self._over.append(task.status(is_open=False))
+            self._ended.append(task.status(is_open=False))
         for arriving in task.arriving.values():
             arriving.cancel()
         task.payloads.discard()
@@ -358,7 +358,7 @@ class TaskQueue:
     def status(self) -> list[TaskStatus]:
         """Return the status of the last `SHOWN` tasks, oldest first."""
         running = [task.status(is_open=True) for task in self._open.values()]
-        return sorted([*self._over, *running], key=lambda task: task.number)[-SHOWN:]
+        return sorted([*self._ended, *running], key=lambda task: task.number)[-SHOWN:]
 
     # -- called for requests of sites
 
@@ -382,7 +382,7 @@ class TaskQueue:
             Conflict: the site has given another answer.
             TicketClosed: the task is over, or was not sent to this site.
         """
-        before = self._taken.get((task_id, site))
+        before = self._answer_keys.get((task_id, site))
         if before is None:
             self.open_for(task_id, site)
         elif before != key:
@@ -423,9 +423,9 @@ class TaskQueue:
 
     def _set_answer(self, task: OpenTask, answer: Answer) -> None:
         task.answers[answer.site] = answer
-        self._taken[task.message.task, answer.site] = answer.key
-        while len(self._taken) > REMEMBERED:
-            del self._taken[next(iter(self._taken))]
+        self._answer_keys[task.message.task, answer.site] = answer.key
+        while len(self._answer_keys) > REMEMBERED:
+            del self._answer_keys[next(iter(self._answer_keys))]
 
     # -- requests of sites
 
@@ -467,8 +467,8 @@ class TaskQueue:
             Gone, AuthError, PartCorrupt: the object is not on this server, its secret is wrong, or its file is cut off.
         """
         site, body = lease.site, message.body
-        given = body.object if body is not None else None
-        key = given.object if given is not None else message.model_dump_json()
+        object_key = body.object if body is not None else None
+        key = object_key.object if object_key is not None else message.model_dump_json()
         self.require_workflow()
         try:
             if (body is None) == (message.error is None):
@@ -477,41 +477,41 @@ class TaskQueue:
                 return
             if body is None:
                 self.answer(task, Answer(site, key, error=message.error or "no reason was given"))
-            elif given is None:
+            elif object_key is None:
                 text = body.plain or ""
                 read_plain(text, build=False)  # raises if the text is no payload
                 self.answer(task, Answer(site, key, text=text))
             else:
-                await self._take_once(task, site, key, given)
+                await self._take_once(task, site, key, object_key)
         except DiskFull:  # the site sends the answer again, with the same object
             raise
         except AtollError:
-            if given is not None:
+            if object_key is not None:
                 with contextlib.suppress(AtollError):  # the object was taken before, or never came
-                    self.objects.remove(given.object, given.secret)
+                    self.objects.remove(object_key.object, object_key.secret)
             raise
 
-    async def _take_once(self, task_id: str, site: str, key: str, given: tm.ObjectKey) -> None:
+    async def _take_once(self, task_id: str, site: str, key: str, object_key: tm.ObjectKey) -> None:
         """Read, filter and record an answer that is an object. A repeated request waits for the first request.
 
         Raises:
             TicketClosed: the task ended before the answer was read and filtered.
         """
         task = self.open_for(task_id, site)
-        if not await shared(task.arriving, (site, key), lambda: self._take(task, site, key, given)):
+        if not await shared(task.arriving, (site, key), lambda: self._take(task, site, key, object_key)):
             self.open_for(task_id, site)
 
-    async def _take(self, task: OpenTask, site: str, key: str, given: tm.ObjectKey) -> None:
+    async def _take(self, task: OpenTask, site: str, key: str, object_key: tm.ObjectKey) -> None:
         what = f"The answer of site {site}"
         if self.answer_filter is not None:
             self._require_space()
-        kept, fd = self.objects.take(given.object, given.secret)
-        answer = Answer(site, key, way="inline" if kept.inline else "streamed", fd=fd)
+        entry, fd = self.objects.take(object_key.object, object_key.secret)
+        answer = Answer(site, key, way="inline" if entry.inline else "streamed", fd=fd)
         try:
-            if kept.manifest.id != given.digest:
+            if entry.manifest.id != object_key.digest:
                 raise Conflict(f"{what} does not match its digest.", "Send the answer again.")
             loop = asyncio.get_running_loop()
-            answer.contents = await loop.run_in_executor(self._io, read_contents, answer, kept.cuts, what)
+            answer.contents = await loop.run_in_executor(self._io, read_contents, answer, entry.cuts, what)
             if self.answer_filter is not None:
                 answer = await self.answer_filter(answer, task.message.name)
             self.answer(task.message.task, answer)
@@ -538,14 +538,14 @@ def read_contents(file: OwnedFile, cuts: Cuts, what: str) -> Contents:
     return Contents.read(head, cuts, what)
 
 
-def key_to(kept: Kept, secret: str) -> tm.ObjectKey:
+def key_to(entry: Entry, secret: str) -> tm.ObjectKey:
     """Return the key with which a site downloads an object from this server.
 
     Args:
-        kept: the object.
+        entry: the object.
         secret: its secret.
     """
-    expires_at = int(max(kept.expires_at, time.time()))
+    expires_at = int(max(entry.expires_at, time.time()))
     return tm.ObjectKey(
-        object=kept.object, secret=secret, digest=kept.manifest.id, expires_at=min(expires_at, 10**12 - 1)
+        object=entry.object, secret=secret, digest=entry.manifest.id, expires_at=min(expires_at, 10**12 - 1)
     )

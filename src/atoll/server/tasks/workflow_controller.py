@@ -99,7 +99,7 @@ class AnswerLimits:
     timeout_s: float | None = None
     progress_timeout_s: float = 0.0
     gone_too: bool = False
-    _seen: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # site → its last progress, and its time
+    _latest: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # site → its last progress, and its time
 
     def __post_init__(self) -> None:
         for name, remedy in (
@@ -111,14 +111,14 @@ class AnswerLimits:
             if value is not None and (type(value) not in (int, float) or not value >= 0):  # also if it is NaN
                 raise UsageError(f"{name} is {value!r}, not a valid number.", remedy)
 
-    def over(self, run: Coordinator, site: str) -> tuple[str, str]:
+    def exceeded(self, run: Coordinator, site: str) -> tuple[str, str]:
         """Return (`gone` or `stuck`, reason) if the workflow should stop waiting for a site; else two empty texts."""
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
         now_s, progress = time.monotonic(), progress_of(run, site)
-        before, since_s = self._seen.setdefault(site, (progress, now_s))
+        before, since_s = self._latest.setdefault(site, (progress, now_s))
         if before != progress:
-            self._seen[site] = (progress, now_s)
+            self._latest[site] = (progress, now_s)
         elif self.progress_timeout_s and now_s - since_s >= self.progress_timeout_s:
             state = run.roster[site].beat.state if site in run.roster else ""
             reported = f" (its last report: {state})" if state else ""
@@ -219,7 +219,7 @@ class Controller:
         self.name, self.run = name, run
         self._loop, self._note = loop, note
         self._lock, self._stopped = threading.Lock(), False
-        self._asked: set[concurrent.futures.Future[Any]] = set()
+        self._calls: set[concurrent.futures.Future[Any]] = set()
         self._sizes = ChunkSizes(run.settings.workflow.tensor_part_bytes, run.settings.workflow.array_part_bytes)
         self._filters = filters
         self._writer = PayloadWriter(run, filters, self._sizes, self.ask)
@@ -331,22 +331,22 @@ class Controller:
             if self._stopped:
                 work.close()
                 raise ServerStops
-            asked = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._asked.add(asked)
+            call = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._calls.add(call)
         try:
-            return asked.result()
+            return call.result()
         except concurrent.futures.CancelledError:
             raise ServerStops from None
         finally:
             with self._lock:
-                self._asked.discard(asked)
+                self._calls.discard(call)
 
     def stop(self) -> None:
         """Make the workflow's running and later calls raise `ServerStops`."""
         with self._lock:
             self._stopped = True
-            asked = list(self._asked)
-        for future in asked:
+            calls = list(self._calls)
+        for future in calls:
             future.cancel()
 
     # -- inside
@@ -419,7 +419,7 @@ class Controller:
 
         def answered() -> bool:
             for site in task.missing:
-                lost, why = limits.over(self.run, site)
+                lost, why = limits.exceeded(self.run, site)
                 if lost:
                     queue.give_up(task, site, lost, why)
             enough = min_responses is not None and task.good >= min_responses
@@ -473,15 +473,15 @@ def _named(sites: Sequence[str]) -> list[str]:
     """
     if isinstance(sites, str):
         raise UsageError(f"sites is the string {sites!r}.", f"Give a list: [{sites!r}].")
-    given = list(sites)
-    for site in given:
+    names = list(sites)
+    for site in names:
         try:
             _SITE.validate_python(site, strict=True)
         except ValidationError:
             raise UsageError(
                 f"{site!r} in sites is not the name of a site.", "Use names from controller.sites()."
             ) from None
-    return sorted(set(given))
+    return sorted(set(names))
 
 
 def _require_name(task: str) -> None:

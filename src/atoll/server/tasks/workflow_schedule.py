@@ -93,7 +93,7 @@ class WorkflowSchedule:
 
     Args:
         settings: the run's settings, with `workflow.steps` or `workflow.function`.
-        given: a function that a program passes in place of these settings.
+        function: a function that a program passes in place of these settings.
         filters: filters of payloads and answers.
         evaluation: arguments of a cross-site evaluation. If given, it is the only workflow.
 
@@ -104,19 +104,19 @@ class WorkflowSchedule:
     def __init__(
         self,
         settings: Settings,
-        given: Function | None,
+        function: Function | None,
         filters: TaskFilters,
         evaluation: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings, self._filters = settings, filters
-        self.recorded = bool(settings.workflow.steps) and given is None and evaluation is None
+        self.recorded = bool(settings.workflow.steps) and function is None and evaluation is None
         entries = entries_of(settings.workflow.steps)
         if evaluation is not None:
             entries = entries_of([{"kind": EVALUATES, "args": dict(evaluation)}])
         elif not self.recorded:
-            path: Any = given if given is not None else settings.workflow.function
+            path: Any = function if function is not None else settings.workflow.function
             entries = (
-                WorkflowEntry(str(settings.workflow.function or getattr(given, "__name__", "workflow")), path=path),
+                WorkflowEntry(str(settings.workflow.function or getattr(function, "__name__", "workflow")), path=path),
             )
         self.steps = [WorkflowRun(entry) for entry in entries]
         files = Counter(step.entry.file_name for step in self.steps if step.entry.kind == EVALUATES)
@@ -134,14 +134,14 @@ class WorkflowSchedule:
     def of(
         cls,
         settings: Settings,
-        given: Function | None,
+        function: Function | None,
         filters: TaskFilters,
         evaluation: Mapping[str, Any] | None = None,
     ) -> WorkflowSchedule | None:
         """Return the schedule of a server; None if the run has only rounds. The arguments are those of the class.
 
         Raises:
-            UsageError: both `given` and the settings have a workflow, or `evaluation` is set for a swarm.
+            UsageError: both `function` and the settings have a workflow, or `evaluation` is set for a swarm.
         """
         if evaluation is not None:
             if settings.swarm.enabled:
@@ -152,11 +152,11 @@ class WorkflowSchedule:
                     "docs/cross-site-evaluation.md.",
                 )
             return cls(settings, None, filters, evaluation)
-        if given is not None and settings.workflow.function is not None:
+        if function is not None and settings.workflow.function is not None:
             raise UsageError("Server got a workflow, but its settings have one, too.", "Use one of them.")
-        if given is None and settings.workflow.function is None and not settings.workflow.steps:
+        if function is None and settings.workflow.function is None and not settings.workflow.steps:
             return None
-        return cls(settings, given, filters)
+        return cls(settings, function, filters)
 
     @property
     def trains(self) -> bool:
@@ -198,10 +198,10 @@ class WorkflowSchedule:
         self._run, queue = run, run.task_queue
         queue.active, queue.trains = self.sends_tasks, self.trains
         queue.rounds = "to come"
-        train = next((place for place, step in enumerate(self.steps) if step.trains), None)
+        train = next((index for index, step in enumerate(self.steps) if step.trains), None)
         queue.follows = train is not None and train + 1 < len(self.steps)
         if self._filters.results and self.sends_tasks:  # without filters no answer needs a thread
-            queue.answer_filter = functools.partial(self._filters.received_beside, run.user_threads)
+            queue.answer_filter = functools.partial(self._filters.received_in_thread, run.user_threads)
         if self._filters.data:
             LOG.info("filters for what is sent to sites: %s", self._filters.data)
         if self.recorded:
@@ -233,13 +233,13 @@ class WorkflowSchedule:
             ConfigError: a workflow that has ended is no longer at its position in the settings.
         """
         ended = self._run.store.run_log.ended_workflows()
-        for place, name in ended.items():
-            entry = self.steps[place].entry if place < len(self.steps) else None
-            now = entry.name if entry else "none"
-            if entry is None or name not in (now, entry.path):
+        for index, name in ended.items():
+            entry = self.steps[index].entry if index < len(self.steps) else None
+            current = entry.name if entry else "none"
+            if entry is None or name not in (current, entry.path):
                 raise ConfigError(
-                    f"In {self._settings.disk.state_dir}, workflow {place + 1} was {name!r} and has ended, "
-                    f"but this start has {now!r} in its place.",
+                    f"In {self._settings.disk.state_dir}, workflow {index + 1} was {name!r} and has ended, "
+                    f"but this start has {current!r} in its place.",
                     "Start with the old workflows, and add new ones only after them; or start a new run in "
                     "another disk.state_dir.",
                 )
@@ -248,24 +248,24 @@ class WorkflowSchedule:
                 self._run.task_queue.rounds = "over"
             else:  # the settings ask for more rounds now
                 self._run.store.run_log.forget_workflows_from(train)
-                ended = {place: name for place, name in ended.items() if place < train}
-        for place in ended:
-            self.steps[place].state = "done"
+                ended = {index: name for index, name in ended.items() if index < train}
+        for index in ended:
+            self.steps[index].state = "done"
 
     async def _main(self) -> None:
-        for place, step in enumerate(self.steps):
+        for index, step in enumerate(self.steps):
             if step.state == "done":
-                LOG.info("workflow %d of %d, %s, ended before this start", place + 1, len(self.steps), step.entry.name)
+                LOG.info("workflow %d of %d, %s, ended before this start", index + 1, len(self.steps), step.entry.name)
                 continue
             step.state, step.begun_s = "running", time.monotonic()
             step.moved_s = step.begun_s
             if self.recorded:
-                LOG.info("workflow %d of %d begins: %s", place + 1, len(self.steps), step.entry.name)
+                LOG.info("workflow %d of %d begins: %s", index + 1, len(self.steps), step.entry.name)
             try:
-                await (self._train(step) if step.trains else self._send_tasks(step, place))
+                await (self._train(step) if step.trains else self._send_tasks(step, index))
                 step.state = "done"
                 if self.recorded:
-                    record = functools.partial(self._record, place, step.entry.name)
+                    record = functools.partial(self._record, index, step.entry.name)
                     await until_passed(record, f"the end of workflow {step.entry.name} cannot be written")
             except AtollError as error:
                 step.state, step.detail = "failed", f"{error.message} {error.remedy}"
@@ -280,8 +280,8 @@ class WorkflowSchedule:
         self._run.task_queue.finish()
         self._run.finished.set()
 
-    async def _record(self, place: int, name: str) -> None:
-        self._run.store.run_log.end_workflow(place, name)
+    async def _record(self, index: int, name: str) -> None:
+        self._run.store.run_log.end_workflow(index, name)
         failpoint("workflow.ended")
 
     async def _train(self, step: WorkflowRun) -> None:
@@ -311,17 +311,17 @@ class WorkflowSchedule:
 
     def _require_in_time(self, step: WorkflowRun, wanted: int, limit_s: float | None) -> None:
         if limit_s and time.monotonic() - step.begun_s >= limit_s:
-            there = self._run.task_queue.alive()
-            names = ", ".join(there) or "none"
+            present = self._run.task_queue.alive()
+            names = ", ".join(present) or "none"
             raise RunFailed(
                 f"The workflow {step.entry.name} waited {limit_s:g} s for {wanted} sites, but only "
-                f"{len(there)} take part: {names}.",
+                f"{len(present)} take part: {names}.",
                 "Start the other sites, or raise start_timeout_s. A script without task handlers leaves "
                 "after training: register one with worker.evaluates(function).",
             )
 
-    async def _send_tasks(self, step: WorkflowRun, place: int) -> None:
-        await self._wait_for_sites(step, place)
+    async def _send_tasks(self, step: WorkflowRun, index: int) -> None:
+        await self._wait_for_sites(step, index)
         loop = asyncio.get_running_loop()
         self._controller = controller = Controller(self._run, loop, self._filters, step.entry.name, step.note)
         ended: asyncio.Future[BaseException | None] = loop.create_future()
@@ -340,7 +340,7 @@ class WorkflowSchedule:
                 "See the traceback in the log. The next start of the server begins the workflow again.",
             )
 
-    async def _wait_for_sites(self, step: WorkflowRun, place: int) -> None:
+    async def _wait_for_sites(self, step: WorkflowRun, index: int) -> None:
         """Wait until enough sites take part for a workflow of tasks.
 
         Raises:
@@ -350,39 +350,39 @@ class WorkflowSchedule:
         if limit_s is None:
             if not step.entry.kind:
                 return  # a function waits by itself, with controller.sites()
-            limit_s = LATER_START_S if place else 0.0
+            limit_s = LATER_START_S if index else 0.0
         while True:
             members = self._run.state.members.values()
-            there, away = len(self._run.task_queue.alive()), sum(each.why in ("left", "failed") for each in members)
-            wanted = max(1, self._settings.rounds.sites - (away if place else 0))
-            if there >= wanted:
+            present, ended = len(self._run.task_queue.alive()), sum(each.why in ("left", "failed") for each in members)
+            wanted = max(1, self._settings.rounds.sites - (ended if index else 0))
+            if present >= wanted:
                 step.detail = ""
                 return
-            step.detail = f"waits for sites: {there} of {wanted} take part"
+            step.detail = f"waits for sites: {present} of {wanted} take part"
             self._require_in_time(step, wanted, limit_s)
             await asyncio.sleep(0.1)
 
     async def _watched(
-        self, work: Awaitable[T], step: WorkflowRun, look: Callable[[WorkflowRun], None] = lambda step: None
+        self, work: Awaitable[T], step: WorkflowRun, on_progress: Callable[[WorkflowRun], None] = lambda step: None
     ) -> T:
         """Wait for `work`, and return its result. Raise an error if the run makes no progress meanwhile.
 
         Args:
             work: the work to wait for.
             step: the workflow that the work belongs to.
-            look: function to call at each check. It may raise an error, too.
+            on_progress: function to call at each check. It may raise an error, too.
 
         Raises:
             RunFailed: there was no progress for `progress_timeout_s`.
         """
         future, limit_s = asyncio.ensure_future(work), step.entry.progress_timeout_s
-        seen: object = None
+        last: object = None
         try:
             while not future.done():
-                now_s, found = time.monotonic(), (step.notes, progress_of_run(self._run))
-                if found != seen:
-                    seen, step.moved_s = found, now_s
-                look(step)
+                now_s, progress = time.monotonic(), (step.notes, progress_of_run(self._run))
+                if progress != last:
+                    last, step.moved_s = progress, now_s
+                on_progress(step)
                 if limit_s and now_s - step.moved_s >= limit_s:
                     raise RunFailed(
                         f"The workflow {step.entry.name} made no progress for {limit_s:g} s: no answer, no "
@@ -407,9 +407,9 @@ def _call(
     assert function is not None
     error: BaseException | None = None
     try:
-        given: Any = function(controller)
-        if inspect.isawaitable(given) or inspect.isgenerator(given) or inspect.isasyncgen(given):
-            error = RunFailed(f"it returned a {type(given).__name__}, which is never run.", "Use a plain function.")
+        returned: Any = function(controller)
+        if inspect.isawaitable(returned) or inspect.isgenerator(returned) or inspect.isasyncgen(returned):
+            error = RunFailed(f"it returned a {type(returned).__name__}, which is never run.", "Use a plain function.")
     except ServerStops:
         return
     except BaseException as raised:
