@@ -44,7 +44,7 @@ class Client:
 
     @property
     def _place(self) -> Any:
-        return self.worker._backend.place
+        return self.worker._backend.participation
 
     def next_round(self, wait_s: float | None = None) -> int | None:
         """Wait for a round; its number."""

@@ -236,7 +236,7 @@ class PartChecker:
     """
 
     def __init__(self, inspection: Inspection, part: Part, write: Callable[[memoryview], None], fd: int) -> None:
-        self._scan, self._at, self._stop, self._write = PartScan(inspection, part, fd), part.start, part.stop, write
+        self._scan, self._next, self._stop, self._write = PartScan(inspection, part, fd), part.start, part.stop, write
         self._hasher = blake3()
         self.stats: PartStats | None = None
 
@@ -256,16 +256,16 @@ class PartChecker:
             Exception: an error of `fill` or `write`.
         """
         count = -1
-        while self._at < self._stop and count:
-            memory, filled = receive_buffer(self._at, self._scan.next_stop(self._at)), 0
+        while self._next < self._stop and count:
+            memory, filled = receive_buffer(self._next, self._scan.next_stop(self._next)), 0
             while filled < len(memory) and (count := fill(memory[filled:])):
                 filled += count
             if filled:
                 self._write(memory[:filled])
                 self._hasher.update(memory[:filled])
-                self._at += filled
-                self._scan.check_until(self._at, filled)
-        if self._at == self._stop and self.stats is None:
+                self._next += filled
+                self._scan.check_until(self._next, filled)
+        if self._next == self._stop and self.stats is None:
             self.stats = self._scan.stats(self._hasher.digest())
 
 
@@ -304,11 +304,11 @@ def require_finite(run: ByteRun, values: torch.Tensor, base_fd: int) -> None:
         bad = elements.isfinite().logical_not_().nonzero()
         if not len(bad):
             continue
-        at, spec, dtype = int(bad[0]), piece.segment.spec, torch_dtype(run.spec.dtype)
+        index, spec, dtype = int(bad[0]), piece.segment.spec, torch_dtype(run.spec.dtype)
         before = torch.empty(1, dtype=dtype)
-        read_at(base_fd, bytes_of(before), piece.offset + at * dtype.itemsize)
+        read_at(base_fd, bytes_of(before), piece.offset + index * dtype.itemsize)
         raise Overflow(
             f"The round's result does not fit into {spec.dtype}, which represents values up to "
-            f"{torch.finfo(dtype).max:g}: element {piece.start + at} of {spec.name!r} would go from "
-            f"{float(before):g} to {float(elements[at]):g}. No new version is published."
+            f"{torch.finfo(dtype).max:g}: element {piece.start + index} of {spec.name!r} would go from "
+            f"{float(before):g} to {float(elements[index]):g}. No new version is published."
         )

@@ -61,8 +61,8 @@ class Updates:
             The reduced elements, [n], in the accumulation dtype (at least fp32); and a view of them for each piece
             (tensor) of the run. n is larger than the run if the update's layout has padding, which is zero.
         """
-        spec, there = run.spec, self._runs.counterpart(run)
-        dtype, n = accumulate_dtype(spec.dtype), there.numel
+        spec, encoded_run = run.spec, self._runs.counterpart(run)
+        dtype, n = accumulate_dtype(spec.dtype), encoded_run.numel
         reducer: Reducer = self._integers
         weights = self._unweighted
         if spec.is_float:
@@ -71,13 +71,13 @@ class Updates:
         if reducer.needs_all:
             rows = scratch.tensor("rows", dtype, len(self._fds) * n).view(-1, n)
             for fd, row in zip(self._fds, rows, strict=True):
-                self._decode_(fd, there, scratch, row)
+                self._decode_(fd, encoded_run, scratch, row)
             reducer.reduce_(rows, weights, out)
         else:
             row = scratch.tensor("row", dtype, n)
-            reducer.reduce_((self._decode_(fd, there, scratch, row) for fd in self._fds), weights, out)
-        there.clear_padding(scratch.view("reduced", n * dtype.itemsize), dtype.itemsize)
-        return out, there.split(out)
+            reducer.reduce_((self._decode_(fd, encoded_run, scratch, row) for fd in self._fds), weights, out)
+        encoded_run.clear_padding(scratch.view("reduced", n * dtype.itemsize), dtype.itemsize)
+        return out, encoded_run.split(out)
 
     def _decode_(self, fd: int, run: ByteRun, scratch: Scratch, row: Tensor) -> Tensor:
         """Decode one update's elements of a byte run into `row`, [n], and return `row`."""

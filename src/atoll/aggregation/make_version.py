@@ -231,9 +231,9 @@ class _Pass:
         self.updates = Updates([file.fd for _, file in accepted], runs, plan.codecs, plan.reducers, facts, scales)
         self.params = self.updates
         if files.reduced_fd is not None:
-            one = RoundFacts([1.0], [0.0], [1])
+            single = RoundFacts([1.0], [0.0], [1])
             mean, runs = {PARAMS: WeightedMean()}, self.planned.reduced_runs
-            self.params = Updates([files.reduced_fd], runs, plan.codecs, mean, one, [1.0])
+            self.params = Updates([files.reduced_fd], runs, plan.codecs, mean, single, [1.0])
         state = self.planned.state_layout
         self.whole = WholeState(state if plan.rule.granularity == "chunk" else None, files.state_fd)
         self.is_first = state is not None and files.state_fd is None
@@ -353,10 +353,10 @@ class _Thread:
         """Copy the bytes of the header that are in a part from the base version: all versions have the same header."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
-        for at in range(part.start, first, nbytes):
-            header = self._scratch.view("stored", min(nbytes, first - at))
-            read_at(files.base_fd, header, at)
-            self._write(self._work.out.version, header, at)
+        for offset in range(part.start, first, nbytes):
+            header = self._scratch.view("stored", min(nbytes, first - offset))
+            read_at(files.base_fd, header, offset)
+            self._write(self._work.out.version, header, offset)
             self._hashes["base", None].update(header)
             self._hashes["version", None].update(header)
 

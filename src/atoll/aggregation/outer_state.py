@@ -54,11 +54,11 @@ def state_layout(
     """
     columns: dict[tuple[str, str, str], list[TensorSpec]] = {}
     for spec in specs:
-        for kept in _kept(spec, rule, masters):
-            group = RUNS if kept.elementwise and rule.granularity == "chunk" else WHOLES
-            shape = spec.shape if kept.shape is None else kept.shape
-            entry = TensorSpec(f"{spec.name}.{kept.key}", kept.dtype, shape, group)
-            columns.setdefault((kept.key, kept.dtype, group), []).append(entry)
+        for state_spec in _state_specs(spec, rule, masters):
+            group = RUNS if state_spec.elementwise and rule.granularity == "chunk" else WHOLES
+            shape = spec.shape if state_spec.shape is None else state_spec.shape
+            entry = TensorSpec(f"{spec.name}.{state_spec.key}", state_spec.dtype, shape, group)
+            columns.setdefault((state_spec.key, state_spec.dtype, group), []).append(entry)
     if not columns:
         return None
     ordered = [spec for column in sorted(columns.values(), key=lambda column: -column[0].item_bytes) for spec in column]
@@ -68,12 +68,12 @@ def state_layout(
     return header, file_layout(ordered, header, part_bytes)
 
 
-def _kept(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
-    kept = rule.state_specs(spec)
+def _state_specs(spec: TensorSpec, rule: OuterRule, masters: bool) -> list[StateSpec]:
+    specs = rule.state_specs(spec)
     if not (spec.is_stepped and spec.numel):
-        return kept
+        return specs
     wide = dtype_name(accumulate_dtype(spec.dtype))
-    return [StateSpec(MASTER, wide), *kept] if masters or wide != spec.dtype else kept
+    return [StateSpec(MASTER, wide), *specs] if masters or wide != spec.dtype else specs
 
 
 def entries(layout: Layout | None) -> Entries:

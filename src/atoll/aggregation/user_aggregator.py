@@ -97,32 +97,32 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
     Raises:
         ConfigError: the attribute does not exist, cannot be created with these options, or is no aggregator.
     """
-    found = kind = registry.load_attribute(target)
-    if isinstance(found, type):
-        found = registry.construct(
+    aggregator = kind = registry.load_attribute(target)
+    if isinstance(aggregator, type):
+        aggregator = registry.construct(
             lambda: kind(**options),
             f"The aggregator {target!r} cannot be created",
             "Write its keyword arguments next to the path in aggregation.aggregator.",
         )
-    elif options and hasattr(found, "aggregate"):
+    elif options and hasattr(aggregator, "aggregate"):
         raise ConfigError(
             f"aggregation.aggregator has arguments, but {target!r} is an object, not a class.",
             "Use its class, or leave the arguments out.",
         )
-    if callable(getattr(found, "accept", None)):
-        missing = [name for name in ("aggregate", "reset") if not callable(getattr(found, name, None))]
+    if callable(getattr(aggregator, "accept", None)):
+        missing = [name for name in ("aggregate", "reset") if not callable(getattr(aggregator, name, None))]
         if missing:
             raise ConfigError(
                 f"The aggregator {target!r} has a method accept, but no {' and no '.join(missing)}.",
                 "Give it accept(update), aggregate() and reset(), or only aggregate(updates).",
             )
-        return Incremental(found)
-    if callable(getattr(found, "aggregate", None)):
-        return AllAtOnce(found.aggregate)
-    if callable(found):
-        return AllAtOnce(lambda updates: found(updates, **options))
+        return Incremental(aggregator)
+    if callable(getattr(aggregator, "aggregate", None)):
+        return AllAtOnce(aggregator.aggregate)
+    if callable(aggregator):
+        return AllAtOnce(lambda updates: aggregator(updates, **options))
     raise ConfigError(
-        f"The aggregator {target!r} is a {type(found).__name__}, which has no method aggregate.",
+        f"The aggregator {target!r} is a {type(aggregator).__name__}, which has no method aggregate.",
         "Use a function of the updates, or a class with aggregate(updates).",
     )
 
@@ -149,26 +149,26 @@ class BadResult(Exception):
     """Raised if the result of a user's aggregator cannot be used."""
 
 
-def write_result(fd: int, layout: Layout, given: object, progress: Callable[[], None]) -> None:
+def write_result(fd: int, layout: Layout, result: object, progress: Callable[[], None]) -> None:
     """Write an aggregator's result to a file, one tensor at a time.
 
     Args:
         fd: the file.
         layout: layout of the file, from `result_layout`.
-        given: the result: (name, tensor) pairs or a mapping. It may be a generator; its errors are raised unchanged.
+        result: the result: (name, tensor) pairs or a mapping. It may be a generator; its errors are raised unchanged.
         progress: callback after each tensor.
 
     Raises:
-        BadResult: `given` does not consist of pairs; a name is unknown, missing or repeated; or a tensor has the wrong
+        BadResult: `result` does not consist of pairs; a name is unknown, missing or repeated; or a tensor has the wrong
             shape or dtype, or is not finite.
         OSError: the write failed.
     """
-    if isinstance(given, Mapping):
-        given = given.items()
-    if not isinstance(given, Iterable):
-        raise BadResult(f"the aggregator returned {_kind(given)}, not (name, tensor) pairs or a mapping")
+    if isinstance(result, Mapping):
+        result = result.items()
+    if not isinstance(result, Iterable):
+        raise BadResult(f"the aggregator returned {_kind(result)}, not (name, tensor) pairs or a mapping")
     missing = dict(layout.by_name)
-    for pair in given:
+    for pair in result:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise BadResult(f"the aggregator returned {_kind(pair)} instead of a (name, tensor) pair")
         name, value = pair

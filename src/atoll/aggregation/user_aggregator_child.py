@@ -60,7 +60,7 @@ class _Child:
     def __init__(self, channel: ProcessPipe) -> None:
         self._channel = channel
         self._jobs: queue.SimpleQueue[tuple[dict[str, Any], int | None] | None] = queue.SimpleQueue()
-        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
         self._ended = threading.Event()
         self._progress_s = 0.0
@@ -96,7 +96,7 @@ class _Child:
     def _write(self) -> None:
         while True:
             try:
-                self._channel.send(self._told.get())
+                self._channel.send(self._outgoing.get())
             except OSError:
                 return  # the connection is closed; the reading thread ends the process
 
@@ -104,7 +104,7 @@ class _Child:
         now_s = time.monotonic()
         if now_s - self._progress_s >= PROGRESS_S:
             self._progress_s = now_s
-            self._told.put({"what": "progress"})
+            self._outgoing.put({"what": "progress"})
 
     # -- one method for each message of the server
 
@@ -120,13 +120,13 @@ class _Child:
             if isinstance(error, AtollError) and message["what"] == "begin":
                 if error.trace:
                     print(error.trace, file=sys.stderr)
-                self._told.put({"what": "bad", "message": error.message, "remedy": error.remedy})
+                self._outgoing.put({"what": "bad", "message": error.message, "remedy": error.remedy})
                 return
             traceback.print_exc()
             self._tell_error(message, f"{type(error).__name__}: {error} ({_where(error)})")
 
     def _tell_error(self, message: dict[str, Any], text: str) -> None:
-        self._told.put({"what": "error", "message": text, "round": message.get("round", 0)})
+        self._outgoing.put({"what": "error", "message": text, "round": message.get("round", 0)})
 
     def _begin(self, message: dict[str, Any], _: int | None) -> None:
         torch.set_num_threads(message["threads"])
@@ -135,7 +135,7 @@ class _Child:
         self._layout = encoded_layout(schema, message["codec"], self._codecs, message["part_bytes"])
         self._result = result_layout(schema, message["part_bytes"])
         self._user = load(message["aggregator"], message["options"])
-        self._told.put({"what": "ready", "incremental": self._user.incremental})
+        self._outgoing.put({"what": "ready", "incremental": self._user.incremental})
 
     def _file(self, _: dict[str, Any], fd: int | None) -> None:
         self._result_fd = fd
@@ -174,13 +174,13 @@ class _Child:
 
     def _give_back(self, fd: int, number: int) -> None:
         os.close(fd)
-        self._told.put({"what": "released", "id": number})
+        self._outgoing.put({"what": "released", "id": number})
 
     def _aggregate(self, message: dict[str, Any], _: int | None) -> None:
         assert self._result_fd is not None
         write_result(self._result_fd, self._result, self._user.aggregate(), self._progress)
         self._user.reset()
-        self._told.put({"what": "done", "round": message["round"]})
+        self._outgoing.put({"what": "done", "round": message["round"]})
 
     def _reset(self, _: dict[str, Any], __: int | None) -> None:
         self._user.reset()
@@ -192,8 +192,8 @@ def _where(error: BaseException) -> str:
     The innermost frame outside Atoll and the Python installation counts; if there is none, the innermost frame of all.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    package = os.path.join(here, "atoll") + os.sep
+    folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    package = os.path.join(folder, "atoll") + os.sep
     own = [
         frame
         for frame in frames

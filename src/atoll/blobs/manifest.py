@@ -134,19 +134,19 @@ class Manifest:
         """The id of the blob, in hex."""
         return blob_id(self.layout_digest, self.part_digests)
 
-    def require_id(self, wanted: str, what: str) -> None:
+    def require_id(self, expected: str, what: str) -> None:
         """Raise an error if this is the manifest of another blob.
 
         Args:
-            wanted: the expected id.
+            expected: the expected id.
             what: the blob's name, for messages.
 
         Raises:
             PartCorrupt: the manifest's id is not the expected id.
         """
-        if self.id != wanted:
+        if self.id != expected:
             raise PartCorrupt(
-                f"{what} does not match its reference, {wanted[:12]}: its parts have the digests of {self.id[:12]}.",
+                f"{what} does not match its reference, {expected[:12]}: its parts have the digests of {self.id[:12]}.",
                 "Use the same release of Atoll on both sides, and check which process serves it and any proxy in "
                 "between.",
             )

@@ -114,11 +114,11 @@ class ModelFile:
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         """Read a whole tensor into new memory and return it."""
-        tensor, at = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)), 0
+        tensor, offset = torch.empty(spec.shape, dtype=torch_dtype(spec.dtype)), 0
         memory = bytes_of(tensor)
         for run in self.runs(spec):
-            memory[at : at + len(run)] = run
-            at += len(run)
+            memory[offset : offset + len(run)] = run
+            offset += len(run)
         return tensor
 
     def _run(self, spec: TensorSpec, start: int, stop: int) -> Tensor:

@@ -110,25 +110,25 @@ class _Writer:
     def __init__(self, fd: int, cuts: Cuts) -> None:
         self._fd, self._cuts, self._offset = fd, cuts, 0
         self._hasher, self._part = blake3(), cuts.part(0)
-        self._held, self._held_bytes = memoryview(bytearray(CHUNK_BYTES)), 0
+        self._buffer, self._buffered_bytes = memoryview(bytearray(CHUNK_BYTES)), 0
         self.digests: list[bytes] = []
 
     def write(self, data: memoryview) -> None:
-        end = self._held_bytes + len(data)
+        end = self._buffered_bytes + len(data)
         if len(data) >= ROOM_BYTES or end > CHUNK_BYTES:
             self.flush()
             end = len(data)
         if len(data) >= ROOM_BYTES:
             self._append(data)
             return
-        self._held[self._held_bytes : end] = data
-        self._held_bytes = end
+        self._buffer[self._buffered_bytes : end] = data
+        self._buffered_bytes = end
 
     def flush(self) -> None:
         """Write the collected pieces to the file."""
-        if self._held_bytes:
-            self._append(self._held[: self._held_bytes])
-        self._held_bytes = 0
+        if self._buffered_bytes:
+            self._append(self._buffer[: self._buffered_bytes])
+        self._buffered_bytes = 0
 
     def _append(self, data: memoryview) -> None:
         write_at(self._fd, data, self._offset)
@@ -177,19 +177,19 @@ class Contents:
 
     @classmethod
     def _read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
-        header = read_header(lambda at, count: bytes(head[at : at + count]), cuts.nbytes, what)
+        header = read_header(lambda tensor_at, count: bytes(head[tensor_at : tensor_at + count]), cuts.nbytes, what)
         if header.nbytes != cuts.head_bytes:
             raise BadRequest(f"{what} has a header of {header.nbytes} bytes instead of {cuts.head_bytes}.", _REMEDY)
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
         if widths != sorted(widths, reverse=True):  # else chunks of bytes would not end at element borders
             raise BadRequest(f"{what} does not have its tensors ordered by element size.", _REMEDY)
         skeleton, names, inline = _payload(header.metadata.get(_PAYLOAD, ""), what)
-        segments = [Segment(spec, "none", at, spec.nbytes) for spec, at in header.tensors]
+        segments = [Segment(spec, "none", tensor_at, spec.nbytes) for spec, tensor_at in header.tensors]
         described = [*(segment.spec.name for segment in segments), *inline]
         if sorted(names) != sorted(described) or len(set(names)) != len(names):
             raise BadRequest(f"{what} has other tensor names in its payload than in its header.", _REMEDY)
 
-        def at(index: int) -> object:
+        def tensor_at(index: int) -> object:
             if index >= len(names):
                 raise BadRequest(f"{what} refers to tensor {index}, but has only {len(names)} tensors.", _REMEDY)
             return None
@@ -198,9 +198,9 @@ class Contents:
 
         def stream(index: int) -> object:
             streams.add(index)
-            return at(index)
+            return tensor_at(index)
 
-        unpack(skeleton, at, stream, build=False)
+        unpack(skeleton, tensor_at, stream, build=False)
         layout = Layout(tuple(segments), cuts.head_bytes, cuts.nbytes, cuts.part_bytes, {})
         return cls(skeleton, names, layout, inline, bool(streams))
 
@@ -212,17 +212,17 @@ class Contents:
                 head.
             streams: name → the source that a registered type reads from; by default the result of `tensors`.
         """
-        at = functools.cache(lambda index: tensors(self.names[index]))
-        return unpack(self.skeleton, at, None if streams is None else lambda index: streams(self.names[index]))
+        tensor_at = functools.cache(lambda index: tensors(self.names[index]))
+        return unpack(self.skeleton, tensor_at, None if streams is None else lambda index: streams(self.names[index]))
 
     @functools.cached_property
     def segments(self) -> dict[str, Segment]:
         """Name → offset and size of each tensor. Inline tensors get offsets as if they were appended to the file."""
-        segments, at = dict(self.layout.by_name), self.layout.nbytes
+        segments, offset = dict(self.layout.by_name), self.layout.nbytes
         for name, tensor in self.inline.items():
             spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape))
-            segments[name] = Segment(spec, "none", at, tensor.nbytes)
-            at += tensor.nbytes
+            segments[name] = Segment(spec, "none", offset, tensor.nbytes)
+            offset += tensor.nbytes
         return segments
 
     @property

@@ -45,8 +45,8 @@ def command(
         print(json_module.dumps({"entries": count, "last_hash": digest, "last": found}, indent=2))
         return
     for seq, at, what, detail in entries:
-        told = ", ".join(f"{key} {value}" for key, value in json_module.loads(detail).items())
-        print(visible(f"{seq:>6}  {at}  {what:<10} {told}"))
+        text = ", ".join(f"{key} {value}" for key, value in json_module.loads(detail).items())
+        print(visible(f"{seq:>6}  {at}  {what:<10} {text}"))
     print(f"{count} entries checked, none changed or removed; the last hash is {digest}")
 
 

@@ -62,7 +62,7 @@ def read_settings(run_file: Path | None, sets: Sequence[str] | None = None, **fl
     for folder in filter(None, [os.getcwd(), str(run_file.parent.resolve()) if run_file else None]):
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    return Settings.read(run_file, _given(sets, flags))
+    return Settings.read(run_file, _settings_given(sets, flags))
 
 
 _KEYS = {
@@ -75,7 +75,7 @@ _KEYS = {
 """Command-line option → the setting that it sets."""
 
 
-def _given(sets: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, Any]:
+def _settings_given(sets: Sequence[str] | None, flags: dict[str, Any]) -> dict[str, Any]:
     return set_values(sets or (), FIELDS) | {_KEYS[flag]: value for flag, value in flags.items() if value is not None}
 
 
@@ -115,7 +115,7 @@ def show(run_file: RunFile = None, sets: Sets = None) -> None:
     """Print the settings in effect as a run file. For each, name its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
     _require_accepted(settings)
-    _, source = collected(run_file, _given(sets, {}))
+    _, source = collected(run_file, _settings_given(sets, {}))
     group = ""
     for key, value in settings.by_key().items():
         if group != (group := key.partition(".")[0]):

@@ -74,32 +74,32 @@ def command(
     if out is not None:  # now, not after the evaluation
         require_file(out, "evaluation.md")
     if server is not None:
-        found = ask(server_address(server), routes.EVALUATION, Evaluation)
+        evaluation = ask(server_address(server), routes.EVALUATION, Evaluation)
     else:
         assert run_file is not None
         settings = read_settings(run_file, sets, port=port)
-        asked: dict[str, Any] = {"site_models": site_models, "evaluation_timeout_s": evaluation_timeout_s}
+        arguments: dict[str, Any] = {"site_models": site_models, "evaluation_timeout_s": evaluation_timeout_s}
         if versions is not None:
-            asked["versions"] = [int(each) if each.isdecimal() else each for each in _listed(versions)]
+            arguments["versions"] = [int(each) if each.isdecimal() else each for each in _listed(versions)]
         if sites is not None:
-            asked["sites"] = _listed(sites)
-        found = _evaluated(settings, asked)
+            arguments["sites"] = _listed(sites)
+        evaluation = _evaluated(settings, arguments)
     if out is not None:
-        text = found.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(found)
+        text = evaluation.model_dump_json(indent=2) + "\n" if out.suffix == ".json" else markdown(evaluation)
         out.write_text(text, encoding="utf-8")
-    show(found, as_json=json)
+    show(evaluation, as_json=json)
 
 
 def _listed(text: str) -> list[str]:
     return [item for item in (each.strip() for each in text.split(",")) if item]
 
 
-def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
+def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
     """Start a server that only evaluates models. Return the results, for each model and site, when all have arrived.
 
     Args:
         settings: the run's settings; its state directory has the models.
-        asked: the options of the evaluation: models, sites and timeout.
+        arguments: the options of the evaluation: models, sites and timeout.
 
     Raises:
         UsageError: no run was begun in the state directory.
@@ -111,11 +111,11 @@ def _evaluated(settings: Settings, asked: dict[str, Any]) -> Evaluation:
     from atoll.server.serve import Server
     from atoll.server.tasks.models_to_evaluate import is_file
 
-    server = Server(settings=settings, evaluation=asked)
+    server = Server(settings=settings, evaluation=arguments)
     try:
         server.start()
         LOG.info("listening on %s; on each site, start a script that calls worker.evaluates(function)", server.url)
-        for name in asked.get("versions", ()):
+        for name in arguments.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
                 LOG.warning("the model file %s is not in %s yet; until then, it gets no results", name, Path.cwd())
         LOG.info("waiting for %s; to change the number: --set rounds.sites=N", counted(settings.rounds.sites, "site"))

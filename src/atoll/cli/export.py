@@ -103,7 +103,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         found = db.execute(RUNS.select).fetchone()
         heads = dict(db.execute("SELECT fragment, version FROM heads WHERE version IS NOT NULL"))
         wanted = heads if version is None else dict.fromkeys(heads, version)
-        rows = [each for each in _kept(db) if each.version == wanted.get(each.fragment, -1) <= heads[each.fragment]]
+        rows = [each for each in _versions(db) if each.version == wanted.get(each.fragment, -1) <= heads[each.fragment]]
     if found is None:
         raise no_run(state_dir)
     run = RUNS.read(found)
@@ -133,7 +133,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
     return min(row.version for row in rows)
 
 
-def _kept(db: sqlite3.Connection) -> list[VersionRow]:
+def _versions(db: sqlite3.Connection) -> list[VersionRow]:
     return [VERSIONS.read(row) for row in db.execute(f"{VERSIONS.select} ORDER BY fragment")]
 
 
@@ -147,8 +147,8 @@ def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
         Gone: the server has deleted one of the versions.
     """
     with open_journal(state_dir) as db:
-        kept = set(_kept(db))
-    if not kept.issuperset(rows):
+        stored = set(_versions(db))
+    if not stored.issuperset(rows):
         raise Gone("The running server deleted this version during the export.", "Export again.")
 
 
@@ -238,10 +238,10 @@ def _is_file_of(best: status_messages.BestStatus) -> bool:
     if not best.file or not Path(best.file).is_file():
         return False
     try:
-        found = _metadata(Path(best.file))
+        metadata = _metadata(Path(best.file))
     except StateCorrupt:
         return False
-    return (found.get("version"), found.get(best.metric)) == (str(best.version), repr(best.value))
+    return (metadata.get("version"), metadata.get(best.metric)) == (str(best.version), repr(best.value))
 
 
 def _metadata(path: Path) -> dict[str, str]:

@@ -210,7 +210,7 @@ class Reminder:
 
     def __init__(self, now_s: float) -> None:
         self._said_s, self._pause_s = now_s, REMIND_S
-        self._said: object = None
+        self._last: object = None
 
     def line(self, fragments: Sequence[status_messages.FragmentStatus], now_s: float) -> str:
         """Return the line to log at time `now_s`; an empty text if no line is due.
@@ -220,50 +220,50 @@ class Reminder:
             now_s: the current time of `time.monotonic`, in seconds.
         """
         late = []
-        over = all(fragment.phase == "finished" for fragment in fragments)
+        all_finished = all(fragment.phase == "finished" for fragment in fragments)
         for fragment in fragments:
-            if fragment.phase == "finished" and not over:
+            if fragment.phase == "finished" and not all_finished:
                 continue
             missing = [each for each in fragment.waiting_for if each.for_s >= REMIND_S]
             if missing or not fragment.waiting_for:
                 late.append(fragment.model_copy(update={"waiting_for": missing}))
-        text = _together({each.fragment: told for each in late if (told := awaited(each))}, len(fragments))
+        text = _joined_texts({each.fragment: text_of for each in late if (text_of := awaited(each))}, len(fragments))
         # the content of the line, without the seconds, which change each time
-        now = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
+        state = [(each.fragment, each.reason, [missing.site for missing in each.waiting_for]) for each in late]
         if not text:
-            self._said = None
+            self._last = None
             return ""
-        pause_s = self._pause_s if now == self._said else REMIND_S
+        pause_s = self._pause_s if state == self._last else REMIND_S
         if now_s - self._said_s < pause_s:
             return ""
-        self._said_s, self._said, self._pause_s = now_s, now, min(2 * pause_s, LONGEST_REMIND_S)
+        self._said_s, self._last, self._pause_s = now_s, state, min(2 * pause_s, LONGEST_REMIND_S)
         return text
 
 
-def _together(told: Mapping[int, str], count: int) -> str:
+def _joined_texts(texts: Mapping[int, str], count: int) -> str:
     """Join the texts that say what the rounds of each fragment wait for.
 
     If all `count` fragments have the same text, return it only once. Otherwise, put the fragment's number before each
     text.
 
     Args:
-        told: number of a fragment → its text.
+        texts: number of a fragment → its text.
         count: the number of fragments.
     """
-    if count == 1 or (len(told) == count and len(set(told.values())) == 1):
-        return next(iter(told.values()), "")
-    return "; ".join(f"fragment {fragment} {text}" for fragment, text in told.items())
+    if count == 1 or (len(texts) == count and len(set(texts.values())) == 1):
+        return next(iter(texts.values()), "")
+    return "; ".join(f"fragment {fragment} {text}" for fragment, text in texts.items())
 
 
 def _summary(server: Server, seconds: float) -> str:
     status = server.status()
     last = status.history[-1].metrics if status.history else {}
     rounds = _has_rounds(server.settings)
-    at, refused = (
+    version, refused = (
         (f" at version {status.version}", f", {counted(status.refused, 'update')} refused") if rounds else ("", "")
     )
     parts = [
-        f"finished{at} after {duration(seconds)}",
+        f"finished{version} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
         against_data_parallel(status),
         f"{counted(len(status.workers), 'worker')}, {counted(status.deaths, 'death')}{_failed(status)}{refused}",

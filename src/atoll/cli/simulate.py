@@ -18,7 +18,7 @@ from atoll.cli.config import Dir, Rounds, Sets, read_settings
 from atoll.cli.text import counted, duration, log_lines, numbers, size
 from atoll.format_text import Seldom
 from atoll.protocol import status_messages
-from atoll.simulate import apart
+from atoll.simulate import with_own_folder
 
 if TYPE_CHECKING:
     from atoll.simulate.simulation import Simulated, Simulation
@@ -56,7 +56,7 @@ def command(
     raise_on_sigterm()
     settings = read_settings(run_file, sets, rounds=rounds, directory=directory)
     if directory is None:
-        settings = apart(settings, run_file.parent)
+        settings = with_own_folder(settings, run_file.parent)
     LOG.info("starting the simulation of %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.simulate.simulation import Simulation
 
@@ -68,7 +68,7 @@ def command(
         processes=processes,
         engine=engine,
         address=address,
-        on_round=lines.told,
+        on_round=lines.log_round,
     )
     lines.begin(simulation)
     try:
@@ -101,7 +101,7 @@ class Lines:
             settings.disk.state_dir,
         )
 
-    def told(self, round_: status_messages.RoundSummary) -> None:
+    def log_round(self, round_: status_messages.RoundSummary) -> None:
         """Log a line for a finished round, if a line is due.
 
         The first line does not give the pace (updates per second), because the time before it includes the start of the
@@ -111,10 +111,10 @@ class Lines:
         self._updates += len(round_.workers)
         if not first and now_s - self._said_s < LINE_S and round_.round < self._rounds:
             return
-        told = numbers(round_.metrics)
+        metrics = numbers(round_.metrics)
         pace = "" if first else f"; {_pace(self._updates / max(now_s - self._said_s, 1e-3))} worker-rounds/s"
         updates = counted(len(round_.workers), "update")
-        LOG.info("round %d of %d: %s%s%s", round_.round, self._rounds, updates, f", {told}" if told else "", pace)
+        LOG.info("round %d of %d: %s%s%s", round_.round, self._rounds, updates, f", {metrics}" if metrics else "", pace)
         self._said_s, self._updates = now_s, 0
 
 

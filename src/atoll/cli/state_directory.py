@@ -114,36 +114,36 @@ def stored_status(state_dir: Path) -> status_messages.Status:
         run = db.execute("SELECT run_id FROM run").fetchone()
         if run is None:
             raise no_run(state_dir)
-        return _status(db, _kept(state_dir, run[0]))
+        return _status(db, _last_status(state_dir, run[0]))
 
 
-def _kept(state_dir: Path, run: str) -> status_messages.Status:
+def _last_status(state_dir: Path, run: str) -> status_messages.Status:
     """Return the status that the server saved; if there is none that can be read, one that has only the run's id."""
     try:
         text = (state_dir / status_messages.KEPT).read_text(encoding="utf-8")
-        kept = status_messages.Status.model_validate_json(text)
-        if kept.run == run:
-            return kept
+        status = status_messages.Status.model_validate_json(text)
+        if status.run == run:
+            return status
     except (OSError, ValidationError):
         pass
     return status_messages.Status(run=run, protocol=routes.PROTOCOL)
 
 
-def _status(db: sqlite3.Connection, kept: status_messages.Status) -> status_messages.Status:
+def _status(db: sqlite3.Connection, last: status_messages.Status) -> status_messages.Status:
     epoch, ended = db.execute("SELECT epoch, finished FROM meta").fetchone()
     # the journal marks a run as finished with its last round, which a run of tasks alone does not have
-    finished = bool(ended) or (kept.finished and kept.epoch == epoch)
+    finished = bool(ended) or (last.finished and last.epoch == epoch)
     counters = dict(db.execute("SELECT name, value FROM counters").fetchall())
     found = db.execute(
         "SELECT summary_json FROM history WHERE NOT lost AND summary_json != '' ORDER BY seq DESC LIMIT ?", (HISTORY,)
     ).fetchall()
-    return kept.model_copy(
+    return last.model_copy(
         update={
             "epoch": epoch,
             "finished": finished,
             "left_s": None,
             "fragments": _fragments(db, finished=finished),
-            "workers": _workers(db, {worker.site: worker for worker in kept.workers}),
+            "workers": _workers(db, {worker.site: worker for worker in last.workers}),
             "history": [status_messages.RoundSummary.model_validate_json(text) for (text,) in reversed(found)],
             "deaths": counters.get("deaths", 0),
             "refused": counters.get("refused", 0),
@@ -167,13 +167,13 @@ def _fragments(db: sqlite3.Connection, *, finished: bool) -> list[status_message
 
 
 def _workers(
-    db: sqlite3.Connection, kept: dict[str, status_messages.WorkerStatus]
+    db: sqlite3.Connection, last: dict[str, status_messages.WorkerStatus]
 ) -> list[status_messages.WorkerStatus]:
     rows: list[tuple[Any, ...]] = db.execute(
         "SELECT site, host, state, joined_at, labels_json, detail, rounds_counted FROM members ORDER BY site"
     ).fetchall()
     return [
-        kept.get(site, status_messages.WorkerStatus(site=site)).model_copy(
+        last.get(site, status_messages.WorkerStatus(site=site)).model_copy(
             update={
                 "host": host,
                 "state": state,

@@ -129,14 +129,14 @@ def _ask(address: str) -> status_messages.Status:
 
 def _ask_until_answered(address: str) -> status_messages.Status:
     """Ask the server for its status every second until the server answers, because it may be started later."""
-    said = False
+    is_logged = False
     while True:
         try:
             return _ask(address)
         except ServerUnreachable as error:
-            if not said:
+            if not is_logged:
                 print(f"atoll: {visible(error.message)} {AWAY}", file=sys.stderr, flush=True)
-            said = True
+            is_logged = True
         time.sleep(WATCH_S)
 
 
@@ -240,7 +240,7 @@ def _of_training(status: status_messages.Status) -> list[str]:
     lines = [
         f"model {size(status.model_bytes)}, {codecs(status)}, {every}"
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}"
-        f"{f', {told}' if (told := time_left(status.left_s)) else ''}",
+        f"{f', {time_text}' if (time_text := time_left(status.left_s)) else ''}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {counted(status.deaths, 'death')}, "
         f"{counted(status.refused, 'update')} refused, durability {status.durability}{durable}",
     ]

@@ -113,11 +113,11 @@ def task_line(task: status_messages.TaskStatus) -> str:
 def workflow_lines(workflows: Sequence[status_messages.WorkflowStatus]) -> list[str]:
     """Return a line for each workflow of the run; an empty list if `workflow.steps` is not set."""
     lines = []
-    for place, each in enumerate(workflows, start=1):
+    for number, each in enumerate(workflows, start=1):
         detail = f"; {each.detail}" if each.detail and each.state != "done" else ""
         quiet = f"; nothing has moved for {duration(each.quiet_s)}" if each.quiet_s >= QUIET_S else ""
         time = f", {duration(each.seconds)}" if each.seconds else ""
-        lines.append(f"workflow {place} of {len(workflows)} {each.name}: {each.state}{time}{detail}{quiet}")
+        lines.append(f"workflow {number} of {len(workflows)} {each.name}: {each.state}{time}{detail}{quiet}")
     return lines
 
 
@@ -224,8 +224,8 @@ class _InBackground(logging.handlers.QueueHandler):
         return not self._thread.is_alive()
 
     def _say_dropped(self) -> None:
-        told = f"{counted(self._dropped, 'log line')} dropped here, because standard output was not read"
-        self.queue.put_nowait(logging.makeLogRecord({"msg": told}))
+        text = f"{counted(self._dropped, 'log line')} dropped here, because standard output was not read"
+        self.queue.put_nowait(logging.makeLogRecord({"msg": text}))
         self._dropped = 0
 
     def _print(self) -> None:

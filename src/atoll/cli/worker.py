@@ -78,14 +78,14 @@ def command(
     raise typer.Exit(_run(script, environment, restarts))
 
 
-def _require_server(address: str, told: list[int]) -> str:
+def _require_server(address: str, signals: list[int]) -> str:
     """Wait for the server to answer, for up to `ATOLL_GIVE_UP_S` seconds. Return the name of its run.
 
     While the server does not answer, print why: the first time, when the reason changes, and every `REPEAT_S`.
 
     Args:
         address: the address of the server.
-        told: the numbers of the signals received so far; a signal ends the wait.
+        signals: the numbers of the signals received so far; a signal ends the wait.
 
     Raises:
         ServerUnreachable: the server did not answer in that time, or another program answers.
@@ -94,21 +94,21 @@ def _require_server(address: str, told: list[int]) -> str:
 
     most_s = give_up_s()
     end = time.monotonic() + most_s
-    said, said_s = "", 0.0
+    last_reason, said_s = "", 0.0
     while True:
         try:
             timeout_s = min(10.0, max(1.0, end - time.monotonic()))
             return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s).name
         except ServerUnreachable as error:
             # is_other: another program answers, or a certificate is wrong; waiting does not help
-            if told or time.monotonic() >= end or error.is_other:
+            if signals or time.monotonic() >= end or error.is_other:
                 raise
             why = str(error)
-        if why != said or time.monotonic() - said_s >= REPEAT_S:
+        if why != last_reason or time.monotonic() - said_s >= REPEAT_S:
             upto = "" if math.isinf(most_s) else f" for up to {duration(most_s)}"
             print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}", file=sys.stderr, flush=True)
-            said, said_s = why, time.monotonic()
-        _pause(told, SERVER_PAUSE_S)
+            last_reason, said_s = why, time.monotonic()
+        _pause(signals, SERVER_PAUSE_S)
 
 
 def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
@@ -120,27 +120,27 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
     leases = Path(tempfile.mkdtemp(prefix="atoll-"))
     environment = environment | {LEASES: str(leases)}
     children: list[subprocess.Popen[bytes]] = []
-    with _forwarded_signals(children) as told:
+    with _forwarded_signals(children) as signals:
         try:
             for attempt in range(restarts + 1):
                 try:
-                    end = _run_once(script, environment, children, told)
+                    end = _run_once(script, environment, children, signals)
                     ended, failure = end if end.failure else ended, end.failure
-                    if end.code == 0 or told or attempt == restarts:
+                    if end.code == 0 or signals or attempt == restarts:
                         return end.code
                 except ServerUnreachable as error:
                     failure = error.message.rstrip(".")
-                    if attempt == restarts and not told:
+                    if attempt == restarts and not signals:
                         raise
-                if not told:
+                if not signals:
                     print(f"atoll: {failure}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
-                    _pause(told, restart_pause_s(attempt))
-                if told:
-                    return 128 + told[-1]
+                    _pause(signals, restart_pause_s(attempt))
+                if signals:
+                    return 128 + signals[-1]
             raise AssertionError("unreachable")
         finally:
             if ended.failure:
-                _leave(leases, ended.failure, killed=ended.killed and not told)
+                _leave(leases, ended.failure, killed=ended.killed and not signals)
             shutil.rmtree(leases, ignore_errors=True)
 
 
@@ -159,7 +159,7 @@ class _End(NamedTuple):
 
 
 def _run_once(
-    script: list[str], environment: dict[str, str], children: list[subprocess.Popen[bytes]], told: list[int]
+    script: list[str], environment: dict[str, str], children: list[subprocess.Popen[bytes]], signals: list[int]
 ) -> _End:
     """Wait for the server, run the command, and return how the command ended.
 
@@ -167,21 +167,21 @@ def _run_once(
         script: the command.
         environment: the environment variables for the command.
         children: a list that gets the running command as its only item, so that signals can be forwarded.
-        told: the numbers of the signals received so far.
+        signals: the numbers of the signals received so far.
 
     Raises:
         ServerUnreachable: the server did not answer in time.
     """
-    name = _require_server(environment["ATOLL_SERVER"], told)
-    if told:
-        return _End(128 + told[-1], "")
+    name = _require_server(environment["ATOLL_SERVER"], signals)
+    if signals:
+        return _End(128 + signals[-1], "")
     # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret
     found = f"{environment['ATOLL_SERVER']} answers, run {name}"
     print(f"atoll: {found}; starting {script[0]}", file=sys.stderr, flush=True)
     # the command has its own session, so that Ctrl-C reaches it only once, forwarded from here
     children[:] = [_start(script, environment)]
-    if told:  # while it was being started
-        children[0].send_signal(told[-1])
+    if signals:  # while it was being started
+        children[0].send_signal(signals[-1])
     code = children[0].wait()
     if code < 0:
         return _End(128 - code, f"{signal.Signals(-code).name} ended the command", killed=True)
@@ -191,10 +191,10 @@ def _run_once(
 @contextmanager
 def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
     """Forward signals to the running command in the `with` block. Yield a list that collects the received signals."""
-    told: list[int] = []
+    signals: list[int] = []
 
     def forward(signum: int, frame: FrameType | None) -> None:
-        told.append(signum)
+        signals.append(signum)
         for child in children:
             if child.poll() is None:
                 child.send_signal(signum)
@@ -205,7 +205,7 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
         if signum == signal.SIGTERM or not ignored:
             before[signum] = signal.signal(signum, forward)
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -221,8 +221,8 @@ def _leave(leases: Path, failure: str, *, killed: bool) -> None:
     """
     sites = leave_for(leases, failure)
     if sites or killed:
-        left = f"; {', '.join(sites)} left the run" if sites else ""
-        print(f"atoll: {failure}{left}", file=sys.stderr, flush=True)
+        departed = f"; {', '.join(sites)} left the run" if sites else ""
+        print(f"atoll: {failure}{departed}", file=sys.stderr, flush=True)
 
 
 def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -243,8 +243,8 @@ def restart_pause_s(attempt: int) -> float:
     return min(RESTART_PAUSE_S * 2.0**attempt, LONGEST_RESTART_PAUSE_S)
 
 
-def _pause(told: list[int], seconds: float) -> None:
-    """Wait for `seconds` seconds; return early when a signal is added to `told`."""
+def _pause(signals: list[int], seconds: float) -> None:
+    """Wait for `seconds` seconds; return early when a signal is added to `signals`."""
     end = time.monotonic() + seconds
-    while not told and time.monotonic() < end:
+    while not signals and time.monotonic() < end:
         time.sleep(0.05)

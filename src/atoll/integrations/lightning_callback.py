@@ -24,7 +24,7 @@ from torch import Tensor
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError, UsageError, public_api
-from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, asked, require_alone
+from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone, value_of
 from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
 from atoll.worker.session.ranks import RankGroup
@@ -147,7 +147,7 @@ class AtollCallback(Callback):
     def is_running(self, trainer: Any) -> bool:
         """Wait for the next round, and return whether there is one; see `atoll.integrations.lightning.is_running`."""
         ranks = _ranks(trainer)
-        if trainer.world_size > 1 and not ranks.together:
+        if trainer.world_size > 1 and not ranks.is_distributed:
             return not self.driver.finished  # the ranks are only connected in the first fit: there rank 0 asks
         running = bool(ranks.from_rank0(self._is_running))
         if not running and self.driver.takes_part:
@@ -171,7 +171,7 @@ class AtollCallback(Callback):
             if _ranks(trainer).from_rank0(self.driver.state) != "diloco":  # DiLoCo can resume from a checkpoint
                 require_fresh(trainer)
         if stage == "fit":  # before configure_optimizers, which may use the round's number for its schedule
-            pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._place)
+            pl_module.atoll_round, pl_module.atoll_rounds = _ranks(trainer).from_rank0(self._position)
 
     @public_api
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -204,7 +204,7 @@ class AtollCallback(Callback):
         self._first_step = trainer.global_step
         if self._in_round:  # not in on_fit_start: the trial steps of a LearningRateFinder are not part of the round
             self._correct(trainer, pl_module, _ranks(trainer))
-            self._schedule.look_at(trainer)
+            self._schedule.update(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Remember that a step has begun but its batch has not ended: `on_fit_end` then raises an error."""
@@ -266,7 +266,7 @@ class AtollCallback(Callback):
 
     # -- rounds
 
-    def _place(self) -> list[int]:
+    def _position(self) -> list[int]:
         """Return [number of the fit's round, number of rounds of the run]. The second number is 0 if it is not known.
 
         In DiLoCo runs and after the end, return [1, 0]; without a server, [1, 1].
@@ -348,7 +348,7 @@ class AtollCallback(Callback):
     def _submit(self, trainer: Any, module: Any, steps: int, samples: int) -> None:
         metrics = joined_metrics(metrics_of(trainer), self._global_metrics)
         counted = self._correction.steps if self._correction is not None else steps
-        self.driver.submit(module, samples=samples, metrics=metrics, steps=asked(self._steps) or counted)
+        self.driver.submit(module, samples=samples, metrics=metrics, steps=value_of(self._steps) or counted)
         self._global_metrics = {}
 
     def _let_go(self) -> None:
@@ -360,7 +360,7 @@ class AtollCallback(Callback):
 
     def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: RankGroup) -> None:
         """Start or continue DiLoCo. It synchronises every H optimizer steps; one such period can span several fits."""
-        if ranks.together:
+        if ranks.is_distributed:
             raise UsageError(
                 "The run uses DiLoCo, but the Trainer has several ranks.", "Give each DiLoCo worker one device."
             )
@@ -397,13 +397,13 @@ class Limits:
     """
 
     def __init__(self) -> None:
-        self._given: tuple[Any, Any, Any, Any] | None = None
+        self._limits: tuple[Any, Any, Any, Any] | None = None
 
     def extend(self, trainer: Any) -> None:
         """Raise the limits by the epochs and steps of earlier fits, so that the coming fit trains in full."""
         loop, epochs, steps = trainer.fit_loop, trainer.current_epoch, trainer.global_step
         self.restore(trainer)
-        self._given = (loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps)
+        self._limits = (loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps)
         loop.min_epochs, loop.max_epochs = _further(loop.min_epochs, epochs), _further(loop.max_epochs, epochs)
         loop.epoch_loop.min_steps = _further(loop.epoch_loop.min_steps, steps)
         loop.epoch_loop.max_steps = _further(loop.epoch_loop.max_steps, steps)
@@ -414,10 +414,10 @@ class Limits:
 
     def restore(self, trainer: Any) -> None:
         """Set the Trainer's limits back to the user's values."""
-        if self._given is not None:
+        if self._limits is not None:
             loop = trainer.fit_loop
-            loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = self._given
-            self._given = None
+            loop.min_epochs, loop.max_epochs, loop.epoch_loop.min_steps, loop.epoch_loop.max_steps = self._limits
+            self._limits = None
 
 
 class Schedule:
@@ -427,7 +427,7 @@ class Schedule:
         self._first: list[float] | None = None
         self._warned = False
 
-    def look_at(self, trainer: Any) -> None:
+    def update(self, trainer: Any) -> None:
         """Warn, once, if a schedule with one step per epoch starts a later round at the rates of the first round."""
         if not any(config.interval == "epoch" for config in trainer.lr_scheduler_configs):
             return

@@ -53,16 +53,16 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
     if name not in model.peft_config:
         raise UsageError(f"The model has no adapter {name!r}.", f"It has {', '.join(map(repr, model.peft_config))}.")
     live = model.state_dict(keep_vars=True)
-    held = {id(tensor) for tensor in live.values()}
+    adapter_ids = {id(tensor) for tensor in live.values()}
     root = nn.Module()
     saved = get_peft_model_state_dict(model, state_dict=live, adapter_name=name, save_embedding_layers=False)
     for path, tensor in saved.items():
-        if id(tensor) not in held:
+        if id(tensor) not in adapter_ids:
             raise UsageError(
                 f"{path!r} is computed when the adapter is saved; it is not a parameter or buffer of the model.",
                 "Use an adapter that consists of parameters, for example LoRA.",
             )
-        _place(root, path, tensor)
+        _set_tensor(root, path, tensor)
 
     def require_live(*_: Any) -> None:
         """Check that the model still uses the tensors that `adapter` returned, and that the adapter is not merged.
@@ -74,9 +74,9 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
                 f"The adapter {name!r} is merged into the base model, so training would not change it.",
                 "Call model.unmerge_adapter() before the round continues.",
             )
-        there = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        ids = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
-            if id(tensor) not in there:
+            if id(tensor) not in ids:
                 raise UsageError(
                     f"{path!r} of the model was replaced after adapter() was called: the adapter was created "
                     "again, or the model moved.",
@@ -176,7 +176,7 @@ def _written(folder: Path, config: PeftConfig, write: Callable[[BinaryIO], objec
     return folder
 
 
-def _place(root: nn.Module, path: str, tensor: Tensor) -> None:
+def _set_tensor(root: nn.Module, path: str, tensor: Tensor) -> None:
     """Register a tensor in `root` under its dotted name, and create missing submodules."""
     *parents, leaf = path.split(".")
     module = root

@@ -133,7 +133,7 @@ class TrainerDriver:
 
     def weight_of(self, samples: int) -> float:
         """Return the weight of an update: the one given by the user, else the number of samples."""
-        return samples if self.weight is None else asked(self.weight)
+        return samples if self.weight is None else value_of(self.weight)
 
     def start_diloco(
         self, module: nn.Module, optimizer: Given, weight: float | Callable[[], float], sync_every: int | None = None
@@ -215,7 +215,7 @@ def _leave_as_it_ends(worker: Worker) -> None:
     worker.leave(what_ends())
 
 
-def asked(value: T | Callable[[], T]) -> T:
+def value_of(value: T | Callable[[], T]) -> T:
     """Return `value`; if it is a function, call it and return its result."""
     return value() if callable(value) else value
 

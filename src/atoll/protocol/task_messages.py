@@ -110,9 +110,9 @@ class Evaluation(Message):
     def rows(self, metric: str) -> Iterator[list[str]]:
         """Yield the rows of a metric's table: the header, then one row for each model. An empty cell is a dash."""
         yield ["model", *self.sites]
-        at = {(cell.model, cell.site): cell for cell in self.cells}
+        cell_of = {(cell.model, cell.site): cell for cell in self.cells}
         for model in self.models:
-            cells = (at.get((model.name, site)) for site in self.sites)
+            cells = (cell_of.get((model.name, site)) for site in self.sites)
             yield [model.name, *(_shown(cell, metric) for cell in cells)]
 
     def empty(self) -> list[str]:
@@ -123,11 +123,11 @@ class Evaluation(Message):
         columns = {site: {cell.error for cell in cells if cell.site == site} for site in self.sites}
         count = len(self.models) - len(failed)
         for site, errors in columns.items():
-            mine = [cell for cell in cells if cell.site == site]
-            if len(errors) == 1 and len(mine) == count > 1:
-                lines.append(f"every model on {site}: {mine[0].error}")
+            errors_of_site = [cell for cell in cells if cell.site == site]
+            if len(errors) == 1 and len(errors_of_site) == count > 1:
+                lines.append(f"every model on {site}: {errors_of_site[0].error}")
             else:
-                lines += [f"{cell.model} on {site}: {cell.error}" for cell in mine]
+                lines += [f"{cell.model} on {site}: {cell.error}" for cell in errors_of_site]
         return lines
 
 

@@ -82,10 +82,10 @@ class Finished(Next):
 def next_of(reply: messages.TicketReply, fragment: int) -> Next:
     """Convert a `TicketReply` message to `Open`, `Wait` or `Finished`; to a plain `Next` if its status is `ended`."""
     head = VersionRef(fragment, reply.head_version, reply.head_digest)
-    said = (head, reply.round, reply.reason, reply.previous, reply.tasks)
+    fields = (head, reply.round, reply.reason, reply.previous, reply.tasks)
     if reply.ticket is not None:
-        return Open(*said, ticket=reply.ticket, counted=reply.counted)
-    return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*said)
+        return Open(*fields, ticket=reply.ticket, counted=reply.counted)
+    return {"finished": Finished, "wait": Wait}.get(reply.status, Next)(*fields)
 
 
 # -- Outcomes of uploads and downloads.

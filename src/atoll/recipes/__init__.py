@@ -133,6 +133,6 @@ class SwarmRecipe(Recipe):
 
     def choices(self) -> dict[str, Any]:
         """Return the settings of the swarm: that it is enabled, and its aggregators if they were given."""
-        given = self.aggregators
-        named = {"swarm.aggregators": (given,) if isinstance(given, str) else tuple(given)} if given else {}
+        names = self.aggregators
+        named = {"swarm.aggregators": (names,) if isinstance(names, str) else tuple(names)} if names else {}
         return {"swarm.enabled": True} | named

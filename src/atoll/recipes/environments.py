@@ -44,7 +44,7 @@ from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import KEPT, RoundSummary, Status
 from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
 from atoll.rounds.state import Rules
-from atoll.simulate import apart, require_engine
+from atoll.simulate import require_engine, with_own_folder
 from atoll.store.store import lock_directory
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
@@ -187,7 +187,7 @@ class SimEnv(_HereEnv):
             AtollError: the simulation could not start, or it failed.
         """
         folder, settings = self._prepared(recipe)
-        settings = apart(settings, folder).changed(
+        settings = with_own_folder(settings, folder).changed(
             {"swarm.enabled": False, "swarm.aggregators": ()}
         )  # a swarm computes the same bits
         self._say(f"{settings.run.name}: {self.sites} simulated sites; files in {folder}")
@@ -356,24 +356,24 @@ def require_sites(recipe: Recipe, sites: int) -> None:
             )
 
 
-def prepared(recipe: Recipe, given: str | Path | None, sites: int) -> Path:
+def prepared(recipe: Recipe, run_dir: str | Path | None, sites: int) -> Path:
     """Write the run file into the run's folder, unless the folder has a run of the same recipe; return the folder.
 
     Args:
         recipe: the recipe.
-        given: the folder; None: a new one in `atoll-recipes`.
+        run_dir: the folder; None: a new one in `atoll-recipes`.
         sites: number of sites that round 1 waits for.
 
     Raises:
         UsageError: the folder has other files or another run, or cannot be created.
     """
     try:
-        folder = _new_folder(recipe.name) if given is None else Path(given)
+        folder = _new_folder(recipe.name) if run_dir is None else Path(run_dir)
         is_new = _is_new(folder, recipe, sites)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
-            f"folder {str(error.filename if given is None else given)!r} cannot be used: {error}.",
+            f"folder {str(error.filename if run_dir is None else run_dir)!r} cannot be used: {error}.",
             "Use another folder.",
         ) from None
     if is_new:
@@ -492,8 +492,8 @@ def environment(threads: int, **more: str) -> dict[str, str]:
         threads: number of PyTorch's threads; 0: unchanged.
         more: variables to add or to replace.
     """
-    kept = NOT_SETTINGS - OF_THE_CALL
-    own = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key in kept}
+    passed = NOT_SETTINGS - OF_THE_CALL
+    own = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_") or key in passed}
     if threads:
         own |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     return own | {"PYTHONUNBUFFERED": "1"} | more
@@ -537,9 +537,9 @@ class _LocalRun:
         """
         before = self._status()
         port = [] if self._settings.network.port is not None else ["--port", "0"]
-        own, beside = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
-        if beside != Path.cwd():  # the model's code may be beside the script
-            own["PYTHONPATH"] = os.pathsep.join([str(beside), *filter(None, [own.get("PYTHONPATH")])])
+        own, script_folder = environment(self._env.threads), Path(self._recipe.train_script).resolve().parent
+        if script_folder != Path.cwd():  # the model's code may be beside the script
+            own["PYTHONPATH"] = os.pathsep.join([str(script_folder), *filter(None, [own.get("PYTHONPATH")])])
         self._spawn(SERVER, ["-m", "atoll.cli.main", "server", str(self._folder / RUN_FILE), *port], own)
         end_s = time.monotonic() + START_S
         while time.monotonic() < end_s:
@@ -569,9 +569,9 @@ class _LocalRun:
             AtollError: the server ended before the run.
         """
         floor = Rules.from_settings(self._settings, needs_all=resolve(self._settings).needs_all).floor
-        told, last_round = set[str](), 0
+        reported, last_round = set[str](), 0
         while True:
-            gone = {name: code for name, each in self._children.processes.items() if (code := each.poll()) is not None}
+            ended = {name: code for name, each in self._children.processes.items() if (code := each.poll()) is not None}
             time.sleep(POLL_S)  # so that the status which is read next knows of these ends
             status = self._status()
             if status is not None:
@@ -581,17 +581,17 @@ class _LocalRun:
                         self._say(round_line(summary, status.rounds))
                 if status.finished:
                     return
-            if SERVER in gone:
-                raise self._server_failed(gone[SERVER])
-            for site in gone.keys() - told:
-                self._say(f"{site} {self._end_of(site, gone[site])}")
-            told |= gone.keys()
-            if len(self._sites) - len(gone) < floor:
-                site, code = next(reversed(gone.items()))
-                left = f"{len(self._sites) - len(gone)} of {len(self._sites)}"
+            if SERVER in ended:
+                raise self._server_failed(ended[SERVER])
+            for site in ended.keys() - reported:
+                self._say(f"{site} {self._end_of(site, ended[site])}")
+            reported |= ended.keys()
+            if len(self._sites) - len(ended) < floor:
+                site, code = next(reversed(ended.items()))
+                remaining = f"{len(self._sites) - len(ended)} of {len(self._sites)}"
                 raise RunFailed(
                     f"{site} {self._end_of(site, code)} before the run was finished. A round needs {floor} "
-                    f"sites, but only {left} are left.",
+                    f"sites, but only {remaining} are left.",
                     f"See {self._log(site)}. To continue, repeat the call with folder={str(self._folder)!r}.",
                 )
 
@@ -636,8 +636,8 @@ class _LocalRun:
 
     def _server_failed(self, code: int) -> AtollError:
         kind = FAILURES.get(code, RunFailed)
-        said = self._last_line(SERVER).removeprefix("atoll: ")
-        return kind(f"The server ended with exit code {code}: {said}", f"See {self._log(SERVER)}.")
+        last_line = self._last_line(SERVER).removeprefix("atoll: ")
+        return kind(f"The server ended with exit code {code}: {last_line}", f"See {self._log(SERVER)}.")
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 class _Strict(type):
     @public_api
-    def __call__(cls, *args: Any, **given: Any) -> Any:
+    def __call__(cls, *args: Any, **arguments: Any) -> Any:
         """Check the arguments against the signature of `__init__`, then create the instance.
 
         Raises:
@@ -35,15 +35,15 @@ class _Strict(type):
         """
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # of this very class
         known = [name for name in signature.parameters if name != "self"]
-        for name in given:
+        for name in arguments:
             if name not in known:
-                raise _unknown(cls.__name__, name, given[name], known)
+                raise _unknown(cls.__name__, name, arguments[name], known)
         try:
-            signature.bind(None, *args, **given)
+            signature.bind(None, *args, **arguments)
         except TypeError as error:
             wanted = [name for name in known if signature.parameters[name].default is inspect.Parameter.empty]
             raise UsageError(f"{cls.__name__}: {error}.", f"The required arguments are {', '.join(wanted)}.") from None
-        return super().__call__(*args, **given)
+        return super().__call__(*args, **arguments)
 
 
 class Strict(metaclass=_Strict):
@@ -70,28 +70,28 @@ def require_path(owner: object, name: str, value: object) -> None:
         raise UsageError(f"{type(owner).__name__}: {name} is {value!r}.", "Give a path as a string or a pathlib.Path.")
 
 
-def script_arguments(owner: object, given: object) -> list[str]:
+def script_arguments(owner: object, train_args: object) -> list[str]:
     """Return the argument `train_args` of a recipe as a list.
 
     Args:
         owner: the recipe, for the message.
-        given: the argument.
+        train_args: the argument.
 
     Raises:
-        UsageError: `given` is neither a list nor a text that a shell could split.
+        UsageError: `train_args` is neither a list nor a text that a shell could split.
     """
-    if isinstance(given, str):
+    if isinstance(train_args, str):
         try:
-            return shlex.split(given)
+            return shlex.split(train_args)
         except ValueError as error:
             raise UsageError(
-                f"{type(owner).__name__}: train_args is {given!r}: {str(error).lower()}.",
+                f"{type(owner).__name__}: train_args is {train_args!r}: {str(error).lower()}.",
                 "Quote it as for a shell, or pass a list.",
             ) from None
-    if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray):
-        return [str(each) for each in given]
+    if isinstance(train_args, Sequence) and not isinstance(train_args, bytes | bytearray):
+        return [str(each) for each in train_args]
     raise UsageError(
-        f"{type(owner).__name__}: train_args is {given!r}.",
+        f"{type(owner).__name__}: train_args is {train_args!r}.",
         'Use one string, "--epochs 2", or a list of strings, ["--epochs", "2"].',
     )
 
@@ -363,8 +363,8 @@ class Recipe(Strict):
 
     def choices(self) -> dict[str, Any]:
         """Return the settings that the arguments of this algorithm's recipe set. Arguments that are None set none."""
-        given = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
-        return {key: value for key, value in given.items() if value is not None}
+        values = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
+        return {key: value for key, value in values.items() if value is not None}
 
     def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
         """Add settings to the run file (docs/reference/settings.md lists them). A later call overrides earlier ones.

@@ -46,8 +46,8 @@ class RoundView:
     @property
     def missing(self) -> tuple[str, ...]:
         """Expected sites without an accepted update."""
-        here = {ticket.site for ticket in self.accepted}
-        return tuple(site for site in self.expected if site not in here)
+        accepted_sites = {ticket.site for ticket in self.accepted}
+        return tuple(site for site in self.expected if site not in accepted_sites)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,9 @@ class Tracking:
         """Return the reason why the run was stopped early, as a text; empty if it was not stopped early."""
         if not self.stops(progress) or progress.best is None:
             return ""
-        more = f" by more than {self.min_delta:g}" if self.min_delta else ""
+        margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
-            f"stopped early: {self.metric} has not improved{more} for {progress.stale} "
+            f"stopped early: {self.metric} has not improved{margin} for {progress.stale} "
             f"round{'' if progress.stale == 1 else 's'}; the best is {progress.best.value:.6g}, "
             f"version {progress.best.version}"
         )

@@ -266,8 +266,8 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     """
     tickets: list[dict[str, Ticket]] = [{} for _ in journal.fragments]
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
-        at = journal.fragments[ticket.fragment]
-        if ticket.is_live if rules.policy.is_async(at.done + 1) else ticket.base_version == at.head:
+        recorded = journal.fragments[ticket.fragment]
+        if ticket.is_live if rules.policy.is_async(recorded.done + 1) else ticket.base_version == recorded.head:
             tickets[ticket.fragment][ticket.site] = ticket
     stopped = rules.tracking.stops(journal.progress)
     rounds = tuple(
@@ -409,21 +409,21 @@ def _judge(draft: Draft, fragment: int) -> None:
         states = [ticket.state for ticket in round_.tickets.values()]
         if states.count("accepted") < len(round_.expected):
             return  # shortcut for large rounds: an update is missing, so the policy would decide to wait
-    seen = view(draft.state, fragment)
-    decision = policy.decide(seen, draft.now_s)
+    round_view = view(draft.state, fragment)
+    decision = policy.decide(round_view, draft.now_s)
     if isinstance(decision, StayOpen):
         if decision.until_s != round_.until_s:
             draft.change_round(fragment, until_s=decision.until_s)
         return
     # Every accepted update was acknowledged, so a synchronous round must reduce all of them. An asynchronous round may
     # leave some to the next round.
-    accepted = {ticket.id for ticket in seen.accepted}
+    accepted = {ticket.id for ticket in round_view.accepted}
     is_async = draft.state.is_async(fragment)
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
-    if not fit or len(set(decision.tickets)) < max(seen.floor, len(decision.tickets)):
+    if not fit or len(set(decision.tickets)) < max(round_view.floor, len(decision.tickets)):
         raise IllegalTransition(
             f"The policy {str(policy)!r} closes a round with the tickets {decision.tickets}, but the accepted tickets "
-            f"are {sorted(accepted)}, and at least {seen.floor} are needed."
+            f"are {sorted(accepted)}, and at least {round_view.floor} are needed."
         )
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "policy closes")
     draft.change_round(fragment, phase=phase, expected={}, frozen=decision.tickets, until_s=None, first_s=None)

@@ -103,8 +103,8 @@ def aggregator_of(
     able = [site for site in order if site in holders]
     fresh = [site for site in able if site not in excluded]
     again = [site for site in excluded if site in able]
-    asked = [site for site in fresh if site in named] or fresh
-    return next((site for site in asked if site not in before), None) or next(iter(asked or again), None)
+    candidates = [site for site in fresh if site in named] or fresh
+    return next((site for site in candidates if site not in before), None) or next(iter(candidates or again), None)
 
 
 def choose_holders(order: Sequence[str], holders: Collection[str]) -> set[str]:

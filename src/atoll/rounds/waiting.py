@@ -30,8 +30,8 @@ def why(state: State, fragment: int, now_s: float) -> str:
     if round_.phase == "gathering" and state.rules.held:
         return "does not train at present: a workflow of tasks has the sites"
     if round_.phase == "gathering":
-        here = len(leases.alive(state.members))
-        return f"waits for {state.rules.sites} sites to join, {here} {'has' if here == 1 else 'have'}"
+        joined = len(leases.alive(state.members))
+        return f"waits for {state.rules.sites} sites to join, {joined} {'has' if joined == 1 else 'have'}"
     if round_.phase == "closing":
         return f"reduces {counted(len(round_.frozen), 'update')} of round {round_.number}"
     if round_.phase == "finished":
@@ -52,18 +52,17 @@ def may_submit(state: State, site: str, lease: int, ticket: int) -> LeaseRefused
         return refused
     if not 0 < ticket < state.next_ticket:
         return f"Ticket {ticket} was never issued."
-    known = ticket_by_id(state, ticket)
-    if known is None:
+    issued = ticket_by_id(state, ticket)
+    if issued is None:
         return f"Ticket {ticket} is over: its round has closed, or a newer ticket has replaced it."
-    if known.site != site:
+    if issued.site != site:
         return f"Ticket {ticket} was not issued to {site!r}."
-    if known.state != "open":
-        return f"Ticket {ticket} is {known.state}{': ' if known.reason else ''}{known.reason}."
+    if issued.state != "open":
+        return f"Ticket {ticket} is {issued.state}{': ' if issued.reason else ''}{issued.reason}."
     limit = state.rules.max_staleness  # called for every part, so skip the calculation if there is no limit
-    if limit is not None and (behind := staleness(state, known)) > limit:
+    if limit is not None and (lag := staleness(state, issued)) > limit:
         return (
-            f"Ticket {ticket} is too late: its update would be {behind} versions behind; "
-            f"async.max_staleness is {limit}."
+            f"Ticket {ticket} is too late: its update would be {lag} versions behind; async.max_staleness is {limit}."
         )
     return None
 

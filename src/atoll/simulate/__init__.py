@@ -44,7 +44,7 @@ def require_engine(engine: str, processes: int | None, address: str | None) -> N
         raise ConfigError(f"address is {address!r}, but the engine is 'local'.", "Leave it out, or use engine 'ray'.")
 
 
-def apart(settings: Settings, folder: Path) -> Settings:
+def with_own_folder(settings: Settings, folder: Path) -> Settings:
     """Return the settings with the state directory `folder / STATE_DIR`; unchanged if they have one already."""
     if settings.disk.state_dir != folder / default_of("disk.state_dir"):
         return settings

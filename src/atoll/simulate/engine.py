@@ -136,11 +136,11 @@ class Answer:
         return {**vars(self), "update": update, "stats": stats}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Answer:
-        """Return the answer that `to_json` encoded as `told`."""
-        update = messages.Complete(**told["update"]) if told["update"] is not None else None
-        stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in told["stats"])
-        return cls(**{**told, "update": update, "stats": stats})
+    def from_json(cls, fields: dict[str, Any]) -> Answer:
+        """Return the answer that `to_json` encoded as `fields`."""
+        update = messages.Complete(**fields["update"]) if fields["update"] is not None else None
+        stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in fields["stats"])
+        return cls(**{**fields, "update": update, "stats": stats})
 
 
 class Killed(RunFailed):
@@ -352,15 +352,15 @@ class Engine:
         """
         try:
             while member is not None:
-                while (told := member.process.hear()) is not None:
+                while (message := member.process.hear()) is not None:
                     with self._lock:
-                        job = member.jobs.pop(told[0], None)
+                        job = member.jobs.pop(message[0], None)
                         member.since_s = time.monotonic()
                         self._hand_out()
                     if job is None:  # the script forked, and both processes returned from it
                         LOG.warning("ignored a second answer to one job: the script forks, and both processes return")
                     else:
-                        self._heard.answered(job, told[1])
+                        self._heard.answered(job, message[1])
                 member = self._replace(member)
         except Exception as error:
             if not self._closed:
@@ -383,14 +383,14 @@ class Engine:
         LOG.warning("%s of the simulation %s%s; starting another one in its place", self._host.kind, how, doing)
         for job in begun:
             self._begin_again(job, how, is_stuck=member.stuck == job.ticket.id)
-        other = _Member(self._begun())
+        substitute = _Member(self._begun())
         with self._lock:
             if not self._closed:
-                self._crew.append(other)
+                self._crew.append(substitute)
                 self._hand_out()
-                return other
-        other.process.kill()
-        other.process.bury()
+                return substitute
+        substitute.process.kill()
+        substitute.process.bury()
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:

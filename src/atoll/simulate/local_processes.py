@@ -93,7 +93,7 @@ class LocalProcess:
         slow = threading.Timer(engine.START_S, end)
         slow.start()
         try:
-            told, _ = self._pipe.receive()
+            message, _ = self._pipe.receive()
         except EOFError:
             code = self._process.bury()
             if late.is_set():
@@ -113,8 +113,8 @@ class LocalProcess:
             ) from None
         finally:
             slow.cancel()
-        if told["what"] == "bad":
-            raise ConfigError(told["message"], told["remedy"])
+        if message["what"] == "bad":
+            raise ConfigError(message["message"], message["remedy"])
 
     def give(self, job: Job) -> None:
         """Send a job; first its version, if that is new to the process. Only `hear` reports an ended process."""
@@ -132,10 +132,10 @@ class LocalProcess:
     def hear(self) -> tuple[int, Answer] | None:
         """Wait for the next answer. Return (ticket number of the job, answer); None if the process has ended."""
         try:
-            told, _ = self._pipe.receive()
+            message, _ = self._pipe.receive()
         except (EOFError, OSError):
             return None
-        return told["job"], Answer.from_json(told["answer"])
+        return message["job"], Answer.from_json(message["answer"])
 
     def kill(self) -> None:
         """Kill the process."""
@@ -202,9 +202,9 @@ class _Child:
         self._bases: dict[str, int] = {}  # digest of a version → its file descriptor, oldest first
 
     def serve(self) -> None:
-        told, _ = self._channel.receive()
+        data, _ = self._channel.receive()
         try:
-            trainer = SiteTrainer(Beginning.model_validate(told["beginning"]))
+            trainer = SiteTrainer(Beginning.model_validate(data["beginning"]))
         except AtollError as error:
             if error.trace:
                 print(error.trace, file=sys.stderr)
@@ -234,14 +234,14 @@ class _Child:
         Also close the files of versions older than the one that the job needs.
         """
         while number not in self._jobs:
-            told, fd = self._channel.receive()
+            message, fd = self._channel.receive()
             assert fd is not None
-            if told["what"] == "version":
-                self._bases[told["digest"]] = fd
+            if message["what"] == "version":
+                self._bases[message["digest"]] = fd
                 continue
-            if (before := self._jobs.pop(told["job"], None)) is not None:  # taken back, then sent again
+            if (before := self._jobs.pop(message["job"], None)) is not None:  # taken back, then sent again
                 os.close(before[1])
-            self._jobs[told["job"]] = SiteRound.model_validate(told["round"]), fd
+            self._jobs[message["job"]] = SiteRound.model_validate(message["round"]), fd
         while (earlier := next(iter(self._jobs))) != number:
             os.close(self._jobs.pop(earlier)[1])
         job, spool_fd = self._jobs.pop(number)

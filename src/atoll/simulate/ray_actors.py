@@ -142,9 +142,9 @@ class RayHost:
         try:
             self.ray.init(**options)
         except Exception as error:
-            at = f"at {self._address} " if self._address else "on this machine "
+            where = f"at {self._address} " if self._address else "on this machine "
             last = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ServerUnreachable(f"Ray {at}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
+            raise ServerUnreachable(f"Ray {where}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
 
     def close(self) -> None:
         """Undo what `open` has done: shut Ray down, and remove Ray's folder. Idempotent."""
@@ -166,21 +166,21 @@ class RayHost:
             _Lost: the actor or its machine has ended.
             RunFailed: the actor did not start in time, or Ray failed.
         """
-        known = self.ray.exceptions
+        errors = self.ray.exceptions
         try:
             return self.ray.get(ref, timeout=timeout_s)
-        except known.GetTimeoutError:
+        except errors.GetTimeoutError:
             raise RunFailed(
                 f"Ray did not start a process that trains simulated sites within {timeout_s:g} s.",
                 f"Use fewer processes than {self._count}, or a cluster with that many free CPUs.",
             ) from None
-        except known.OutOfMemoryError as error:  # Ray killed the actor before the kernel would
+        except errors.OutOfMemoryError as error:  # Ray killed the actor before the kernel would
             raise _Lost(" (its machine had too little memory)") from error
-        except (known.RayActorError, known.WorkerCrashedError, known.NodeDiedError, known.ObjectLostError) as error:
+        except (errors.RayActorError, errors.WorkerCrashedError, errors.NodeDiedError, errors.ObjectLostError) as error:
             raise _Lost from error
-        except known.RayTaskError:  # a bug of Atoll in the actor
+        except errors.RayTaskError:  # a bug of Atoll in the actor
             raise
-        except known.RayError as error:
+        except errors.RayError as error:
             last = (str(error).strip().splitlines() or [""])[0]
             raise RunFailed(
                 f"Ray failed: {type(error).__name__}: {last.rstrip('.')}.",
@@ -213,7 +213,7 @@ class RayProcess:
     def __init__(self, host: RayHost, actor: Any, sites: Path) -> None:
         self._host, self._actor, self._sites = host, actor, sites
         self._base = ""  # digest of the version that the actor has
-        self._given: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._is_idle, self._how = True, "was lost"
         self.pid = 0
 
@@ -225,26 +225,26 @@ class RayProcess:
             RunFailed: Ray did not start the actor in time, or the actor has ended.
         """
         try:
-            told = self._host.got(self._actor.ready.remote(), engine.START_S)
+            message = self._host.got(self._actor.ready.remote(), engine.START_S)
         except _Lost as error:
             raise RunFailed(
                 "A Ray actor ended before it was ready.",
                 "See Ray's log. Atoll and the script must be installed on every machine of the cluster.",
             ) from error
-        if "message" in told:
-            raise ConfigError(told["message"], told["remedy"], told["trace"])
-        self.pid = told["pid"] if told["host"] == socket.gethostname() else 0
+        if "message" in message:
+            raise ConfigError(message["message"], message["remedy"], message["trace"])
+        self.pid = message["pid"] if message["host"] == socket.gethostname() else 0
 
     def give(self, job: Job) -> None:
         """Queue the job; `hear` sends it to the actor."""
-        self._given.put(job)
+        self._jobs.put(job)
 
     def take_back(self) -> None:
         """Return None: an actor never has a job in advance, so there is none to take back."""
 
     def hear(self) -> tuple[int, Answer] | None:
         """Send the next job to the actor and wait. Return (ticket number, answer); None if the actor has ended."""
-        if (job := self._given.get()) is None:
+        if (job := self._jobs.get()) is None:
             return None
         self._is_idle = False
         try:
@@ -261,9 +261,9 @@ class RayProcess:
         if self._base != job.ticket.base_digest:
             self._host.got(self._actor.take.remote(self._host.version(job)))
             self._base = job.ticket.base_digest
-        given = self._actor.train.remote(job.round.model_dump(), read_kept(folder), job.update_bytes)
-        told, update, kept = self._host.got(given)
-        answer = Answer.from_json(told)
+        future = self._actor.train.remote(job.round.model_dump(), read_kept(folder), job.update_bytes)
+        fields, update, kept = self._host.got(future)
+        answer = Answer.from_json(fields)
         if not answer.disk:  # after an error of its disk, an actor returns no local state
             try:
                 write_at(job.spool_fd, update.data, 0)
@@ -279,7 +279,7 @@ class RayProcess:
             if is_idle and self._host.folder is None and ray.is_initialized():
                 ray.wait([self._actor.end.remote()], timeout=END_S)
             ray.kill(self._actor)
-        self._given.put(None)
+        self._jobs.put(None)
 
     def bury(self) -> str:
         """Kill the actor, and return how it ended, as words. If files are left, the next actor there removes them."""

@@ -163,7 +163,7 @@ class SiteScheduler:
                 self._raise_what_failed()
                 while self._heard and self._run.filtering.filters:  # filters wait for threads: no transaction around
                     await self._take(*self._heard.popleft())
-                with self._together():
+                with self._one_transaction():
                     while self._heard and not self._run.filtering.filters:
                         now(self._take(*self._heard.popleft()))
                     self._give()
@@ -200,7 +200,7 @@ class SiteScheduler:
             self._engine.free(self._patience_s)
 
     @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
+    def _one_transaction(self) -> Iterator[None]:
         """Run the block as one transaction of the journal. If it fails, nothing of it is stored, and the run fails."""
         try:
             with self._run.store.journal.transaction():
@@ -265,12 +265,12 @@ class SiteScheduler:
         if begun and self._run.plan.algorithm.keeps:
             self._counted.update(filter(self._has_counted, self._sites))
             self._require_state()
-        with self._together():
+        with self._one_transaction():
             for member in leases.alive(self._run.state.members):
                 if member.site not in sites:
                     self._run.apply(events.WorkerLeft(member.site, member.lease, ""))
         for first in range(0, len(self._sites), JOIN_AT_ONCE):
-            with self._together():
+            with self._one_transaction():
                 for number, site in enumerate(self._sites[first : first + JOIN_AT_ONCE], first):
                     message = messages.Join(
                         protocol=routes.PROTOCOL,
@@ -423,16 +423,16 @@ class SiteScheduler:
         await self._run.leave(lease, messages.Leave(error=error_text(answer.error) if answer.error else None))
 
 
-def now(asked: Coroutine[Any, Any, T]) -> T:
+def now(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never really waits to its end, without the event loop, and return its result.
 
     Raises:
         RuntimeError: the coroutine did wait.
     """
     try:
-        asked.send(None)
+        coroutine.send(None)
     except StopIteration as end:
         answer: T = end.value
         return answer
-    asked.close()
-    raise RuntimeError(f"{asked} waits, in the middle of a transaction")
+    coroutine.close()
+    raise RuntimeError(f"{coroutine} waits, in the middle of a transaction")

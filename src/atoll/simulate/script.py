@@ -117,10 +117,10 @@ def _takes_worker(name: str, function: Any) -> bool:
         )
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
-        given = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return True
-    needed = [each for each in given if each.default is each.empty and each.kind in kinds]
+    needed = [each for each in parameters if each.default is each.empty and each.kind in kinds]
     if len(needed) > 1:
         raise ConfigError(
             f"The script {name!r} takes several arguments: {', '.join(each.name for each in needed)}.",

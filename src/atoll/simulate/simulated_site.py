@@ -300,8 +300,8 @@ class SiteTrainer:
 def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
     """Return the answer for a site that failed with an error. Atoll's own frames are left out of the traceback."""
     trace: TracebackType | None = error.__traceback__
-    here = os.path.dirname(__file__)
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+    folder = os.path.dirname(__file__)
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(folder):
         trace = trace.tb_next  # skip Atoll's frames
     text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
     last = "".join(traceback.format_exception_only(error)).strip()

@@ -207,8 +207,8 @@ class Simulation:
         """A text for the log about the simulation: the number of sites per round and of processes."""
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
         rounds = self.settings.rounds
-        asked = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))
-        per_round = f"{asked} of them per round, " if asked < len(self.sites) else ""
+        sampled = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))
+        per_round = f"{sampled} of them per round, " if sampled < len(self.sites) else ""
         return f"{per_round}{self._processes} process{'es' * (self._processes != 1)}{name}"
 
     def pids(self) -> list[int]:
@@ -261,8 +261,8 @@ class Simulation:
         )
 
     def _simulated(self, run: Coordinator, scheduler: SiteScheduler, first: int, seconds: float) -> Simulated:
-        told = run.store.run_log.history(1, 0)[0].summary_json  # empty for version 0
-        last = status_messages.RoundSummary.model_validate_json(told) if told else None
+        summary = run.store.run_log.history(1, 0)[0].summary_json  # empty for version 0
+        last = status_messages.RoundSummary.model_validate_json(summary) if summary else None
         return Simulated(
             model=self.exports / "model.safetensors",
             metrics_file=self.exports / "metrics.jsonl",
@@ -281,9 +281,9 @@ class Simulation:
 
 def threads_of(processes: int) -> int:
     """Return the number of torch's threads for each process: `OMP_NUM_THREADS`, else cores divided by processes."""
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if told.isdecimal() and int(told):
-        return int(told)
+    value = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if value.isdecimal() and int(value):
+        return int(value)
     return max(1, cores() // processes)
 
 

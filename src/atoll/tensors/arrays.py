@@ -61,30 +61,30 @@ def as_tensor(name: str, value: object) -> Tensor:
     return _from_numpy(name, np.asarray(value))
 
 
-def require_model(given: object, *, mapping: bool = True) -> None:
+def require_model(model: object, *, mapping: bool = True) -> None:
     """Check that a model is an `nn.Module` or, if `mapping` is True, a mapping.
 
     Raises:
         UsageError: the model is neither. The message names its type.
     """
-    if not isinstance(given, nn.Module) and not (mapping and isinstance(given, Mapping)):
-        given_type = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+    if not isinstance(model, nn.Module) and not (mapping and isinstance(model, Mapping)):
+        given_type = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
         or_mapping = ", or a mapping: name → tensor or array" if mapping else ""
         raise UsageError(f"The model is {given_type}, not an nn.Module.", f"Pass an nn.Module{or_mapping}.")
 
 
-def as_tensors(given: Arrays, schema: Schema) -> dict[str, Tensor]:
+def as_tensors(arrays: Arrays, schema: Schema) -> dict[str, Tensor]:
     """Convert a mapping of tensors and arrays to tensors.
 
     numpy lacks bf16 and 8-bit floats. If `schema` has such a dtype for a name, an fp32 array is converted to it.
 
     Raises:
-        UsageError: `given` is no mapping, or an entry is neither a tensor nor an array. The message names the entry.
+        UsageError: `arrays` is no mapping, or an entry is neither a tensor nor an array. The message names the entry.
     """
-    require_model(given)
+    require_model(arrays)
     wanted = {spec.name: torch_dtype(spec.dtype) for spec in schema.tensors}
     tensors = {}
-    for name, value in given.items():
+    for name, value in arrays.items():
         tensor = as_tensor(name, value)
         dtype = wanted.get(name)
         if not isinstance(value, Tensor) and dtype in NOT_IN_NUMPY and tensor.dtype == torch.float32:

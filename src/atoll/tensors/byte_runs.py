@@ -152,10 +152,10 @@ class ByteRun:
             memory: the run's decoded elements, padding included.
             item_bytes: size of one decoded element.
         """
-        at, sizes = 0, self.sizes if self.is_padded else [size for each in self.sizes for size in (each, 0)]
+        offset, sizes = 0, self.sizes if self.is_padded else [size for each in self.sizes for size in (each, 0)]
         for piece, size, gap in zip(self.pieces, sizes[::2], sizes[1::2], strict=True):
-            yield piece, memory[at * item_bytes : (at + size) * item_bytes]
-            at += size + gap
+            yield piece, memory[offset * item_bytes : (offset + size) * item_bytes]
+            offset += size + gap
 
     def clear_padding(self, memory: memoryview, item_bytes: int) -> None:
         """Set the padding between the pieces to zero.
@@ -166,12 +166,12 @@ class ByteRun:
         """
         if not self.is_padded:
             return
-        at = 0
+        offset = 0
         for size, gap in zip(self.sizes[::2], self.sizes[1::2], strict=True):
-            at += size
+            offset += size
             if gap:
-                memory[at * item_bytes : (at + gap) * item_bytes] = bytes(gap * item_bytes)
-                at += gap
+                memory[offset * item_bytes : (offset + gap) * item_bytes] = bytes(gap * item_bytes)
+                offset += gap
 
 
 class RunTable:

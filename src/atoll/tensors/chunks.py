@@ -127,8 +127,8 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
     if start < first * row:
         yield from _blocks(tensor[first - 1], start - (first - 1) * row, row, base)
     if first < last:
-        at = base + first * row - start
-        yield tensor[first:last], at, at + (last - first) * row
+        offset = base + first * row - start
+        yield tensor[first:last], offset, offset + (last - first) * row
     if last * row < stop:
         yield from _blocks(tensor[last], 0, stop - last * row, base + last * row - start)
 
@@ -246,9 +246,9 @@ class Scatter:
             if self._scratch.numel() < len(source):
                 pinned = any(_copies_from_pinned(other.device) for other in self._tensors)
                 self._scratch = _memory(max(len(source), CHUNK_BYTES), pinned)
-            held = self._scratch[: len(source)]
-            bytes_of(held)[:] = source
-            assign_run_(tensor, start, held.view(tensor.dtype))
+            staged = self._scratch[: len(source)]
+            bytes_of(staged)[:] = source
+            assign_run_(tensor, start, staged.view(tensor.dtype))
 
 
 def _copies_from_pinned(device: torch.device) -> bool:

@@ -75,16 +75,16 @@ class Stream:
         Raises:
             UsageError: a chunk has another dtype, the number of bytes does not match the shape, or `chunks` raised.
         """
-        given = 0
+        produced = 0
         for chunk in self._chunks():
             data = self._bytes(chunk)
-            given += len(data)
-            if given > self.nbytes:
+            produced += len(data)
+            if produced > self.nbytes:
                 break
             yield data
             del chunk, data  # free this chunk before the next one is created
-        if given != self.nbytes:
-            amount = "too many bytes" if given > self.nbytes else f"only {given} bytes"
+        if produced != self.nbytes:
+            amount = "too many bytes" if produced > self.nbytes else f"only {produced} bytes"
             raise UsageError(
                 f"{self.where} produced {amount}, but {self.dtype}{list(self.shape)} has {self.nbytes} bytes.",
                 "Check that the producer's shape matches its chunks, and that the data did not change during sending.",

@@ -48,9 +48,9 @@ class Split:
         return tuple(self._part(fragment) for fragment in range(self.count))
 
     def _part(self, fragment: int) -> Schema:
-        mine = tuple(spec for spec, place in zip(self.schema.tensors, self.places, strict=True) if place == fragment)
-        owners = {spec.name for spec in mine}
-        return Schema(mine, tuple(pair for pair in self.schema.aliases if pair[1] in owners))
+        specs = tuple(spec for spec, place in zip(self.schema.tensors, self.places, strict=True) if place == fragment)
+        owners = {spec.name for spec in specs}
+        return Schema(specs, tuple(pair for pair in self.schema.aliases if pair[1] in owners))
 
 
 def split(schema: Schema, count: int) -> Split:
@@ -97,11 +97,11 @@ def cut(sizes: Sequence[int], count: int) -> list[int]:
     ends: list[int] = []
     start = 0
     for run in range(count - 1):
-        left = count - 1 - run
-        target = before[start] + (before[-1] - before[start]) / (left + 1)
+        remaining = count - 1 - run
+        target = before[start] + (before[-1] - before[start]) / (remaining + 1)
         choices = [
             end
-            for end in range(max(start + 1, earliest[run]), len(sizes) - left + 1)
+            for end in range(max(start + 1, earliest[run]), len(sizes) - remaining + 1)
             if before[end] - before[start] <= low
         ]
         start = min(choices, key=lambda end: abs(before[end] - target))
@@ -114,12 +114,12 @@ def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
 
     Groups are filled from the last size backwards. Return the end index (exclusive) of each group, in ascending order.
     """
-    ends, held = [len(sizes)], 0
+    ends, total = [len(sizes)], 0
     for index in range(len(sizes) - 1, -1, -1):
-        if held + sizes[index] > most:
+        if total + sizes[index] > most:
             ends.append(index + 1)
-            held = 0
-        held += sizes[index]
+            total = 0
+        total += sizes[index]
     return ends[::-1]
 
 
@@ -135,11 +135,11 @@ def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
     main = max(widths, key=lambda width: (sum(spec.nbytes for spec in params if spec.item_bytes == width), width))
     placed = [spec for spec in params if spec.item_bytes == main]
     neighbours = _Neighbours(placed)
-    behind: dict[int, list[TensorSpec]] = {}
+    followers: dict[int, list[TensorSpec]] = {}
     for spec in params:
         if spec.item_bytes != main:
-            behind.setdefault(neighbours.last(spec.name), []).append(spec)
-    return [each for index, spec in enumerate(placed) for each in (spec, *behind.get(index, ()))]
+            followers.setdefault(neighbours.last(spec.name), []).append(spec)
+    return [each for index, spec in enumerate(placed) for each in (spec, *followers.get(index, ()))]
 
 
 class _Neighbours:

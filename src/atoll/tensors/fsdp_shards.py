@@ -64,12 +64,12 @@ class Shard:
 
     def assign_(self, start: int, values: Tensor) -> None:
         """Write 1-D values into the elements of the whole tensor from `start` on, in the rank's rows and its tail."""
-        mine = max(0, min(self.stop - start, values.numel()))
-        if mine:
-            assign_run_(self.local, start - self.start, values[:mine])
-        if mine < values.numel():
-            at = start + mine - self.stop
-            self.tail[at : at + values.numel() - mine].copy_(values[mine:])
+        in_local = max(0, min(self.stop - start, values.numel()))
+        if in_local:
+            assign_run_(self.local, start - self.start, values[:in_local])
+        if in_local < values.numel():
+            offset = start + in_local - self.stop
+            self.tail[offset : offset + values.numel() - in_local].copy_(values[in_local:])
 
 
 class Shards(Mapping[str, "Tensor | InPieces"]):
@@ -85,13 +85,13 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
     def __init__(self, schema: Schema, tensors: Mapping[str, Tensor], rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
         self._specs = schema.tensors
-        self._held: dict[str, Tensor | Shard] = {}
+        self._tensors: dict[str, Tensor | Shard] = {}
         for spec in self._specs:
             tensor = tensors[spec.name]
             if is_sharded(tensor):
-                self._held[spec.name] = Shard(spec, _local_of(spec, tensor, rank, ranks), rank, ranks)
+                self._tensors[spec.name] = Shard(spec, _local_of(spec, tensor, rank, ranks), rank, ranks)
             else:
-                self._held[spec.name] = tensor
+                self._tensors[spec.name] = tensor
 
     @classmethod
     def of(cls, model: nn.Module, rank: int, ranks: int) -> tuple[Schema, Shards]:
@@ -105,18 +105,18 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return schema, cls(schema, tensors, rank, ranks)
 
     def __getitem__(self, name: str) -> Tensor | Shard:
-        return self._held[name]
+        return self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._tensors)
 
     @property
     def locals(self) -> dict[str, Tensor]:
         """Name → this rank's rows of the tensor; the whole tensor if it is not sharded."""
-        return {name: held.local if isinstance(held, Shard) else held for name, held in self._held.items()}
+        return {name: held.local if isinstance(held, Shard) else held for name, held in self._tensors.items()}
 
     def gather_(self, swap: Swap) -> None:
         """Fill this rank's tails with the current values from the ranks that own the elements.
@@ -133,7 +133,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         """
         _move(self._tails(), self._heads(), swap)
         for spec in self._specs:
-            tensor = self._held[spec.name]
+            tensor = self._tensors[spec.name]
             if isinstance(tensor, Shard):
                 continue
             for rank in range(self.ranks):
@@ -171,7 +171,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
 
     def _shards(self) -> Iterator[tuple[TensorSpec, Shard]]:
         for spec in self._specs:
-            shard = self._held[spec.name]
+            shard = self._tensors[spec.name]
             if isinstance(shard, Shard):
                 yield spec, shard
 
@@ -189,12 +189,12 @@ def _move(sent: Sequence[Sequence[Run]], into: Sequence[Sequence[Run]], swap: Sw
     ]
     sizes = [sum((stop - start) * shard.local.itemsize for shard, start, stop in runs) for runs in into]
     for runs, data in zip(into, swap(outgoing, sizes), strict=True):
-        at = 0
+        offset = 0
         for shard, start, stop in runs:
             nbytes = (stop - start) * shard.local.itemsize
-            values = data[at : at + nbytes].clone()  # `view` needs aligned memory
+            values = data[offset : offset + nbytes].clone()  # `view` needs aligned memory
             shard.assign_(start, values.view(shard.local.dtype))
-            at += nbytes
+            offset += nbytes
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -348,16 +348,16 @@ def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
             yield rank, start, stop
 
 
-def _largest_piece(layout: Layout, segment: Segment, at: int, stop: int, limit: int) -> Piece | None:
+def _largest_piece(layout: Layout, segment: Segment, start: int, stop: int, limit: int) -> Piece | None:
     """Return the largest piece of whole tiles in [at, stop) that ends at or before the file offset `limit`.
 
     Returns:
         The piece; None if not even one tile fits.
     """
-    rest = layout.piece(segment, at, stop)
+    rest = layout.piece(segment, start, stop)
     if layout.padded_end(rest) <= limit:
         return rest
     tile_bytes = layout.encodings[segment.codec].encoded_bytes(TILE, segment.spec.dtype)
     tiles = (limit - rest.offset) // tile_bytes
-    end = at + tiles * TILE
-    return layout.piece(segment, at, end) if tiles > 0 and end < stop else None
+    end = start + tiles * TILE
+    return layout.piece(segment, start, end) if tiles > 0 and end < stop else None

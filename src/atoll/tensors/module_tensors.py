@@ -168,12 +168,12 @@ def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[
             continue
         _require_dense(name, tensor, values, sharded)
         assert isinstance(tensor, Tensor)
-        there = begin_at.setdefault(_begin(tensor), [])
-        owner = next((each for each in there if _is_tied(tensor, state[each])), None) if there else None
+        same_begin = begin_at.setdefault(_begin(tensor), [])
+        owner = next((each for each in same_begin if _is_tied(tensor, state[each])), None) if same_begin else None
         if owner is not None:
             aliases[name] = owner
             continue
-        there.append(name)
+        same_begin.append(name)
         owners[name] = tensor
     return owners, aliases
 
@@ -196,14 +196,14 @@ def schema_of(
         normalisation gives to its buffers.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
-    known: Mapping[str, bool] = model.buffers if isinstance(model, Marked) else {}
+    is_buffer_of: Mapping[str, bool] = model.buffers if isinstance(model, Marked) else {}
     if isinstance(model, nn.Module):
         parameters = Parameters(model)
-        known = {name: parameters.parameter_of(tensor) is None for name, tensor in owners.items()}
+        is_buffer_of = {name: parameters.parameter_of(tensor) is None for name, tensor in owners.items()}
     patterns = tuple(buffers)
 
     def group(name: str, dtype: str) -> str:
-        is_buffer = known[name] if name in known else _matches(name, _BUFFER_NAMES)
+        is_buffer = is_buffer_of[name] if name in is_buffer_of else _matches(name, _BUFFER_NAMES)
         return BUFFERS if is_buffer or dtype not in FLOATS or _matches(name, patterns) else PARAMS
 
     specs = []

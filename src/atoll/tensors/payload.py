@@ -103,14 +103,14 @@ def unpack(
     """
 
     def of_sequence(index: int) -> Any:
-        given: Any = tensors
-        if index >= len(given):
-            raise BadRequest(f"The payload refers to tensor {index}, but only {len(given)} tensors came with it.")
-        return given[index]
+        sequence: Any = tensors
+        if index >= len(sequence):
+            raise BadRequest(f"The payload refers to tensor {index}, but only {len(sequence)} tensors came with it.")
+        return sequence[index]
 
-    at = tensors if callable(tensors) else of_sequence
+    tensor_at = tensors if callable(tensors) else of_sequence
     with no_gc():
-        return _Unpacker(at, streams or at, build).node(skeleton, "payload", 0)
+        return _Unpacker(tensor_at, streams or tensor_at, build).node(skeleton, "payload", 0)
 
 
 class _Packer:
@@ -119,7 +119,7 @@ class _Packer:
         self.arrays: set[int] = set()
         self._index_of: dict[tuple[object, ...], int] = {}
         self._open: dict[int, str] = {}  # ids of the containers around the current value, to find cycles → places
-        self._held: list[object] = []  # keeps objects alive, so that their ids are not reused
+        self._alive: list[object] = []  # keeps objects alive, so that their ids are not reused
         self._kinds = 0  # number of registered types around the current value
 
     def node(self, value: Any, path: str) -> Plain:
@@ -249,7 +249,7 @@ class _Packer:
         if identity not in self._index_of:
             self._index_of[identity] = len(self.tensors)
             self.tensors.append(tensor)
-            self._held.append(original)
+            self._alive.append(original)
         return self._index_of[identity]
 
 
@@ -267,8 +267,8 @@ _TEXTS: dict[Plain, tuple[str, Callable[[str], Any]]] = {
 
 
 class _Unpacker:
-    def __init__(self, at: Callable[[int], Any], streams: Callable[[int], Any], build: bool) -> None:
-        self._at, self._streams, self._build = at, streams, build
+    def __init__(self, tensor_at: Callable[[int], Any], streams: Callable[[int], Any], build: bool) -> None:
+        self._tensor_at, self._streams, self._build = tensor_at, streams, build
         self._kinds = 0  # number of registered types around the current node
         self._arrays: dict[int, Any] = {}
 
@@ -334,7 +334,7 @@ class _Unpacker:
             return kind.put_together(sent, path)
 
     def _tensor(self, kind: str, index: int) -> Any:
-        value = self._at(_index(index))
+        value = self._tensor_at(_index(index))
         if kind == "tensor" or not isinstance(value, Tensor):
             return value
         if index not in self._arrays:
@@ -381,7 +381,7 @@ def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
     found: dict[int, dict[str, None]] = {}
     owner: dict[str, int] = {}
     with no_gc():
-        for path, index in _places(packed.skeleton, ""):
+        for path, index in _tensor_paths(packed.skeleton, ""):
             name = path or ROOT
             if owner.setdefault(name, index) != index:
                 raise UsageError(
@@ -404,25 +404,25 @@ def without(packed: Packed, numbers: frozenset[int]) -> Packed:
     return Packed(skeleton, tuple(packed.tensors[index] for index in kept), arrays)
 
 
-def _places(node: Plain, path: str) -> Iterator[tuple[str, int]]:
+def _tensor_paths(node: Plain, path: str) -> Iterator[tuple[str, int]]:
     """Yield (name, index) for every place of a tensor in a valid skeleton."""
     if isinstance(node, list):
         for index, item in enumerate(node):
-            yield from _places(item, _join(path, str(index)))
+            yield from _tensor_paths(item, _join(path, str(index)))
     elif isinstance(node, dict):
         kind = node.get("$")
         if kind is None:
             for key, item in node.items():
-                yield from _places(item, _join(path, key))
+                yield from _tensor_paths(item, _join(path, key))
         elif kind in _NAMED:
             yield path, node["index"]
         elif kind == "registered":
-            yield from _places(node["as"], path)
+            yield from _tensor_paths(node["as"], path)
         elif kind == "tuple":
-            yield from _places(node["items"], path)
+            yield from _tensor_paths(node["items"], path)
         elif kind == "dict":
             for key, item in node["items"]:
-                yield from _places(item, _join(path, str(key["value"] if isinstance(key, dict) else key)))
+                yield from _tensor_paths(item, _join(path, str(key["value"] if isinstance(key, dict) else key)))
 
 
 def _join(path: str, key: str) -> str:

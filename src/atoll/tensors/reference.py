@@ -88,7 +88,7 @@ class TensorRef:
     @property
     def name(self) -> str:
         """Short name for messages, without the secret."""
-        return f"{self.object[:8]} at {self._place}"
+        return f"{self.object[:8]} at {self._authority}"
 
     @property
     def expires(self) -> str:
@@ -97,19 +97,19 @@ class TensorRef:
 
     def __str__(self) -> str:
         scheme = "atoll-refs" if self.secure else "atoll-ref"
-        return f"{scheme}://{self._place}/{self.object}?expires={self.expires_at}#{self.secret}.{self.digest}"
+        return f"{scheme}://{self._authority}/{self.object}?expires={self.expires_at}#{self.secret}.{self.digest}"
 
     @property
-    def _place(self) -> str:
-        return _place(self.host, self.port)
+    def _authority(self) -> str:
+        return _authority(self.host, self.port)
 
 
 def address_of(host: str, port: int, *, secure: bool) -> str:
     """Return a URL: http://host:port, or https if `secure`. An IPv6 address gets brackets."""
-    return f"{'https' if secure else 'http'}://{_place(host, port)}"
+    return f"{'https' if secure else 'http'}://{_authority(host, port)}"
 
 
-def _place(host: str, port: int) -> str:
+def _authority(host: str, port: int) -> str:
     return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 

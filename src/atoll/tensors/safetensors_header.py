@@ -90,10 +90,10 @@ def _table(text: bytes, what: str) -> dict[str, Any]:
     return table
 
 
-def _metadata(given: Any, what: str) -> dict[str, str]:
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+def _metadata(metadata: Any, what: str) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _wrong(f"{what} has a `__metadata__` that is not a mapping of strings")
-    return given
+    return metadata
 
 
 def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]:
@@ -126,9 +126,9 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
     return TensorSpec(name, dtype, tuple(shape)), offsets[0], offsets[1]
 
 
-def _counts(given: Any) -> bool:
+def _counts(counts: Any) -> bool:
     """Return whether a JSON value is a list of non-negative integers below 2**63."""
-    return isinstance(given, list) and all(type(count) is int and 0 <= count < 2**63 for count in given)
+    return isinstance(counts, list) and all(type(count) is int and 0 <= count < 2**63 for count in counts)
 
 
 def _wrong(message: str) -> BadRequest:

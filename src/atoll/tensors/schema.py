@@ -217,9 +217,9 @@ class Schema:
 
         The order may differ because a file may list its tensors in another order than the module.
         """
-        mine = {spec.name: spec for spec in self.tensors}
+        own = {spec.name: spec for spec in self.tensors}
         names = [spec.name for spec in other.tensors]
-        return Schema(tuple(mine[name] for name in names), self.aliases) if mine.keys() == set(names) else self
+        return Schema(tuple(own[name] for name in names), self.aliases) if own.keys() == set(names) else self
 
     def require_equal(self, other: Schema, *, mine: str, theirs: str) -> None:
         """Check that both schemas are equal, except for the order of the tensors.

@@ -22,9 +22,9 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 def default_site() -> str:
     """Return the name in `ATOLL_SITE`; if the variable is not set, a name made of host name and process id."""
-    given = os.environ.get("ATOLL_SITE")
-    if given:
-        return given
+    name = os.environ.get("ATOLL_SITE")
+    if name:
+        return name
     host = "".join(char if char.isalnum() or char in "-_" else "-" for char in socket.gethostname())
     return f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
 
@@ -90,9 +90,9 @@ def counted(steps: int) -> int:
     return value
 
 
-def number(given: Any) -> float:
-    """Return `float(given)`. A tensor is detached first, because torch warns if one that requires grad is converted."""
-    return float(given.detach() if hasattr(given, "detach") else given)
+def number(value: Any) -> float:
+    """Return `float(value)`. A tensor is detached first, because torch warns if one that requires grad is converted."""
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | None = None) -> dict[str, float]:
@@ -117,18 +117,18 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
             "Report only the most important ones.",
         )
     values: dict[str, float] = {}
-    for key, given in metrics.items():
+    for key, metric in metrics.items():
         if not isinstance(key, str) or len(key) > messages.METRIC_CHARS or SURROGATE.search(key):
             raise UsageError(
                 f"{str(key)[:80]!r} cannot be the name of a metric.",
                 f"Use strings of at most {messages.METRIC_CHARS} characters of UTF-8.",
             )
         try:
-            values[key] = number(given)
+            values[key] = number(metric)
         except OverflowError:
             values[key] = math.inf
         except (TypeError, ValueError, RuntimeError):
-            raise UsageError(f"The metric {key!r} is {given!r}.", "Give a number.") from None
+            raise UsageError(f"The metric {key!r} is {metric!r}.", "Give a number.") from None
     for key, value in values.items():
         if abs(value) < float("inf"):
             if warned is not None:
@@ -143,19 +143,19 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
 SYNC_RETRIES = 6
 
 
-def sync_retries(given: int | None) -> int:
+def sync_retries(max_sync_retries: int | None) -> int:
     """Return the number of retries before a synchronisation is skipped.
 
-    The number is `given` if it is not None, else `ATOLL_MAX_SYNC_RETRIES` if that is set, else 6.
+    The number is `max_sync_retries` if it is not None, else `ATOLL_MAX_SYNC_RETRIES` if that is set, else 6.
 
     Raises:
-        UsageError: `given` is no integer, or is negative.
+        UsageError: `max_sync_retries` is no integer, or is negative.
         ConfigError: `ATOLL_MAX_SYNC_RETRIES` is no whole number, or is negative.
     """
-    if given is not None:
-        if not isinstance(given, int) or given < 0:
-            raise UsageError(f"max_sync_retries is {given!r}.", "Give a whole number, at least 0.")
-        return given
+    if max_sync_retries is not None:
+        if not isinstance(max_sync_retries, int) or max_sync_retries < 0:
+            raise UsageError(f"max_sync_retries is {max_sync_retries!r}.", "Give a whole number, at least 0.")
+        return max_sync_retries
     text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "") or str(SYNC_RETRIES)
     if not text.isdecimal():
         raise ConfigError(f"ATOLL_MAX_SYNC_RETRIES is {text!r}.", "Set it to a whole number, at least 0.")

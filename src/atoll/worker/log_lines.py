@@ -92,8 +92,8 @@ def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
         waited_s: seconds waited so far.
         reply: the server's last reply to the worker's request for a ticket; it has the reason and the remaining time.
     """
-    left = f"; {told} of the run" if (told := time_left(reply.left_s)) else ""
-    return f"waiting {waited_s:.0f} s: {reply.reason}{left}"
+    remaining = f"; {time_text} of the run" if (time_text := time_left(reply.left_s)) else ""
+    return f"waiting {waited_s:.0f} s: {reply.reason}{remaining}"
 
 
 class Progress:
@@ -115,7 +115,7 @@ class Progress:
     def __init__(self, what: str, total_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._what, self._total, self._clock = what, total_bytes, clock
         self._lock = threading.Lock()
-        self._begin = self._said = clock()
+        self._begin = self._logged_s = clock()
         self._marks = deque([(self._begin, 0)])  # (time, bytes done) inside the window, at least 1 s apart
         self.done_bytes, self.failed = 0, False
         self._moved, self._away_s = self._begin, 0.0  # time of the last bytes; total seconds of interruptions
@@ -123,7 +123,7 @@ class Progress:
     def resume(self) -> None:
         """Start measuring the rate again after an interruption. The time since the last bytes counts as a pause."""
         with self._lock:
-            now = self._said = self._clock()
+            now = self._logged_s = self._clock()
             self._away_s += now - self._moved
             self._moved = now
             self._marks = deque([(now, self.done_bytes)])
@@ -137,9 +137,9 @@ class Progress:
                 self._marks.popleft()
             if not self._marks or now - self._marks[-1][0] >= 1.0:
                 self._marks.append((now, self.done_bytes))
-            if now - self._said < EVERY_S:
+            if now - self._logged_s < EVERY_S:
                 return
-            self._said = now
+            self._logged_s = now
             done, pace = self.done_bytes, self._pace(now)
         LOG.info("%s: %s of %s%s", self._what, size(done), size(self._total), pace)
 
@@ -169,7 +169,7 @@ class Troubles:
     """Logs failures that repeat: a new text at level INFO; while the text stays the same, at level DEBUG."""
 
     def __init__(self) -> None:
-        self._said: dict[object, str] = {}
+        self._logged_s: dict[object, str] = {}
 
     def say(self, of: object, text: str) -> None:
         """Log that something failed.
@@ -178,12 +178,12 @@ class Troubles:
             of: a key for the thing that failed, such as the address of another worker.
             text: the line to log.
         """
-        known, self._said[of] = self._said.get(of), text
-        LOG.log(logging.DEBUG if known == text else logging.INFO, "%s", text)
+        previous, self._logged_s[of] = self._logged_s.get(of), text
+        LOG.log(logging.DEBUG if previous == text else logging.INFO, "%s", text)
 
     def end(self, of: object) -> None:
         """Note that the thing with the key `of` works again, so that its next failure is logged at level INFO."""
-        self._said.pop(of, None)
+        self._logged_s.pop(of, None)
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
     own = f"{EXAMPLE}/feddyn_local.py:feddyn_local"
     with served(tmp_path, **{"algorithm.name": None, "algorithm.path": own}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
-            assert type(worker._backend.place.exchange.local.rule).__module__ == "feddyn_local"
+            assert type(worker._backend.participation.exchange.local.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
             with pytest.raises(ConfigError, match="package with the entry point 'feddyn_local'"):
                 atoll.join(server.url, site="b", folder=tmp_path / "sites")

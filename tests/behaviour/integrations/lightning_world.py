@@ -157,7 +157,7 @@ def driver_of(trainer: Any) -> Any:
 
 def exchange_of(trainer: Any) -> Any:
     """The base and the local state of the site."""
-    return driver_of(trainer).worker._backend.place.exchange
+    return driver_of(trainer).worker._backend.participation.exchange
 
 
 def global_control(trainer: Any, name: str = "w", count: int = 1) -> list[float]:

@@ -160,7 +160,7 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
     with serving(tmp_path, filters=[Halved()], **options.get(how, {})) as server:
         found = play(server, tmp_path, {"a": become([2.0, 4.0], 0.0), "b": become([6.0, 8.0], 0.0)})
         assert server._run is not None
-        assert server._run.filtering._kept == {}  # nothing is left of the round
+        assert server._run.filtering._done == {}  # nothing is left of the round
     assert found["w"].tolist() == [2.0, 3.0]
 
 

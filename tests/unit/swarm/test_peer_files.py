@@ -73,7 +73,7 @@ class Peer:
             each.close()
 
     def slot(self, kind: str) -> Slot:
-        with self.store.taken(0, kind) as (slot,):
+        with self.store.new_slots(0, kind) as (slot,):
             assert slot is not None
         return slot
 

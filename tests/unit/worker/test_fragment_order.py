@@ -14,7 +14,7 @@ from atoll.errors import TRANSIENT
 from atoll.protocol import messages
 from atoll.worker.log_lines import Progress, in_words
 from atoll.worker.session.ranks import RankGroup
-from atoll.worker.training.fragment_order import FragmentOrder, Place, SyncRules
+from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
 from atoll.worker.training.synchroniser import REPEAT_S, Outage
 
 # -- which fragment is due
@@ -27,33 +27,33 @@ ROUNDS = 4
 @pytest.mark.covers("L7")
 def test_takes_the_lowest_round_first_and_of_those_the_first_fragment() -> None:
     order = FragmentOrder(SyncRules(every=6, fragments=3))
-    assert order.pick([Place(1), Place(1), Place(1)]) == 0
-    assert order.pick([Place(2), Place(1), Place(1)]) == 1
-    assert order.pick([Place(2), Place(1, is_free=False), Place(2)]) == 0
-    assert order.pick([Place(1, is_free=False)] * 3) is None
+    assert order.pick([Candidate(1), Candidate(1), Candidate(1)]) == 0
+    assert order.pick([Candidate(2), Candidate(1), Candidate(1)]) == 1
+    assert order.pick([Candidate(2), Candidate(1, is_free=False), Candidate(2)]) == 0
+    assert order.pick([Candidate(1, is_free=False)] * 3) is None
 
 
 @pytest.mark.covers("L7")
 def test_takes_the_cycle_where_rounds_wait_for_no_worker() -> None:
     order = FragmentOrder(SyncRules(every=6, fragments=3, waits=False), first=1)
-    assert order.pick([Place(1), Place(9), Place(1)]) == 1
+    assert order.pick([Candidate(1), Candidate(9), Candidate(1)]) == 1
     order.took(1)
-    assert order.pick([Place(1), Place(9), Place(1)]) == 2
-    assert order.pick([Place(1), Place(9), Place(1, is_free=False)]) == 0
+    assert order.pick([Candidate(1), Candidate(9), Candidate(1)]) == 2
+    assert order.pick([Candidate(1), Candidate(9), Candidate(1, is_free=False)]) == 0
 
 
 @pytest.mark.covers("L7")
 def test_takes_the_rounds_that_wait_first_in_an_asynchronous_run_that_begins_with_some() -> None:
     order = FragmentOrder(SyncRules(every=6, fragments=3, waits=False, sync_rounds_first=2), first=0)
-    assert order.pick([Place(3), Place(3), Place(2)]) == 2
-    assert order.pick([Place(3), Place(3), Place(3)]) == 0
+    assert order.pick([Candidate(3), Candidate(3), Candidate(2)]) == 2
+    assert order.pick([Candidate(3), Candidate(3), Candidate(3)]) == 0
 
 
 @pytest.mark.covers("L6", "L18")
 @pytest.mark.parametrize(("local_steps", "expected"), [((0, 0), 3), ((4, 0), 2), ((4, 2), 1), ((1, 1), 1)])
 def test_turns_are_a_share_of_the_local_steps_apart(local_steps: tuple[int, int], expected: int) -> None:
     """H = 6 over K = 2 fragments: 3 steps; with H_w = 4: 2; never less than one."""
-    places = [Place(1, local_steps=steps) for steps in local_steps]
+    places = [Candidate(1, local_steps=steps) for steps in local_steps]
     assert FragmentOrder(SyncRules(every=6, fragments=2)).steps_between(places) == expected
 
 
@@ -70,7 +70,7 @@ class Worker:
     under_way: list[int] = field(default_factory=list)
 
     def picks(self, order: FragmentOrder) -> int | None:
-        free = [Place(n, index not in self.under_way and n <= ROUNDS) for index, n in enumerate(self.rounds)]
+        free = [Candidate(n, index not in self.under_way and n <= ROUNDS) for index, n in enumerate(self.rounds)]
         return order.pick(free)
 
 
@@ -218,6 +218,6 @@ def test_logs_an_outage_again_after_some_minutes_with_the_number_of_skipped_turn
 
 
 def test_a_single_process_has_no_ranks_to_ask() -> None:
-    ranks = RankGroup.here(nn.Linear(1, 1))
-    assert (ranks.is_first, ranks.together) == (True, False)
+    ranks = RankGroup.of_process(nn.Linear(1, 1))
+    assert (ranks.is_first, ranks.is_distributed) == (True, False)
     assert ranks.from_rank0(lambda: 3) == 3

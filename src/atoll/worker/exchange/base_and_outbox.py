@@ -300,7 +300,7 @@ class BaseFile(PartsFile):
         if self.was_missing:
             self._note_path.unlink(missing_ok=True)
         self.note = read_note(self._note_path, BaseNote)
-        self._seen = False  # whether this process has written or checked every byte of the note's version
+        self._is_verified = False  # whether this process has written or checked every byte of the note's version
 
     def holds(self, run: str, digest: str) -> bool:
         """Return whether the file holds every byte of the version with this digest.
@@ -311,7 +311,7 @@ class BaseFile(PartsFile):
         note: BaseNote | None = self.note
         if note is None or not note.complete or (note.run, note.digest) != (run, digest):
             return False
-        if not self._seen:
+        if not self._is_verified:
             wrong = self.differing(note.part_digests)
             if wrong:
                 LOG.warning(
@@ -322,7 +322,7 @@ class BaseFile(PartsFile):
                 )
                 self._write_note(replace(note, complete=False))
                 return False
-            self._seen = True
+            self._is_verified = True
         return True
 
     def begin(self, note: BaseNote) -> list[Part]:
@@ -340,7 +340,7 @@ class BaseFile(PartsFile):
         """Record in the note that every byte of the version has been written."""
         assert self.note is not None
         self._write_note(replace(self.note, complete=True))
-        self._seen = True
+        self._is_verified = True
 
     def begin_local(self) -> None:
         """Remove the version's digests from the note. Call this before local values are written over the version."""
@@ -354,7 +354,7 @@ class BaseFile(PartsFile):
         other._note_path.unlink(missing_ok=True)
         self._descriptor, other._descriptor = other._descriptor, self._descriptor
         other.close()
-        self._seen = other._seen
+        self._is_verified = other._is_verified
         self._write_note(other.note)
 
     def _write_note(self, note: BaseNote) -> None:

@@ -72,7 +72,7 @@ class Filtered:
         self._base, self._tensors = base, tensors
         specs = {each.spec.name: each.spec for each in base.layout.segments if not each.spec.is_extra}
         raw = partial(change_of, base, tensors)  # a bound method would make a reference cycle that keeps the model
-        self._chain = _told(lambda: Chain(filters, specs, about, raw, model=model))
+        self._chain = _as_usage_error(lambda: Chain(filters, specs, about, raw, model=model))
 
     def sends(self, name: str) -> bool:
         """Return whether this tensor is sent: every filter keeps it."""
@@ -84,7 +84,7 @@ class Filtered:
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
         """
-        return _told(partial(self._chain.change, name, start, stop))
+        return _as_usage_error(partial(self._chain.change, name, start, stop))
 
     def moved(self, name: str, start: int, stop: int) -> Tensor | None:
         """Return what `change` returns; None if a filter drops the tensor."""
@@ -101,8 +101,8 @@ class Filtered:
         local = run_of(self._tensors[name], start, stop).cpu()
         if not self._chain.specs[name].is_float:
             return local
-        taken = _told(partial(self._chain.removed, name, start, stop))
-        return taken.add_(local)  # bit-identical to `local` if no filter changed the value
+        removed = _as_usage_error(partial(self._chain.removed, name, start, stop))
+        return removed.add_(local)  # bit-identical to `local` if no filter changed the value
 
 
 def change_of(base: TensorFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
@@ -116,15 +116,15 @@ class AnswerFilters:
     """The filters that are applied to a site's answers to tasks before they are sent.
 
     Args:
-        given: the filters for all tasks; or task name → filters.
+        filters: the filters for all tasks; or task name → filters.
         site: the site's name.
 
     Raises:
-        UsageError: an entry of `given` is no filter.
+        UsageError: an entry of `filters` is no filter.
     """
 
-    def __init__(self, given: ByTask, site: str) -> None:
-        self._entries, self._site = for_tasks(given), site
+    def __init__(self, filters: ByTask, site: str) -> None:
+        self._entries, self._site = for_tasks(filters), site
         self._lock = threading.Lock()  # filters keep state from the beginning of an answer to its end
 
     @contextmanager
@@ -145,7 +145,7 @@ class AnswerFilters:
             yield filtered(packed, filters, About(self._site, task=task), what)
 
 
-def _told(call: Callable[[], T]) -> T:
+def _as_usage_error(call: Callable[[], T]) -> T:
     try:
         return call()
     except BadFilter as error:
@@ -208,15 +208,15 @@ class EncodingLosses:
         return [error_text(text) for text in (self._told_zero, self._told_lost) if text]
 
     def begin(self) -> None:
-        """Forget what `see` recorded about the previous update."""
+        """Forget what `add` recorded about the previous update."""
         self._arrives.clear()
         self._lost.clear()
 
     def wants(self, run: ByteRun) -> bool:
-        """Return whether `see` still has to check this run: encoding may lose the change of one of its tensors."""
+        """Return whether `add` still has to check this run: encoding may lose the change of one of its tensors."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
-    def see(self, run: ByteRun, delta: Tensor, decoded: Tensor) -> None:
+    def add(self, run: ByteRun, delta: Tensor, decoded: Tensor) -> None:
         """Record how much of the change of some elements survives encoding.
 
         Args:
@@ -232,11 +232,11 @@ class EncodingLosses:
         if not alone and int(torch.count_nonzero(delta)) == int(torch.count_nonzero(decoded)):
             self._arrives.update(names)  # several small tensors, and no element became zero
             return
-        for name, sent, came in zip(names, run.split(delta), run.split(decoded), strict=True):
-            whole, lost = (float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (sent, sent - came))
+        for name, sent, received in zip(names, run.split(delta), run.split(decoded), strict=True):
+            whole, lost = (float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (sent, sent - received))
             if whole == 0 or not math.isfinite(lost):  # values that are not finite are refused by the server
                 continue
-            if bool(came.any()) if self._codec.feedback else not lost > MOST * whole:
+            if bool(received.any()) if self._codec.feedback else not lost > MOST * whole:
                 self._arrives.add(name)
             else:
                 sums = self._lost.setdefault(name, [0.0, 0.0])
@@ -275,8 +275,8 @@ class EncodingLosses:
 
     def _few(self, lost: dict[str, list[float]], changed: int, patience: int) -> str:
         names = ", ".join(list(lost)[:NAMED]) + (f" and {len(lost) - NAMED} more" if len(lost) > NAMED else "")
-        gone, whole = (math.fsum(sums[index] for sums in lost.values()) for index in (0, 1))
-        share = math.sqrt(gone / whole) if 0 < whole < math.inf else 1.0
+        lost_norm, whole = (math.fsum(sums[index] for sums in lost.values()) for index in (0, 1))
+        share = math.sqrt(lost_norm / whole) if 0 < whole < math.inf else 1.0
         rounds = f", {patience} times in a row" if patience > 1 else ""
         return (
             f"{len(lost)} of the {changed} tensors that training changed lose {100 * share:.3g} % of their "
@@ -396,8 +396,8 @@ class UpdateFormer:
         wide = accumulate_dtype(spec.dtype)
         if self.filtered is not None:
             delta = torch.zeros(run.numel, dtype=wide, device="cpu")
-            for place, piece in zip(run.split(delta), run.pieces, strict=True):
-                place.copy_(self.filtered.change(piece.segment.spec.name, piece.start, piece.stop))
+            for piece_values, piece in zip(run.split(delta), run.pieces, strict=True):
+                piece_values.copy_(self.filtered.change(piece.segment.spec.name, piece.start, piece.stop))
             self.is_zero = self.is_zero and _is_zero(delta)
             self._encode_delta(run, delta, target)
             return
@@ -407,8 +407,8 @@ class UpdateFormer:
         memory = target if as_it_is else self.scratch[: run.numel * dtype.itemsize]
         self._read_base(run, bytes_of(memory))
         delta = memory.view(dtype).to(device, wide)
-        for place, local in zip(run.split(delta), values, strict=True):
-            place.sub_(local.to(device, wide))
+        for piece_values, local in zip(run.split(delta), values, strict=True):
+            piece_values.sub_(local.to(device, wide))
         self.is_zero = self.is_zero and _is_zero(delta)
         if not as_it_is:
             self._encode_delta(run, delta, target)
@@ -434,19 +434,19 @@ class UpdateFormer:
             codec.encode_(delta, target, spec.dtype)
             if losses is not None:
                 delta = delta.cpu()
-                losses.see(run, delta, self._decoded(codec, target, delta, spec.dtype))
+                losses.add(run, delta, self._decoded(codec, target, delta, spec.dtype))
             return
         delta = delta.cpu()
-        places = run.split(delta)
-        for place, piece in zip(places, run.pieces, strict=True):
-            place.add_(residuals.read(piece.segment.spec.name, piece.start, piece.stop))
+        run_values = run.split(delta)
+        for piece_values, piece in zip(run_values, run.pieces, strict=True):
+            piece_values.add_(residuals.read(piece.segment.spec.name, piece.start, piece.stop))
         codec.encode_(delta, target, spec.dtype)
         decoded = self._decoded(codec, target, delta, spec.dtype)
         if losses is not None:
-            losses.see(run, delta, decoded)
+            losses.add(run, delta, decoded)
         delta.sub_(decoded)
-        for place, piece in zip(places, run.pieces, strict=True):
-            residuals.write(piece.segment.spec.name, piece.start, place)
+        for piece_values, piece in zip(run_values, run.pieces, strict=True):
+            residuals.write(piece.segment.spec.name, piece.start, piece_values)
 
     @staticmethod
     def _decoded(codec: Codec, encoded: Tensor, like: Tensor, dtype: str) -> Tensor:

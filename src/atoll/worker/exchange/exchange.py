@@ -153,10 +153,10 @@ class Exchange:
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
             return False
-        told = "%s: the server fell back to version %d; submitting this site's update again"
+        message = "%s: the server fell back to version %d; submitting this site's update again"
         if self.peer_server is not None:
-            told = "%s: the updates for version %d are collected again; submitting this site's update again"
-        LOG.info(told, self.site, ticket.base.number)
+            message = "%s: the updates for version %d are collected again; submitting this site's update again"
+        LOG.info(message, self.site, ticket.base.number)
         if not self._takes(again, check=False):
             self.outbox.clear()
             return True
@@ -304,8 +304,8 @@ class Exchange:
         shards = self.shards() if self.shards is not None else None
         if shards is not None:
             shards.gather_(self.session.ranks.swap)
-        held: AnyTensors = tensors if shards is None else shards
-        apply_version.rebase_(held, self.base, self.files.next_base())
+        own: AnyTensors = tensors if shards is None else shards
+        apply_version.rebase_(own, self.base, self.files.next_base())
         self.files.move_up()
         if shards is not None:
             shards.scatter_(self.session.ranks.swap, self.session.ranks.from_rank)
@@ -396,10 +396,10 @@ class Exchange:
             digests = [digest.hex() for digest in formed.part_digests]
             return {"digests": digests, "indices": [each.index for each in layout.parts], "is_zero": formed.is_zero}
 
-        said = ranks.gather(own)
-        digests = {index: text for each in said for index, text in zip(each["indices"], each["digests"], strict=True)}
+        shares = ranks.gather(own)
+        digests = {index: text for each in shares for index, text in zip(each["indices"], each["digests"], strict=True)}
         every = [bytes.fromhex(digests[part.index]) for part in layout.all_parts]
-        return encode_update.Formed(every, layout.blob_id(every), all(each["is_zero"] for each in said))
+        return encode_update.Formed(every, layout.blob_id(every), all(each["is_zero"] for each in shares))
 
     def _write(
         self,

@@ -416,12 +416,12 @@ class AlgorithmState(TwoPhaseFile):
         note = self.note
         if self.state != "kept":
             return []
-        found = [_counted(note.version, note.update)]
+        updates = [_counted(note.version, note.update)]
         if note.pending:
-            found.append(_counted(note.pending_version, note.pending_update))
+            updates.append(_counted(note.pending_version, note.pending_update))
         elif note.before_version != NOTHING:
-            found.append(_counted(note.before_version, note.before_update))
-        return found
+            updates.append(_counted(note.before_version, note.before_update))
+        return updates
 
     def follow(self, counted: Counted) -> None:
         """Make that state current which includes the site's updates up to the last one that counted.

@@ -215,8 +215,8 @@ def _open_peer(session: Session, folder: Path) -> tuple[UpdateServer, Callable[[
     from atoll.worker.peer.peer_transfers import PeerServer, open_host
 
     http, info = session.http, session.info
-    told = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
-    plan = plan_of(told, session.split)
+    plan_message = session.patiently(partial(http.get, routes.SWARM_PLAN, SwarmPlan), None, "read the plan")
+    plan = plan_of(plan_message, session.split)
     host = open_host(session.site, http.host, info.idle_timeout_s)
     peer_server = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"))
     session.peer_address = peer_server.address

@@ -123,10 +123,10 @@ class DeltaAdder:
         """
         hasher, scratch, downlink = blake3(), bytes_of(self._memory), self._file.downlink
         first = part.pieces[0].offset if part.pieces else part.stop
-        for at in range(part.start, first, len(scratch)):  # the file's header
-            view = scratch[: first - at]
-            self._source.read_into(at, view)
-            self._put(at, view, hasher)
+        for offset in range(part.start, first, len(scratch)):  # the file's header
+            view = scratch[: first - offset]
+            self._source.read_into(offset, view)
+            self._put(offset, view, hasher)
         segments = {piece.segment.spec.name: piece.segment for piece in down.pieces}
         for piece, start, stop in chunks(part, CHUNK_ELEMENTS):
             spec, segment = piece.segment.spec, segments[piece.segment.spec.name]
@@ -137,8 +137,8 @@ class DeltaAdder:
             downlink.advance_(segment, values, encoded)
             if spec.name in self._into:
                 assign_run_(self._into[spec.name], start, values)
-            at = self._target.layout.by_name[spec.name].offset + start * spec.item_bytes
-            self._put(at, scratch[: (stop - start) * spec.item_bytes], hasher)
+            offset = self._target.layout.by_name[spec.name].offset + start * spec.item_bytes
+            self._put(offset, scratch[: (stop - start) * spec.item_bytes], hasher)
         return hasher.digest()
 
     def _put(self, offset: int, data: memoryview, hasher: blake3) -> None:
@@ -226,26 +226,26 @@ class Puller:
                 apply_version.load_(into, base)
             return
         manifest = self._manifest(version.number, version.digest, patience.before)
-        held = source.note
-        if held is not None and held.run == session.info.run and held.version > version.number:
+        base_note = source.note
+        if base_note is not None and base_note.run == session.info.run and base_note.version > version.number:
             LOG.warning(
                 "%s: the server went back from version %d to %d: it was restored, or lost power",
                 session.site,
-                held.version,
+                base_note.version,
                 version.number,
             )
         session.tell(state=f"pulling version {version.number}")
-        wanted = self._add_differences(manifest, base, source, into, patience)
-        is_whole, model, resumed = wanted is None, None, base.note is not None and base.note.digest == version.digest
-        if wanted is None:
-            wanted = base.begin(self._note(manifest))
+        missing = self._add_differences(manifest, base, source, into, patience)
+        is_whole, model, resumed = missing is None, None, base.note is not None and base.note.digest == version.digest
+        if missing is None:
+            missing = base.begin(self._note(manifest))
             model = Scatter(base.layout, into) if into is not None and not resumed else None
-        if wanted:
+        if missing:
             path = routes.VERSION_DATA.format(fragment=self.fragment, version=version.number, digest=version.digest)
-            self._bring(path, manifest.version, manifest.part_digests, base, wanted, model, patience.within)
+            self._bring(path, manifest.version, manifest.part_digests, base, missing, model, patience.within)
         failpoint("pull.done")
         base.finish()
-        if into is not None and model is None and (wanted or is_whole):
+        if into is not None and model is None and (missing or is_whole):
             apply_version.load_(into, base)
 
     def _manifest(self, number: int, digest: str, retries: int | None) -> messages.Manifest:
@@ -270,7 +270,7 @@ class Puller:
         version: int,
         digests: Sequence[str],
         file: PartsFile,
-        wanted: Sequence[Part],
+        missing: Sequence[Part],
         model: Scatter | None,
         retries: int | None,
     ) -> None:
@@ -284,18 +284,18 @@ class Puller:
             version: number of the version, for the log.
             digests: BLAKE3 in hex of all parts of the file, in order.
             file: the file to write.
-            wanted: the parts to download.
+            missing: the parts to download.
             model: copies arriving parts into the model's tensors, too; None: only the file is written.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         session, expected = self.session, [bytes.fromhex(text) for text in digests]
         arrived = set[int]()
 
-        def pull(parts: Ranges, at: str) -> None:
-            todo = [part for part in wanted if part.index not in arrived]
+        def pull(parts: Ranges, path: str) -> None:
+            todo = [part for part in missing if part.index not in arrived]
             bar.resume()
             parts.pull(
-                at, expected, todo, [file], into=model, on_bytes=bar.add, on_part=lambda part: arrived.add(part.index)
+                path, expected, todo, [file], into=model, on_bytes=bar.add, on_part=lambda part: arrived.add(part.index)
             )
 
         def fetch() -> None:
@@ -305,7 +305,7 @@ class Puller:
                 self._from_workers(self.sources, version, pull)
 
         of = "" if self.number is None else f" of fragment {self.number}"
-        with progress(f"{session.site}: pulling version {version}{of}", sum(part.nbytes for part in wanted)) as bar:
+        with progress(f"{session.site}: pulling version {version}{of}", sum(part.nbytes for part in missing)) as bar:
             session.patiently(fetch, retries, f"pull version {version}")
 
     def _from_workers(self, peers: Sources, version: int, pull: Callable[[Ranges, str], None]) -> None:

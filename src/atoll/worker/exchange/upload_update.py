@@ -73,7 +73,7 @@ class UpdateUpload:
     def progress(self, number: int) -> AbstractContextManager[Progress]:
         """Report to the server that the update of round `number` is being sent. Return a `Progress` for it."""
         self.session.tell(state=f"submitting to round {number}")
-        rank = f": rank {self.session.ranks.rank}" if self.session.ranks.together else ""
+        rank = f": rank {self.session.ranks.rank}" if self.session.ranks.is_distributed else ""
         return progress(f"{self.session.site}{rank}: submitting{self.in_words}", self.outbox.layout.own_nbytes)
 
     def pushing(self, ticket: Ticket, bar: Progress) -> AbstractContextManager[Pushing]:
@@ -133,12 +133,12 @@ class UpdateUpload:
             )
 
         def complete() -> messages.Receipt:
-            if not self.session.ranks.together:
+            if not self.session.ranks.is_distributed:
                 push()
             return self._complete(note.ticket, _message(note), 30.0)
 
         for conflicts in range(MAX_CONFLICTS + 1):
-            if self.session.ranks.together:
+            if self.session.ranks.is_distributed:
                 lost = self.session.move(push, "submit", retries=retries)
                 if lost is not None:
                     return lost

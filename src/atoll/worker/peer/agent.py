@@ -340,13 +340,13 @@ class SwarmPeer:
             if collect.ticket not in self._collected:
                 self._begin(("collect", collect.ticket), partial(self._collect, collect))
         for closing in work.close:
-            if key_of(closing) not in self._closed and all(map(self._is_here, closing.updates)):
+            if key_of(closing) not in self._closed and all(map(self._is_collected, closing.updates)):
                 self._begin(key_of(closing), partial(self._close, closing))
 
-    def _is_here(self, share: FrozenUpdate) -> bool:
+    def _is_collected(self, share: FrozenUpdate) -> bool:
         """Return whether this worker has downloaded an update of a round, with the digest that the round names."""
-        found = self._collected.get(share.ticket)
-        return found is not None and not found.failed and found.digest == share.digest
+        collected = self._collected.get(share.ticket)
+        return collected is not None and not collected.failed and collected.digest == share.digest
 
     def _begin(self, key: Key, job: Callable[[], None]) -> None:
         if key in self._jobs:
@@ -401,7 +401,7 @@ class SwarmPeer:
     def _hold(self, hold: Hold) -> None:
         """Download a version and the outer optimizer's state after it, and serve both to other workers."""
         kinds = (VERSION, STATE) if hold.state_digest else (VERSION,)
-        with self._store.taken(hold.fragment, *kinds) as (slot, *state):
+        with self._store.new_slots(hold.fragment, *kinds) as (slot, *state):
             assert slot is not None
             version = self._store.served(self._transfers.version(hold, slot, state[0] if state else None))
             failpoint("swarm.held")
@@ -413,19 +413,19 @@ class SwarmPeer:
     def _collect(self, collect: Collect) -> None:
         """Download an update, and keep its norm, or what is wrong with it, for the next report to the server."""
         ticket = collect.ticket
-        found = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
-        with self._store.taken(collect.fragment, SPOOL) as (slot,):
+        report = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
+        with self._store.new_slots(collect.fragment, SPOOL) as (slot,):
             assert slot is not None
             spool: Spool | None
             try:
                 spool, norm, bad = self._transfers.update(collect, slot)
                 failpoint("swarm.collected")
-                found = found.model_copy(update={"norm": norm, "bad": bad})
+                report = report.model_copy(update={"norm": norm, "bad": bad})
             except UNPULLED as error:  # the other worker failed; after an error of this disk the job runs again
                 self._store.give_back(Spool(collect.fragment, slot, ()))
-                spool, found = None, found.model_copy(update={"failed": error_text(error, 500)})
+                spool, report = None, report.model_copy(update={"failed": error_text(error, 500)})
         with self._lock:
-            self._collected[ticket] = found
+            self._collected[ticket] = report
             if spool is not None:
                 self._spools[ticket] = spool
 
@@ -441,17 +441,17 @@ class SwarmPeer:
             return
         try:
             with (
-                self._store.taken(work.fragment, VERSION, STATE) as (version, state),
+                self._store.new_slots(work.fragment, VERSION, STATE) as (version, state),
                 self._store.reading(base, *spools.values()),
             ):
                 assert version is not None
-                made, closed = self._reduce(work, base, spools, version, state)
+                version_made, closed = self._reduce(work, base, spools, version, state)
                 failpoint("swarm.closed")
-                made = self._store.served(made)
+                version_made = self._store.served(version_made)
                 with self._lock:
                     if (known := self._store.get(work.fragment, work.version)) is not None:
                         self._store.drop(known)
-                    self._store.put(made)
+                    self._store.put(version_made)
                     self._ended(closed, work)
         except CancelledError:
             raise
@@ -529,7 +529,7 @@ class SwarmPeer:
         """
         parts = self._plan.fragments[work.fragment].update.parts
 
-        def look(job: tuple[FrozenUpdate, Part]) -> None:
+        def check_part(job: tuple[FrozenUpdate, Part]) -> None:
             share, part = job
             spool = spools[share.ticket]
             if region_digest(spool.slot.fd, ((part.start, part.nbytes),)) != spool.part_digests[part.index]:
@@ -537,7 +537,7 @@ class SwarmPeer:
             self._move(part.nbytes)
 
         jobs = [(share, part) for share in work.updates for part in parts]
-        run_jobs(jobs, self._plan.threads, lambda: look, self._stopping)
+        run_jobs(jobs, self._plan.threads, lambda: check_part, self._stopping)
 
     def _ended(self, closed: ReducedRound, work: FrozenRound) -> None:
         with self._lock:

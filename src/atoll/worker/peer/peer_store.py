@@ -72,8 +72,8 @@ class PeerStore:
                 if (found := self._adopted(*row)) is not None:
                     self._versions[found.fragment, found.version] = self.served(found)
         for (kind, fragment), pool in self._pools.items():
-            held = [each for each in self._versions.values() if each.fragment == fragment]
-            slots = [slot for each in held for of, slot in each.slots() if of == kind]
+            versions = [each for each in self._versions.values() if each.fragment == fragment]
+            slots = [slot for each in versions for of, slot in each.slots() if of == kind]
             pool.retain({slot.number for slot in slots})
             pool.trim()  # remove slots that hold no complete version
             for path in set(self.folder.glob(f"{kind}-{fragment}-*")) - {slot.path for slot in slots}:
@@ -93,12 +93,12 @@ class PeerStore:
             hexes: the digests of the version's parts, then those of the state's regions, each joined to one hex string.
         """
         parts, states = (split(bytes.fromhex(text)) for text in hexes)
-        mine, beside = self._verified(VERSION, fragment, slot, parts), None
-        if mine is None or self._plan.fragments[fragment].version.blob_id(parts) != digest:
+        version_slot, state_slot = self._verified(VERSION, fragment, slot, parts), None
+        if version_slot is None or self._plan.fragments[fragment].version.blob_id(parts) != digest:
             return None
-        if state is not None and (beside := self._verified(STATE, fragment, state, states)) is None:
+        if state is not None and (state_slot := self._verified(STATE, fragment, state, states)) is None:
             return None
-        return Version(fragment, version, digest, mine, beside, parts, states)
+        return Version(fragment, version, digest, version_slot, state_slot, parts, states)
 
     def _verified(self, kind: str, fragment: int, number: int, digests: tuple[bytes, ...]) -> Slot | None:
         pool = self._pools[kind, fragment]
@@ -122,13 +122,13 @@ class PeerStore:
 
         Do not hold a lock during the call: it may read the outer optimizer's whole state to compute digests.
         """
-        layout, beside, parts = self._plan.fragments[version.fragment].version, None, version.state_parts
-        at = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
+        layout, state_url, parts = self._plan.fragments[version.fragment].version, None, version.state_parts
+        address = self._peer_server.serve(version.slot.fd, Manifest.of_layout(layout, version.part_digests))
         if version.state is not None:
             fd, cuts = version.state.fd, state_cuts(self._pools[STATE, version.fragment].shape)
             parts = parts or tuple(region_digest(fd, ((part.start, part.nbytes),)) for part in cuts.parts())
-            beside = str(self._peer_server.serve(fd, Manifest.of_cuts(cuts, parts)))
-        return replace(version, state_parts=parts, source=Source(version=str(at), state=beside))
+            state_url = str(self._peer_server.serve(fd, Manifest.of_cuts(cuts, parts)))
+        return replace(version, state_parts=parts, source=Source(version=str(address), state=state_url))
 
     def withdraw(self, version: Version) -> None:
         """Stop serving a version to other workers."""
@@ -138,7 +138,7 @@ class PeerStore:
                 self._peer_server.withdraw(TensorRef.parse(text))
 
     def put(self, version: Version) -> None:
-        """Add a version to the store. Its slots, which the caller got from `taken`, then belong to the store.
+        """Add a version to the store. Its slots, which the caller got from `new_slots`, then belong to the store.
 
         Raises:
             StoreError: the file `held.json` cannot be written. The version is not added, and the caller keeps the
@@ -175,7 +175,7 @@ class PeerStore:
     # -- slots
 
     @contextmanager
-    def taken(self, fragment: int, *kinds: str) -> Iterator[list[Slot | None]]:
+    def new_slots(self, fragment: int, *kinds: str) -> Iterator[list[Slot | None]]:
         """Yield free slots (files) to write into. If the `with` block raises an error, give the slots back.
 
         Args:
@@ -200,16 +200,16 @@ class PeerStore:
                     self._pools[kind, fragment].drop(slot, JOURNAL)
             raise
 
-    def give_back(self, held: Version | Spool) -> None:
+    def give_back(self, file: Version | Spool) -> None:
         """Give back the slots of a version or of a downloaded update, so that they can be reused."""
-        for kind, slot in held.slots():
-            self._pools[kind, held.fragment].drop(slot, JOURNAL)
+        for kind, slot in file.slots():
+            self._pools[kind, file.fragment].drop(slot, JOURNAL)
 
     @contextmanager
-    def reading(self, *held: Version | Spool) -> Iterator[None]:
+    def reading(self, *files: Version | Spool) -> Iterator[None]:
         """Prevent, for the duration of the `with` block, that the slots of these versions and updates are reused."""
         with ExitStack() as stack:
-            for each in held:
+            for each in files:
                 for kind, slot in each.slots():
                     stack.enter_context(self._pools[kind, each.fragment].held(slot, READER))
             yield

@@ -382,8 +382,8 @@ class PeerTransfers:
         layout = self._plan.fragments[hold.fragment].version
         if state is not None and source.state is None:
             raise Gone(f"The other worker lacks the optimizer state of version {hold.version}.", "Ask another worker.")
-        with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as beside:
-            coming = beside.submit(self._state_from, source.state, hold, state) if source.state and state else None
+        with ThreadPoolExecutor(1, thread_name_prefix="atoll-swarm-state") as pool:
+            coming = pool.submit(self._state_from, source.state, hold, state) if source.state and state else None
             digests = self._pulled(source.version, layout, slot, hold.digest)  # the end of the block waits for `coming`
             regions, parts = coming.result() if coming is not None else ((), ())
         return Version(hold.fragment, hold.version, hold.digest, slot, state, digests, regions, parts)
@@ -468,11 +468,11 @@ class PeerTransfers:
         layout, inspection = self._plan.fragments[collect.fragment].update, self._inspections[collect.fragment]
         sums, bad = list[float](), list[str]()
 
-        def look(part: Part) -> None:
+        def check_part(part: Part) -> None:
             stats = inspection.check(part, slot.fd)
             sums.append(stats.sumsq)
             if stats.bad is not None:
                 bad.append(stats.bad)
 
-        spool = Spool(collect.fragment, slot, self._pulled(collect.source, layout, slot, collect.digest, look))
+        spool = Spool(collect.fragment, slot, self._pulled(collect.source, layout, slot, collect.digest, check_part))
         return spool, (min(norm_of(sums), sys.float_info.max) if not bad else 0.0), (min(bad) if bad else "")

@@ -100,7 +100,7 @@ _pid = 0  # id of the process that `_joined` belongs to; a fork of it has joined
 _exit: SystemExit | None = None
 """The exception of the last `sys.exit` in the main thread, or of a signal. Reset when a worker joins."""
 _handled = 0  # number of signals that `_unwind` has handled
-_said = False  # whether the warning about an unwritable lease was logged
+_is_warned = False  # whether the warning about an unwritable lease was logged
 
 
 class _Forking(threading.local):
@@ -368,20 +368,20 @@ def note_lease(site: str, server: str, lease: str) -> None:
     """
     from atoll.worker.log_lines import LOG
 
-    global _said
+    global _is_warned
     if not (folder := os.environ.get(LEASES)):
         return
-    beside = Path(folder, f".{site}.{os.getpid()}")
+    temporary = Path(folder, f".{site}.{os.getpid()}")
     try:
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(f"{server}\n{lease}\n")
-        beside.replace(Path(folder, site))
+        temporary.replace(Path(folder, site))
     except OSError as error:
-        if not _said:
+        if not _is_warned:
             LOG.warning(
                 "%s: the lease could not be written to a file: %s. If this process is killed, %s", site, error, UNNOTED
             )
-        _said = True
+        _is_warned = True
 
 
 def forget_lease(site: str, lease: str) -> None:
@@ -401,11 +401,11 @@ def keep_last_status(http: Http) -> None:
     from atoll.protocol import routes
     from atoll.protocol.status_messages import Status
 
-    if place := os.environ.get(LAST_STATUS):
+    if path := os.environ.get(LAST_STATUS):
         text = http.get(routes.STATUS, Status).model_dump_json()
-        beside = Path(f"{place}.{os.getpid()}")  # several processes may write the file at the same time
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(place)
+        temporary = Path(f"{path}.{os.getpid()}")  # several processes may write the file at the same time
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
 
 
 def leave_for(folder: Path, why: str) -> list[str]:
@@ -420,15 +420,15 @@ def leave_for(folder: Path, why: str) -> list[str]:
     from atoll.transport.http_client import http_to
     from atoll.worker.log_lines import LOG
 
-    left = []
+    names = []
     for path in sorted(folder.glob("[!.]*")):
         try:
             server, lease = path.read_text().splitlines()
             with contextlib.closing(http_to(server)) as http:
                 http.lease = lease
                 http.send(routes.LEAVE, messages.Leave(error=why), timeout_s=GOODBYE_S)
-            left.append(path.name)
+            names.append(path.name)
         except (AtollError, OSError, ValueError) as error:
             # the server does not answer, or has declared the site dead; or the token's file no longer exists
             LOG.debug("%s: could not leave the run: %s", path.name, error)
-    return left
+    return names

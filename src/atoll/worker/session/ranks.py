@@ -20,7 +20,7 @@ from atoll.errors import BY_CODE, AtollError, LeaseLost, RunFailed, UpdateRefuse
 
 T = TypeVar("T")
 
-Said = dict[str, Any]
+RankMessage = dict[str, Any]
 """The result of a call at one rank, as JSON: either `value`, or `error` with the error's message and remedy."""
 
 
@@ -36,11 +36,11 @@ class RankGroup:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self.is_first, self._device = rank == 0, device
-        self.together = size > 1 and dist.is_available() and dist.is_initialized()
+        self.is_distributed = size > 1 and dist.is_available() and dist.is_initialized()
         self._asking: int | None = None  # thread that runs `ask` in `from_rank0`, while other ranks wait for rank 0
 
     @classmethod
-    def here(cls, model: nn.Module) -> RankGroup:
+    def of_process(cls, model: nn.Module) -> RankGroup:
         """Return the worker's group: all ranks of `torch.distributed` if it is initialised, else this process alone.
 
         Args:
@@ -73,13 +73,13 @@ class RankGroup:
         Raises:
             AtollError: `ask` raised an error at rank 0. Every rank raises the same error.
         """
-        if not self.together:
+        if not self.is_distributed:
             return ask() if self.is_first else cast(T, None)
         values = TypeAdapter(kind)
         if not self.is_first:
             while "wait" in (heard := json.loads(self._text(""))):
                 pass
-            value = _heard(0, heard)
+            value = _result(0, heard)
             if isinstance(value, Exception):
                 raise value
             return values.validate_python(value, strict=False)  # type: ignore[no-any-return]
@@ -89,7 +89,7 @@ class RankGroup:
         except BaseException as error:
             self._asking = before
             with suppress(RunFailed):  # the other ranks may have ended, which may be why `ask` failed
-                self._text(json.dumps(_said(error)))
+                self._text(json.dumps(_message_of(error)))
             raise
         self._asking = before
         self._text(json.dumps({"value": values.dump_python(value, mode="json")}))
@@ -114,14 +114,14 @@ class RankGroup:
             AtollError: `work` failed at one of the ranks. Every rank raises the error. If several ranks failed, a
                 refused update is raised first, and a lost lease last.
         """
-        if not self.together:
+        if not self.is_distributed:
             return [work()]
         own: BaseException | None = None
         try:
-            said: Said = {"value": work()}
+            message: RankMessage = {"value": work()}
         except BaseException as error:
-            said, own = _said(error), error
-        results = [_heard(rank, json.loads(text)) for rank, text in enumerate(self._texts(json.dumps(said)))]
+            message, own = _message_of(error), error
+        results = [_result(rank, json.loads(text)) for rank, text in enumerate(self._texts(json.dumps(message)))]
         if own is not None:
             if not isinstance(own, Exception):
                 raise own
@@ -133,7 +133,7 @@ class RankGroup:
 
     def spread_(self, tensors: Iterable[Tensor]) -> None:
         """Copy the values of rank 0 into the tensors of every rank, in place."""
-        if not self.together:
+        if not self.is_distributed:
             return
         with torch.no_grad():
             for tensor in tensors:
@@ -146,11 +146,11 @@ class RankGroup:
             values: the values to send at that rank; elsewhere a tensor of the same shape and dtype.
             rank: the rank that sends its values.
         """
-        there = values.to(self._device).contiguous()
-        if self.together:
+        on_device = values.to(self._device).contiguous()
+        if self.is_distributed:
             with _with_others():
-                dist.broadcast(there, src=rank)
-        return there
+                dist.broadcast(on_device, src=rank)
+        return on_device
 
     def total(self, count: int) -> int:
         """Return, at every rank, the sum of `count` over all ranks."""
@@ -168,7 +168,7 @@ class RankGroup:
         """
         incoming = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
         data = torch.cat(list(outgoing)).to(self._device)
-        if self.together:
+        if self.is_distributed:
             with _with_others():
                 dist.all_to_all_single(incoming, data, list(sizes), [each.numel() for each in outgoing])
         return list(torch.split(incoming.cpu(), list(sizes)))
@@ -179,11 +179,11 @@ class RankGroup:
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         with _with_others():
             dist.broadcast(length, src=0)
-            there = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
+            buffer = torch.zeros(int(length.item()), dtype=torch.uint8, device=self._device)
             if self.is_first:
-                there.copy_(torch.frombuffer(data, dtype=torch.uint8))
-            dist.broadcast(there, src=0)
-        return there.cpu().numpy().tobytes().decode()
+                buffer.copy_(torch.frombuffer(data, dtype=torch.uint8))
+            dist.broadcast(buffer, src=0)
+        return buffer.cpu().numpy().tobytes().decode()
 
     def _texts(self, text: str) -> list[str]:
         """Return, at every rank, the list of the `text` of each rank."""
@@ -192,10 +192,10 @@ class RankGroup:
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         with _with_others():
             dist.all_gather(lengths, length)
-            there = torch.zeros(max(int(each) for each in lengths), dtype=torch.uint8, device=self._device)
-            there[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
-            texts = [torch.zeros_like(there) for _ in range(self.size)]
-            dist.all_gather(texts, there)
+            buffer = torch.zeros(max(int(each) for each in lengths), dtype=torch.uint8, device=self._device)
+            buffer[: len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+            texts = [torch.zeros_like(buffer) for _ in range(self.size)]
+            dist.all_gather(texts, buffer)
         return [each[: int(size)].cpu().numpy().tobytes().decode() for each, size in zip(texts, lengths, strict=True)]
 
 
@@ -215,26 +215,26 @@ def _with_others() -> Iterator[None]:
         ) from error
 
 
-def _said(error: BaseException) -> Said:
+def _message_of(error: BaseException) -> RankMessage:
     if not isinstance(error, AtollError):
         return {"error": "", "message": f"{type(error).__name__}: {error}", "remedy": ""}
-    said = {"error": error.code, "message": error.message, "remedy": error.remedy}
-    return said | {"retry_after_s": error.retry_after_s}
+    message = {"error": error.code, "message": error.message, "remedy": error.remedy}
+    return message | {"retry_after_s": error.retry_after_s}
 
 
-def _heard(rank: int, said: Said) -> Any:
+def _result(rank: int, message: RankMessage) -> Any:
     """Return the value in a rank's message. If the message is an error, return it as an exception of the same class.
 
     Args:
         rank: the number of the rank, for the text of the exception.
-        said: the message.
+        message: the message.
     """
-    if "error" not in said:
-        return said["value"]
-    kind = BY_CODE.get(said["error"])
+    if "error" not in message:
+        return message["value"]
+    kind = BY_CODE.get(message["error"])
     if kind is None:
-        return RunFailed(f"Rank {rank} of this worker ended: {said['message']}", said["remedy"])
-    error = kind(f"Rank {rank}: {said['message']}", said["remedy"])
-    if said["retry_after_s"] is not None:
-        error.retry_after_s = said["retry_after_s"]
+        return RunFailed(f"Rank {rank} of this worker ended: {message['message']}", message["remedy"])
+    error = kind(f"Rank {rank}: {message['message']}", message["remedy"])
+    if message["retry_after_s"] is not None:
+        error.retry_after_s = message["retry_after_s"]
     return error

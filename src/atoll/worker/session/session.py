@@ -516,7 +516,7 @@ class Session:
         return next_of(reply, fragment)
 
     def _wait_for_ticket(self, fragment: int, wait_s: float | None, retries: int | None) -> messages.TicketReply:
-        begin = said = time.monotonic()
+        begin = logged_s = time.monotonic()
         self.tell(state="waiting for the round")
         while True:
             left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
@@ -530,9 +530,9 @@ class Session:
             if reply.status != "wait" or reply.tasks or is_over:
                 return reply
             self.on_wait()
-            if time.monotonic() - said >= SAY_EVERY_S:
-                said = time.monotonic()
-                LOG.info("%s: %s", self.site, in_wait(said - begin, reply))
+            if time.monotonic() - logged_s >= SAY_EVERY_S:
+                logged_s = time.monotonic()
+                LOG.info("%s: %s", self.site, in_wait(logged_s - begin, reply))
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
         """Return what became of the update of a ticket: whether it is accepted, counted, refused or expired.

@@ -229,11 +229,11 @@ class Task:
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
-        taken = self._send(tm.TaskAnswer(body=tm.Body(object=key_of(ref))))
-        if not taken:
+        is_taken = self._send(tm.TaskAnswer(body=tm.Body(object=key_of(ref))))
+        if not is_taken:
             with contextlib.suppress(AtollError):  # else the server removes it later
                 withdraw(ref)
-        return taken
+        return is_taken
 
     @public_api
     def fail(self, error: BaseException | str) -> bool:
@@ -278,14 +278,14 @@ def say_evaluation_follows(connection: Session) -> None:
     The warning says that the script must open `atoll.tasks` after the loop.
     """
     if connection.evaluates:
-        told = (
+        warning = (
             f"the run ends with a cross-site evaluation that asks site {connection.site}, but a DiLoCo loop "
             "does not answer tasks. After the loop, open atoll.tasks with worker.evaluates(function) in the "
             "same script. Or leave the site out of the evaluation's sites; else the evaluation waits for the "
             "site and gets no values from it."
         )
-        LOG.warning("%s: %s", connection.site, told)
-        connection.warn(OF_EVALUATIONS, [told])
+        LOG.warning("%s: %s", connection.site, warning)
+        connection.warn(OF_EVALUATIONS, [warning])
 
 
 @public_api

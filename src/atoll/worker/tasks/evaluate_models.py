@@ -78,15 +78,15 @@ class Models:
             model: the module to load the model into; None: pass a `LazyState` to the function.
             payload: the task's payload, with the key and the name of the model.
         """
-        place, name = (payload.get("model"), payload.get("name")) if isinstance(payload, dict) else (None, None)
-        if place is None:
+        reference, name = (payload.get("model"), payload.get("name")) if isinstance(payload, dict) else (None, None)
+        if reference is None:
             raise UsageError(
                 "The payload of task 'validate' contains no model.",
                 "worker.evaluates handles 'validate' for cross-site evaluation. Give your own task another "
                 "name or its own handler.",
             )
         begin_s = time.monotonic()
-        state = self._fetched(place)
+        state = self._fetched(reference)
         self._connection.tell(state=f"evaluating {name}"[:64])
         try:
             if model is not None:
@@ -96,11 +96,11 @@ class Models:
             state.release()
         return {"metrics": metrics, "seconds": time.monotonic() - begin_s}
 
-    def _fetched(self, place: Any) -> LazyState:
+    def _fetched(self, model: Any) -> LazyState:
         connection = self._connection
         try:
             ref = (
-                place if isinstance(place, TensorRef) else reference_to(connection, tm.ObjectKey.model_validate(place))
+                model if isinstance(model, TensorRef) else reference_to(connection, tm.ObjectKey.model_validate(model))
             )
         except ValidationError:
             raise BadRequest(
@@ -123,17 +123,17 @@ class Models:
 
     def _packed(self) -> Packed:
         if self.give is not None:
-            given = self.give()
-            if given is None:
+            model = self.give()
+            if model is None:
                 raise UsageError(
                     f"The function given to worker.submits at site {self._site} returned None instead of a model."
                 )
-            if given is self.filled:
+            if model is self.filled:
                 raise UsageError(
                     f"The model of site {self._site} is the module that worker.evaluates loads other models into.",
                     "Give worker.evaluates a separate module: model=copy.deepcopy(model).",
                 )
-            return packed_state(given) if isinstance(given, LazyState) else pack_object(given)
+            return packed_state(model) if isinstance(model, LazyState) else pack_object(model)
         if self._local is None:
             raise UsageError(
                 f"Site {self._site} has no model to submit, because this process has not trained one.",
@@ -216,18 +216,18 @@ def fill_(model: nn.Module, state: LazyState, name: str) -> None:
     for key, tensor in tensors.items():
         lazy: LazyTensor = state.ref(key)
         if lazy.shape != tensor.shape or lazy.dtype != tensor.dtype:
-            there, mine = (f"{dtype_name(each.dtype)}{list(each.shape)}" for each in (lazy, tensor))
+            stored, needed = (f"{dtype_name(each.dtype)}{list(each.shape)}" for each in (lazy, tensor))
             raise SchemaMismatch(
-                f"{what} does not fit the module of worker.evaluates: {key!r} is {there} in the model, {mine} in "
+                f"{what} does not fit the module of worker.evaluates: {key!r} is {stored} in the model, {needed} in "
                 "the module.",
                 "Give worker.evaluates a module of the model's class.",
             )
     with torch.no_grad():
         for key, tensor in tensors.items():
-            at = 0
+            offset = 0
             for run in state.ref(key).runs():
-                assign_run_(tensor, at, run)
-                at += run.numel()
+                assign_run_(tensor, offset, run)
+                offset += run.numel()
 
 
 def measured(metrics: Any) -> dict[str, float]:
@@ -258,18 +258,18 @@ def measured(metrics: Any) -> dict[str, float]:
 LOCAL_MODEL = "local.safetensors"
 
 
-def keep_local(place: Participation, tensors: Tensors, round_number: int) -> None:
+def keep_local(participation: Participation, tensors: Tensors, round_number: int) -> None:
     """Store the model that is submitted in this round in the site's folder, for a later evaluation by other sites.
 
     The file is `LOCAL_MODEL`. If it cannot be written, log a warning and go on.
 
     Args:
-        place: the site's part in the run.
+        participation: the site's part in the run.
         tensors: the model's tensors by name.
         round_number: the number of the round.
     """
-    path, temporary = place.folder / LOCAL_MODEL, place.folder / f".{LOCAL_MODEL}.tmp"
-    specs = place.session.schema.model.tensors
+    path, temporary = participation.folder / LOCAL_MODEL, participation.folder / f".{LOCAL_MODEL}.tmp"
+    specs = participation.session.schema.model.tensors
     header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
     runs = itertools.chain.from_iterable(runs_of(tensors[spec.name].detach()) for spec in specs)
     try:
@@ -278,34 +278,34 @@ def keep_local(place: Participation, tensors: Tensors, round_number: int) -> Non
         path.unlink(missing_ok=True)  # otherwise an older model would be sent as that of this round
         LOG.warning(
             "%s: the model of round %d could not be stored for a later evaluation by other sites: %s",
-            place.site,
+            participation.site,
             round_number,
             error.strerror,
         )
 
 
-def local_model(place: Participation) -> Packed:
+def local_model(participation: Participation) -> Packed:
     """Return the model that the site submitted last, ready for sending. Its tensors are read from disk piece by piece.
 
     Args:
-        place: the site's part in the run.
+        participation: the site's part in the run.
 
     Raises:
         UsageError: no model was stored; or the site has filters, but the model was stored before they were applied.
     """
-    if place.exchange.local.filters:
+    if participation.exchange.local.filters:
         raise UsageError(
-            f"Site {place.site} has filters, but its stored model was saved before they were applied.",
+            f"Site {participation.site} has filters, but its stored model was saved before they were applied.",
             "Register worker.submits(function): the filters are applied to the model that the function returns.",
         )
-    path = place.folder / LOCAL_MODEL
+    path = participation.folder / LOCAL_MODEL
     try:
         state = LazyState.open(path)
     except (OSError, AtollError):
         raise UsageError(
-            f"Site {place.site} has no stored model of this run. A site stores its submitted model only if "
+            f"Site {participation.site} has no stored model of this run. A site stores its submitted model only if "
             "the run's workflows include a cross_site_evaluation that asks for the model.",
             "Register worker.submits(function), train with such a workflow, or evaluate without the sites' "
             "models (site_models = false, --no-site-models).",
         ) from None
-    return packed_state(state, dict(place.session.schema.model.aliases))
+    return packed_state(state, dict(participation.session.schema.model.aliases))

@@ -240,7 +240,7 @@ class DiLoCo:
         model = without_ddp(model)
         self.model, self.optimizer = model, optimizer
         self._optimizers = optimizers_in(optimizer)
-        self._ranks = RankGroup.here(model)
+        self._ranks = RankGroup.of_process(model)
         self._server = server_of(server, require_server=require_server)
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
@@ -252,7 +252,7 @@ class DiLoCo:
         self._schema = Schema(())
         self._shards: Shards | None = None
         self._checkpoint: dict[str, Any] = {}
-        self._place: Participation | None = None  # at ranks other than 0, set only if the model is sharded
+        self._joined: Participation | None = None  # at ranks other than 0, set only if the model is sharded
         self._sync: Synchroniser | None = None
         self._steps: Steps | None = None
         self.step = 0
@@ -314,14 +314,14 @@ class DiLoCo:
     def _take_back(self, error: BaseException) -> None:
         """Undo a start that failed with this error: remove the hook and leave the run. `start` can then be retried."""
         self._unhook()
-        place, self._place, self._sync, self._progress = self._place, None, None, None
-        if place is not None:
-            place.leave(last_words(error))
+        joined, self._joined, self._sync, self._progress = self._joined, None, None, None
+        if joined is not None:
+            joined.leave(last_words(error))
 
     def _join(self, site: str) -> SyncProgress:
         assert self._server
         sharded = self._shards is not None
-        place = self._place = take_part(
+        joined = self._joined = take_part(
             self._server,
             site,
             folder=self._folder,
@@ -336,15 +336,15 @@ class DiLoCo:
                 self._own_shards if sharded else None,
             ),
         )
-        session, info = place.session, place.session.info
+        session, info = joined.session, joined.session.info
         session.optimizers = self._optimizers
         try:
-            _require_uncorrected(place)
-            require_agrees(self._checkpoint, place)
+            _require_uncorrected(joined)
+            require_agrees(self._checkpoint, joined)
             self.sync_every = self._given_sync_every or info.sync_every or SYNC_EVERY
             self._sync = Synchroniser(
                 session,
-                place.exchanges,
+                joined.exchanges,
                 self._tensors_now,
                 SyncRules.of(info, self.sync_every),
                 self._info,
@@ -353,17 +353,17 @@ class DiLoCo:
             )
             self._sync.start()
         except BaseException as error:
-            place.leave(str(error))
+            joined.leave(str(error))
             raise
         if self._ranks.is_first:
-            told = in_words(info, self.sync_every)
-            LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.http.server, told)
+            terms = in_words(info, self.sync_every)
+            LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.http.server, terms)
             if not info.sync_every:  # 0: the run's algorithm does not count local steps
                 text = _OTHER_ALGORITHM.format(info.algorithm)
                 LOG.warning("%s: %s", site, text)
                 session.warn(OF_THE_ALGORITHM, [text])
         say_evaluation_follows(session)
-        return self._now()
+        return self._progress_now()
 
     def _own_shards(self) -> Shards:
         assert self._shards is not None
@@ -378,10 +378,10 @@ class DiLoCo:
         """
         return work() if self._shards is not None else self._ranks.from_rank0(work, kind)
 
-    def _now(self) -> SyncProgress:
-        assert self._place is not None
+    def _progress_now(self) -> SyncProgress:
+        assert self._joined is not None
         assert self._sync is not None
-        session, sync = self._place.session, self._sync
+        session, sync = self._joined.session, self._sync
         lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
         return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost)
 
@@ -404,37 +404,37 @@ class DiLoCo:
             error: the error that ended training, if any.
         """
         self._unhook()
-        place, sync = self._place, self._sync
+        joined, sync = self._joined, self._sync
         if self._stopped or self._process != os.getpid():
             return
-        if place is None or sync is None:
+        if joined is None or sync is None:
             self._stopped = not self._server or self._progress is not None
             if not self._server and error is None:
                 LOG.info("%s", ALONE_ENDED)
         else:
             self._stopped = True
-            self._end(place, sync, error)
+            self._end(joined, sync, error)
         if error is None and self._progress is not None:
             self._spread()  # rank 0 may have merged a result meanwhile
-        if place is None or sync is None:
+        if joined is None or sync is None:
             return
-        place.leave(last_words(error))
-        counters = place.session.counters
+        joined.leave(last_words(error))
+        counters = joined.session.counters
         LOG.info(
             "%s: %d steps, %d rounds%s, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
-            place.site,
+            joined.site,
             self.step,
             sync.rounds,
             sync.merges_in_words,
             sync.skipped,
             counters.retries,
-            place.session.reconnections,
+            joined.session.reconnections,
             size(counters.bytes_up),
             size(counters.bytes_down),
             self.seconds_waited,
         )
 
-    def _end(self, place: Participation, sync: Synchroniser, error: BaseException | None) -> None:
+    def _end(self, joined: Participation, sync: Synchroniser, error: BaseException | None) -> None:
         try:
             if error is None:
                 sync.drain()
@@ -442,32 +442,32 @@ class DiLoCo:
                 sync.abandon()
         except BaseException as worse:
             sync.abandon()
-            place.leave(last_words(worse))
+            joined.leave(last_words(worse))
             raise
         if self.step == 0 and error is None:
             LOG.warning(
-                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass DiLoCo the one that steps.", place.site
+                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass DiLoCo the one that steps.", joined.site
             )
         elif not sync.finished:
             if self.lost:
-                LOG.warning("%s: %s", place.site, place.session.silence.error())
-            self._say_what_stays(place, sync)
+                LOG.warning("%s: %s", joined.site, joined.session.silence.error())
+            self._say_unsent_steps(joined, sync)
 
-    def _say_what_stays(self, place: Participation, sync: Synchroniser) -> None:
+    def _say_unsent_steps(self, joined: Participation, sync: Synchroniser) -> None:
         """Log how many local steps were not sent to the run; warn if a synchronisation was skipped or failed."""
         counted = sync.counted_step
-        steps, turn = self.step - counted, self.sync_every // place.session.info.fragments
+        steps, turn = self.step - counted, self.sync_every // joined.session.info.fragments
         if not steps:
             return
         if self.lost or steps > self.step - sync.newest_step or (sync.skipped and steps >= turn):
             LOG.warning(
                 "%s: the %d local steps after step %d were not sent; only this script's model contains them",
-                place.site,
+                joined.site,
                 steps,
                 counted,
             )
         else:
-            LOG.info("%s: the %d steps after the last synchronisation are in the local model only", place.site, steps)
+            LOG.info("%s: the %d steps after the last synchronisation are in the local model only", joined.site, steps)
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
@@ -477,7 +477,7 @@ class DiLoCo:
 
         The script or framework itself must save parameters, optimizer and schedule.
         """
-        return checkpoint_of(self._place) if self._place is not None else dict(self._checkpoint)
+        return checkpoint_of(self._joined) if self._joined is not None else dict(self._checkpoint)
 
     @public_api
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -501,8 +501,8 @@ class DiLoCo:
         """
         self._optimizers, self.optimizer = optimizers_in(optimizer), optimizer
         self._require_trains()
-        if self._place is not None:
-            self._place.session.optimizers = self._optimizers
+        if self._joined is not None:
+            self._joined.session.optimizers = self._optimizers
         if self._steps is not None:
             self._unhook()
             self._find_tensors()
@@ -518,8 +518,8 @@ class DiLoCo:
             metrics: finite numbers by name.
         """
         self._reports.add(finite_metrics(metrics, self._named, self._not_finite), metrics)
-        if self._place is not None:
-            self._place.session.tell(metrics=dict(self._reports.newest))
+        if self._joined is not None:
+            self._joined.session.tell(metrics=dict(self._reports.newest))
 
     def credit(self, metrics: dict[str, float]) -> bool:
         """Record metrics that a framework has just measured, if the model has the weights of the global model.
@@ -530,10 +530,10 @@ class DiLoCo:
         Returns:
             Whether the metrics were recorded.
         """
-        place, sync = self._place, self._sync
-        if place is None or sync is None or place.session.info.streams or self.step != sync.base_step:
+        joined, sync = self._joined, self._sync
+        if joined is None or sync is None or joined.session.info.streams or self.step != sync.base_step:
             return False
-        base = place.exchange.base.note
+        base = joined.exchange.base.note
         if base is None or not base.digest:
             return False
         self._measured.credit(metrics, base.digest)
@@ -570,7 +570,7 @@ class DiLoCo:
 
     @property
     def _named(self) -> str:
-        return self._place.site if self._place is not None else self._site or "worker"
+        return self._joined.site if self._joined is not None else self._site or "worker"
 
     @property
     def sync_metrics(self) -> dict[str, float]:
@@ -579,7 +579,7 @@ class DiLoCo:
         Also the staleness of the last counted update: how many versions older than the newest its base was. If the
         model is sharded, the bytes are those of this rank.
         """
-        session, sync = self._place.session if self._place is not None else None, self._sync
+        session, sync = self._joined.session if self._joined is not None else None, self._sync
         merges = {}
         if sync is not None and session is not None and session.info.streams:
             merges = {"merges_waited": sync.merges_waited, "merges_late": sync.merges_late}
@@ -621,7 +621,7 @@ class DiLoCo:
             )
         self._schema, shards = Shards.of(self.model, self._ranks.rank, self._ranks.size)
         self._tensors = shards.locals
-        self._shards = shards if self._ranks.together else None
+        self._shards = shards if self._ranks.is_distributed else None
 
     def _tensors_now(self) -> Tensors:
         """Look up the model's tensors again, since a script may have replaced buffers or moved parameters.
@@ -650,13 +650,13 @@ class DiLoCo:
         if progress is None or self._stopped:
             return
         self._beat()
-        if progress.finished or (self._ranks.together and self.step < progress.next_step):
+        if progress.finished or (self._ranks.is_distributed and self.step < progress.next_step):
             return
         begin = time.monotonic()
         now = self._over_ranks(self._act, SyncProgress | None)
         if now is None:
             return
-        if self._place is None:
+        if self._joined is None:
             self._tensors_now()
         self._learn(now)
         self.seconds_waited += time.monotonic() - begin
@@ -668,7 +668,7 @@ class DiLoCo:
         Return the new progress; None if nothing was merged or due.
         """
         assert self._sync is not None
-        return self._now() if self._sync.after_step(self.step) else None
+        return self._progress_now() if self._sync.after_step(self.step) else None
 
     def _info(self, base: VersionRef, steps: int) -> UpdateInfo:
         """Return weight, steps and metrics of the update that is about to be formed; every rank gets those of rank 0.
@@ -677,9 +677,9 @@ class DiLoCo:
             base: the version that the update was trained from.
             steps: number of local steps in the update.
         """
-        place = self._place
-        assert place is not None
-        is_lost = place.exchanges[base.fragment].outbox.note is None
+        joined = self._joined
+        assert joined is not None
+        is_lost = joined.exchanges[base.fragment].outbox.note is None
 
         def own() -> UpdateInfo:
             reported = self._reports.take(base.fragment, is_lost=is_lost)
@@ -687,27 +687,27 @@ class DiLoCo:
             weight = positive(self._weight() if callable(self._weight) else self._weight)
             return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
 
-        return place.session.ranks.from_rank0(own, UpdateInfo)
+        return joined.session.ranks.from_rank0(own, UpdateInfo)
 
     def _beat(self) -> None:
-        if self._place is None or self._sync is None:
+        if self._joined is None or self._sync is None:
             return
         step, since = self._pace
         rate = (self.step - step) / max(time.monotonic() - since, 1e-9)
-        state = {} if self._sync.under_way else {"state": "training"}  # else the synchroniser reports the state
-        self._place.session.tell(step=self.step, steps_per_s=rate, **state)
+        state = {} if self._sync.in_flight else {"state": "training"}  # else the synchroniser reports the state
+        self._joined.session.tell(step=self.step, steps_per_s=rate, **state)
 
 
-def _require_uncorrected(place: Participation) -> None:
+def _require_uncorrected(joined: Participation) -> None:
     """Refuse a run with an algorithm that `DiLoCo` does not support.
 
     Raises:
         UsageError: the algorithm corrects local steps, or it needs further tensors in the updates besides the model.
     """
-    info, beside = place.session.info, [spec.group for spec in place.session.schema.tensors if spec.is_extra]
-    if all(each.local.rule is None for each in place.exchanges) and not beside:
+    info, extra = joined.session.info, [spec.group for spec in joined.session.schema.tensors if spec.is_extra]
+    if all(each.local.rule is None for each in joined.exchanges) and not extra:
         return
-    what = f"needs {beside[0]!r} in each update, besides the model" if beside else "corrects local steps"
+    what = f"needs {extra[0]!r} in each update, besides the model" if extra else "corrects local steps"
     raise UsageError(
         f"The algorithm {info.algorithm!r} of run {info.name!r} {what}; atoll.DiLoCo does not support this.",
         'Train with atoll.join and fl_round.correct(model, optimizer), or start a run with algorithm.name = "diloco".',
@@ -722,18 +722,18 @@ KEYS = {"run", "site", "versions"}
 WITHOUT = "To resume from the server's state instead, leave the checkpoint out."
 
 
-def checkpoint_of(place: Participation) -> dict[str, Any]:
+def checkpoint_of(joined: Participation) -> dict[str, Any]:
     """Return Atoll's entry for a checkpoint, as JSON values.
 
     The entry holds the run's id, the site's name, and for each fragment the number of the version that the site trains
     from.
 
     Args:
-        place: the site's part in the run.
+        joined: the site's part in the run.
     """
-    notes = [exchange.base.note for exchange in place.exchanges]
+    notes = [exchange.base.note for exchange in joined.exchanges]
     versions = [note.version if note is not None and note.complete else -1 for note in notes]
-    return {"run": place.session.info.run, "site": place.site, "versions": versions}
+    return {"run": joined.session.info.run, "site": joined.site, "versions": versions}
 
 
 def require_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -763,7 +763,7 @@ def require_same_run(state: Mapping[str, Any], run: str, site: str) -> None:
         )
 
 
-def require_agrees(state: Mapping[str, Any], place: Participation) -> None:
+def require_agrees(state: Mapping[str, Any], joined: Participation) -> None:
     """Check that the site's folder is not older than a checkpoint. Call this before a new version is downloaded.
 
     A newer folder is accepted: the site trained on after the checkpoint was written, and now continues from the newest
@@ -771,21 +771,21 @@ def require_agrees(state: Mapping[str, Any], place: Participation) -> None:
 
     Args:
         state: Atoll's entry of the checkpoint, as `checkpoint_of` returns it.
-        place: the site's part in the run.
+        joined: the site's part in the run.
 
     Raises:
         UsageError: the checkpoint belongs to another run or site, or the folder has an older version.
     """
     if not state:
         return
-    here = checkpoint_of(place)
-    require_same_run(state, here["run"], here["site"])
-    for fragment, (then, now) in enumerate(zip(state["versions"], here["versions"], strict=False)):
+    current = checkpoint_of(joined)
+    require_same_run(state, current["run"], current["site"])
+    for fragment, (then, now) in enumerate(zip(state["versions"], current["versions"], strict=False)):
         if now < then:
             has = f"version {now}" if now >= 0 else "no version"
             raise UsageError(
                 f"The checkpoint was written when the site trained from version {then} of fragment {fragment}, but "
-                f"the site's folder {str(place.folder)!r} has {has}. So this is another folder, or an older backup "
+                f"the site's folder {str(joined.folder)!r} has {has}. So this is another folder, or an older backup "
                 "of it.",
                 f"Use the folder that the site had when the checkpoint was written. {WITHOUT}",
             )

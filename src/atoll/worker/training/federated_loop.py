@@ -231,18 +231,18 @@ class Round:
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
 
-    def _finish(self, given: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
+    def _finish(self, submitted: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
         """Return a function that computes the tensors that the update needs besides the model; None if it needs none.
 
         Either the hooks of `correct` have measured the groups; or the script computed the groups itself, and has given
         them to `submit`.
 
         Args:
-            given: the argument `groups` of `submit`.
+            submitted: the argument `groups` of `submit`.
             steps: number of local steps in the round.
 
         Raises:
-            UsageError: the algorithm needs a correction that was not used, or `given` does not fit the run or this
+            UsageError: the algorithm needs a correction that was not used, or `submitted` does not fit the run or this
                 round.
         """
         local = self._backend.local
@@ -250,7 +250,7 @@ class Round:
             return None
         groups, algorithm = local.groups, local.info.algorithm
         corrects = self._hooks is not None and self._hooks.changes_training
-        if given is None:
+        if submitted is None:
             if self._hooks is not None:
                 self._hooks.require_steps()
                 return self._hooks.finish if corrects else None
@@ -284,7 +284,7 @@ class Round:
                 f"submit(groups=...) in round {self.number} has steps={steps}.",
                 "Set steps to the number of optimizer steps that the groups were measured over.",
             )
-        return given_groups(given, groups, local.kept, local.rule.keeps if local.rule else ())
+        return given_groups(submitted, groups, local.kept, local.rule.keeps if local.rule else ())
 
     def _require_joined(self) -> None:
         require_joined(self._backend.has_left, self._backend.site, "atoll.join")
@@ -307,17 +307,17 @@ class Worker(TaskWorker):
 
     Args:
         backend: provides the rounds, and sends the updates.
-        place: the site's part in a server's run, needed to answer tasks; None without a server.
+        participation: the site's part in a server's run, needed to answer tasks; None without a server.
     """
 
     _joined_by = "atoll.join"
 
-    def __init__(self, backend: RoundBackend, place: Participation | None = None) -> None:
-        if place is None:
+    def __init__(self, backend: RoundBackend, participation: Participation | None = None) -> None:
+        if participation is None:
             super().__init__(backend.site)
         else:
-            filters, local = place.exchange.local.filters, partial(local_model, place)
-            super().__init__(backend.site, place.session, filters, local=local, folder=place.folder)
+            filters, local = participation.exchange.local.filters, partial(local_model, participation)
+            super().__init__(backend.site, participation.session, filters, local=local, folder=participation.folder)
         self._backend, self._has_ended = backend, False
         self._round: Round | None = None
 
@@ -421,8 +421,8 @@ class Worker(TaskWorker):
             )
         elif reply.tasks:
             self._serve(rounds=False)
-        told = f" ({reply.reason})" if reply.reason != "finished" else ""
-        LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, told)
+        reason = f" ({reply.reason})" if reply.reason != "finished" else ""
+        LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, reason)
 
 
 # -- In a process of a simulation, `join` returns the worker of the simulated site.
@@ -506,10 +506,10 @@ def join(
         return Worker(ScriptAlone())
     site = require_site(site or default_site())
     where = Path(folder) if folder else None
-    place = take_part(server, site, folder=where, labels=labels, filters=filters)
-    session = place.session
+    participation = take_part(server, site, folder=where, labels=labels, filters=filters)
+    session = participation.session
     LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
-    return Worker(ServerBackend(place), place)
+    return Worker(ServerBackend(participation), participation)
 
 
 def _run_of(worker: Worker) -> LocalFragment:

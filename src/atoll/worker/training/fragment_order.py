@@ -66,7 +66,7 @@ class SyncRules:
         return self.tau > 0
 
 
-class Place(NamedTuple):
+class Candidate(NamedTuple):
     """The state of one fragment at a worker, as `FragmentOrder` needs it to choose the next fragment.
 
     Attributes:
@@ -92,22 +92,22 @@ class FragmentOrder:
     def __init__(self, rules: SyncRules, first: int = 0) -> None:
         self._rules, self._next = rules, first
 
-    def steps_between(self, places: Sequence[Place]) -> int:
+    def steps_between(self, candidates: Sequence[Candidate]) -> int:
         """Return the local steps between the synchronisations of one fragment and of the next: H/K, or H_w/K with DyLU.
 
         With DyLU, the run gives each worker its own number of local steps, H_w.
         """
-        h = min((each.local_steps for each in places if each.local_steps), default=self._rules.every)
-        return max(1, h // len(places))
+        h = min((each.local_steps for each in candidates if each.local_steps), default=self._rules.every)
+        return max(1, h // len(candidates))
 
-    def pick(self, places: Sequence[Place]) -> int | None:
+    def pick(self, candidates: Sequence[Candidate]) -> int | None:
         """Return the number of the fragment to synchronise next; None if every fragment is finished or in flight."""
-        free = [index for index, each in enumerate(places) if each.is_free]
+        free = [index for index, each in enumerate(candidates) if each.is_free]
         first = self._rules.sync_rounds_first
-        waits = [index for index in free if self._rules.waits or places[index].round <= first]
+        waits = [index for index in free if self._rules.waits or candidates[index].round <= first]
         if waits:
-            return min(waits, key=lambda index: (places[index].round, index))
-        return min(free, key=lambda index: (index - self._next) % len(places), default=None)
+            return min(waits, key=lambda index: (candidates[index].round, index))
+        return min(free, key=lambda index: (index - self._next) % len(candidates), default=None)
 
     def took(self, fragment: int) -> None:
         """Record that an update of this fragment was formed. In an asynchronous run, the next fragment then follows."""

@@ -33,18 +33,18 @@ class _Part:
         self.worker = worker
         self.rounds: Iterator[Round] = iter(worker)
         self.round: Round | None = None
-        self.has_received = self.over = False
+        self.has_received = self.is_over = False
 
     def next_round(self) -> Round | None:
         """Return the open round, or wait for the next one. At the end of the run, leave and return None."""
-        if self.round is None and not self.over:
+        if self.round is None and not self.is_over:
             self.round = next(self.rounds, None)
             if self.round is None:
                 self.leave()
         return self.round
 
     def leave(self, error: BaseException | None = None) -> None:
-        self.over, self.round, self.has_received = True, None, False
+        self.is_over, self.round, self.has_received = True, None, False
         self.worker.leave(error)
 
 
@@ -70,7 +70,7 @@ def init(
         ConfigError, ServerUnreachable, StateLocked: as for `atoll.join`.
     """
     global _part
-    if _part is not None and not _part.over:
+    if _part is not None and not _part.is_over:
         raise UsageError("atoll.functional.init() was called twice.", "Call it once, before the loop.")
     worker = join(server, site, folder=folder, labels=labels, filters=filters, require_server=require_server)
     _part = _Part(worker)
@@ -164,5 +164,5 @@ def _current() -> _Part:
 
 def _leave_at_exit(part: _Part) -> None:
     """Leave the run when the process ends. Tell the server about the uncaught error that ends the process, if any."""
-    if not part.over:
+    if not part.is_over:
         part.leave(what_ends())

@@ -87,13 +87,13 @@ class Measured:
         if self._digest is not None and not local:
             self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
             return
-        kept = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors, _ in parts]
+        originals = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors, _ in parts]
         try:
             for tensors, base in parts:
                 apply_version.load_(tensors, base)
             self._metrics = finite_metrics(self._ask(), self._site(), self._not_finite)
         finally:
-            for (tensors, _), before in zip(parts, kept, strict=True):
+            for (tensors, _), before in zip(parts, originals, strict=True):
                 for name, tensor in tensors.items():
                     tensor.copy_(before[name])
 

@@ -146,17 +146,17 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
 class ServerBackend:
     """The backend of a worker that has joined a server's run. It continues from the files in the site's folder."""
 
-    def __init__(self, place: Participation) -> None:
-        self.place, self.site = place, place.site
-        self.counters, self.local = place.session.counters, place.exchange.local
-        self.schema = place.session.schema.model
+    def __init__(self, participation: Participation) -> None:
+        self.participation, self.site = participation, participation.site
+        self.counters, self.local = participation.session.counters, participation.exchange.local
+        self.schema = participation.session.schema.model
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
         self._recovered = False
 
     @property
     def has_left(self) -> bool:
         """Whether the worker has left, also by a signal or at the end of the process."""
-        return self.place.session.has_left
+        return self.participation.session.has_left
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
         """Return the model's own tensors by name, after a check that they are those of the server's model."""
@@ -164,7 +164,7 @@ class ServerBackend:
 
     def next_round(self, wait_s: float | None) -> Next:
         """Ask the server for the next round. The first time, send the update that an earlier process left, if any."""
-        exchange = self.place.exchange
+        exchange = self.participation.exchange
         if not self._recovered:
             exchange.recover()
             self._recovered = True
@@ -182,34 +182,34 @@ class ServerBackend:
         No training is lost, because none has started from the old version. A version can disappear when the round
         closes at its deadline, or when the server is restored from a backup.
         """
-        exchange = self.place.exchange
+        exchange = self.participation.exchange
         while isinstance(pull := require(exchange.pull(ticket.base, into)), VersionGone):
             LOG.info("%s: round %d is skipped: %s", self.site, ticket.round, pull.error.message)
             reply = require(exchange.ask_and_resend())
             # if the run has ended meanwhile, there is no ticket: train from the result; the update will not count
             latest = {"base_version": reply.head.number, "base_digest": reply.head.digest}
             ticket = reply.ticket if isinstance(reply, Open) else ticket.model_copy(update=latest)
-        self.place.session.tell(state="training", version=ticket.base.number)
+        self.participation.session.tell(state="training", version=ticket.base.number)
         return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
         """Download the newest version; if `keep` must stay in the base file, download into a second file."""
-        self.place.exchange.pull_head(into, keep=keep)
+        self.participation.exchange.pull_head(into, keep=keep)
         if keep is not None:
-            self.place.session.tell(state="training")
+            self.participation.session.tell(state="training")
 
     def has_base(self, ticket: Ticket) -> bool:
         """Return whether the base file has the version that the ticket is for."""
-        return self.place.exchange.base.holds(self.local.info.run, ticket.base.digest)
+        return self.participation.exchange.base.holds(self.local.info.run, ticket.base.digest)
 
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Send the update. Return when the server has recorded it on disk or refused it, or when it came too late."""
-        session, exchange = self.place.session, self.place.exchange
+        session, exchange = self.participation.session, self.participation.exchange
         session.optimizers = optimizers
         if self.local.info.keeps_local and not self.local.filters:
-            keep_local(self.place, tensors, ticket.round)
+            keep_local(self.participation, tensors, ticket.round)
         if require(exchange.is_over(ticket)):
             LOG.warning("%s: round %d is over; its update does not count", self.site, ticket.round)
         else:
@@ -224,7 +224,7 @@ class ServerBackend:
 
     def leave(self, error: BaseException | None) -> None:
         """Leave the run, and close the site's files."""
-        self.place.leave(last_words(error))
+        self.participation.leave(last_words(error))
         sent, received = size(self.counters.bytes_up), size(self.counters.bytes_down)
         LOG.info("%s: left the run after sending %s and receiving %s", self.site, sent, received)
 
@@ -298,8 +298,8 @@ class ScriptAlone:
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Log the metrics of the update, and forget the model. Nothing is sent."""
-        told = numbers(info.metrics)
-        LOG.info("alone: trained without a server%s", f" ({told})" if told else "")
+        metrics = numbers(info.metrics)
+        LOG.info("alone: trained without a server%s", f" ({metrics})" if metrics else "")
         self._model = None
 
     def leave(self, error: BaseException | None) -> None:

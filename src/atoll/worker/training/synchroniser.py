@@ -30,7 +30,7 @@ from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.pull_version import WAITS, Patience
 from atoll.worker.log_lines import LOG, why_skipped
 from atoll.worker.session.session import Session
-from atoll.worker.training.fragment_order import FragmentOrder, Place, SyncRules
+from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
 from atoll.worker.training.metrics import Measured
 
 LOOK_S = 1.0
@@ -83,16 +83,16 @@ class Outage:
                 why,
             )
 
-    def ended(self, site: str, told: str) -> None:
+    def ended(self, site: str, text: str) -> None:
         """Record that the server has answered. If there was an outage, log that it is over.
 
         Args:
             site: the site's name.
-            told: what to log after "the server answers again; ": "synchronised at step 500".
+            text: what to log after "the server answers again; ": "synchronised at step 500".
         """
         if self.is_on:
-            more = f" ({self._skipped} synchronisations were skipped)" if self._skipped > 1 else ""
-            LOG.info("%s: the server answers again; %s%s", site, told, more)
+            skips = f" ({self._skipped} synchronisations were skipped)" if self._skipped > 1 else ""
+            LOG.info("%s: the server answers again; %s%s", site, text, skips)
         self.is_on = False
 
 
@@ -247,7 +247,7 @@ class Synchroniser:
         self.finished = False
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Number of updates in flight: formed, but their results not merged into the model yet."""
         return len(self._pending)
 
@@ -264,14 +264,14 @@ class Synchroniser:
     @property
     def steps_between(self) -> int:
         """Local steps between the synchronisation of one fragment and that of the next."""
-        return self._order.steps_between(self._places)
+        return self._order.steps_between(self._candidates)
 
     @property
     def next_step(self) -> int:
         """The earliest later step after which, as known now, an update is due or a result has to be merged."""
         soon = self._step + 1
-        at = [max(soon, each.step + self._rules.tau) for each in self._pending]
-        return min([max(soon, self._due_step + self.steps_between), *at])
+        due_steps = [max(soon, each.step + self._rules.tau) for each in self._pending]
+        return min([max(soon, self._due_step + self.steps_between), *due_steps])
 
     @property
     def merges_in_words(self) -> str:
@@ -294,10 +294,11 @@ class Synchroniser:
         return 0 if self._outage.is_on else self._max_retries
 
     @property
-    def _places(self) -> list[Place]:
+    def _candidates(self) -> list[Candidate]:
         busy = {each.fragment.index for each in self._pending}
         return [
-            Place(each.round, not each.ended and each.index not in busy, each.local_steps) for each in self._fragments
+            Candidate(each.round, not each.ended and each.index not in busy, each.local_steps)
+            for each in self._fragments
         ]
 
     # -- start and end
@@ -331,20 +332,20 @@ class Synchroniser:
             return replies
         replies = [require(each.exchange.ask_and_resend(0.0)) for each in fragments]
         waited, others = list[tuple[int, int]](), list[tuple[int, int]]()
-        for place, (fragment, reply) in enumerate(zip(fragments, replies, strict=True)):
+        for index, (fragment, reply) in enumerate(zip(fragments, replies, strict=True)):
             fragment.heard(reply)
             note = fragment.exchange.outbox.note
-            is_waited = is_in[place] and isinstance(reply, Wait) and note is not None and note.round == reply.round
+            is_waited = is_in[index] and isinstance(reply, Wait) and note is not None and note.round == reply.round
             if self._rules.waits and is_waited:
-                waited.append((reply.round, place))
+                waited.append((reply.round, index))
             elif not fragment.ended:  # without a ticket, this worker may still get one for the open round
-                others.append((fragment.round, place) if fragment.ticket else (0, place))
-        for number, place in sorted(waited):
-            if others and (number, place) > min(others):
+                others.append((fragment.round, index) if fragment.ticket else (0, index))
+        for number, index in sorted(waited):
+            if others and (number, index) > min(others):
                 break
-            while isinstance(replies[place], Wait) and replies[place].round == number:  # only this round
-                replies[place] = require(fragments[place].exchange.ask_and_resend(LOOK_S))
-            fragments[place].heard(replies[place])
+            while isinstance(replies[index], Wait) and replies[index].round == number:  # only this round
+                replies[index] = require(fragments[index].exchange.ask_and_resend(LOOK_S))
+            fragments[index].heard(replies[index])
         return replies
 
     def drain(self) -> None:
@@ -422,7 +423,7 @@ class Synchroniser:
     def _submit_next(self) -> None:
         """Choose the fragment that is due, get a ticket for its round, and submit its update."""
         for _ in range(2 * len(self._fragments)):  # if the server reports a later round, another fragment is due
-            index = self._order.pick(self._places)
+            index = self._order.pick(self._candidates)
             if index is None:
                 break
             fragment = self._fragments[index]
@@ -432,7 +433,7 @@ class Synchroniser:
                 break
             if not goes_on:
                 break
-            if index == self._order.pick(self._places):
+            if index == self._order.pick(self._candidates):
                 self._submit(fragment)
                 break
         self._look_whether_finished()
@@ -623,8 +624,8 @@ class Synchroniser:
             for broken in self._broken():
                 self._finish_sync(broken)
             may = self._rules.waits and len(self._pending) < self._rules.max_inflight
-            due, mine = self._order.pick(self._places) if may else None, pending.fragment
-            if due is not None and (self._fragments[due].round, due) < (mine.round, mine.index):
+            due, own = self._order.pick(self._candidates) if may else None, pending.fragment
+            if due is not None and (self._fragments[due].round, due) < (own.round, own.index):
                 self._submit_next()
 
     def _broken(self) -> list[PendingSync]:
@@ -752,10 +753,10 @@ class Synchroniser:
 
     def _answered(self) -> None:
         """Record that the server has answered, which ends an outage."""
-        told = f"synchronised at step {self._step}"
+        text = f"synchronised at step {self._step}"
         if self._rules.overlap:
-            told = f"synchronising again from step {self._step} on"
-        self._outage.ended(self._session.site, told)
+            text = f"synchronising again from step {self._step} on"
+        self._outage.ended(self._session.site, text)
 
     def _look_whether_finished(self) -> None:
         """If the rounds of every fragment are over and no update is in flight, load the run's result into the model."""
