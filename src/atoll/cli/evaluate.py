@@ -136,7 +136,7 @@ def show(evaluation: Evaluation, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         _tables(evaluation)
     else:
-        print("\n".join(map(visible, plain(evaluation))))
+        print("\n".join(map(visible, plain(evaluation))) or "no site has sent results yet")
 
 
 def _tables(evaluation: Evaluation) -> None:

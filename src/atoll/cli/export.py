@@ -396,13 +396,13 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
     Raises:
         PartCorrupt: the bytes arrived damaged each time.
     """
-    from atoll.transport.part_transfer import PART_ATTEMPTS
+    from atoll.transport.part_transfer import DAMAGED, PART_ATTEMPTS
 
     for _ in range(PART_ATTEMPTS):
         body = memoryview(parts.read(path, nbytes + routes.DIGEST_BYTES))
         if len(body) == nbytes + routes.DIGEST_BYTES and blake3(body[:nbytes]).digest() == body[nbytes:]:
             return body[:nbytes]
-    raise PartCorrupt(f"{path} arrived damaged {PART_ATTEMPTS} times in a row.", "Check the network.")
+    raise PartCorrupt(f"{path} arrived damaged {PART_ATTEMPTS} times in a row.", DAMAGED)
 
 
 def _write(

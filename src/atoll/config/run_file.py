@@ -275,7 +275,7 @@ def file_layer(path: Path, fields: Fields) -> Layer:
         ConfigError: the file cannot be read, or is not TOML.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"The run file {str(path)!r} does not exist.", "`atoll new` writes one.") from None
     except IsADirectoryError:

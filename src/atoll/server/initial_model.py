@@ -274,7 +274,9 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
             if run.is_floating_point() and not bool(torch.isfinite(run.float()).all()):
                 raise ConfigError(
                     f"The initial model's tensor {spec.name!r} contains NaN or Inf.",
-                    "Check how it is initialised.",
+                    "Check how it is initialised."
+                    if spec.group != BUFFERS
+                    else "If it is a constant, such as a mask, register it with persistent=False; else check it.",
                 )
             data = bytes_of(run)
             hasher.update(data)

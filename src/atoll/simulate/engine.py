@@ -263,6 +263,7 @@ class Engine:
         self.capacity = processes * (1 + max(1, host.ahead))
         self._lock = threading.Lock()  # guards the attributes below
         self._crew: list[_Member] = []
+        self._threads: list[threading.Thread] = []
         self._waiting: deque[Job] = deque()
         self._closed = False
         self._beginning: Beginning
@@ -291,7 +292,9 @@ class Engine:
             self.close()
             raise
         for member in self._crew:
-            threading.Thread(target=self._hear, args=(member,), name="atoll-simulate", daemon=True).start()
+            thread = threading.Thread(target=self._hear, args=(member,), name="atoll-simulate", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def put(self, job: Job) -> None:
         """Queue a job; its answer is reported. If the process that works on the job ends, another one repeats it."""
@@ -328,6 +331,8 @@ class Engine:
             member.process.kill()
         for member in crew:
             member.process.bury()
+        for thread in self._threads:  # one may have started another process: it ends that one as soon as it is ready
+            thread.join()
         self._host.close()
 
     def _hand_out(self) -> None:

@@ -25,6 +25,7 @@ from atoll.store.journal_tables import SCHEMA, SCHEMA_VERSION, Table
 
 Durability = Literal["process", "power"]
 Row = TypeVar("Row")
+UNUSABLE = "Check the disk, and that this user may write the file and its folder; then start the server again."
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -352,7 +353,7 @@ class Journal:
                 "Close the program that writes to it, for example a sqlite3 shell or a backup, and start the "
                 "server again: nothing is lost.",
             )
-        return StoreError(f"{self.path}: {error}.")
+        return StoreError(f"{self.path}: {error}.", UNUSABLE)
 
 
 class _Translated:

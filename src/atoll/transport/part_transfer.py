@@ -38,6 +38,7 @@ Digests = Mapping[int, bytes] | Sequence[bytes]
 """Index of a part → BLAKE3 of the part."""
 
 PART_ATTEMPTS = 4
+DAMAGED = "Check the network, and the disk of the machine that sends it."
 """Number of attempts to move a part before its error is raised."""
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
@@ -372,7 +373,7 @@ class HttpTransfer:
                 arriving.take(run)
             arriving.finish(
                 f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times in a row.",
-                "Check the network.",
+                DAMAGED,
             )
 
         self._spread(fetch, parts)

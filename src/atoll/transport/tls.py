@@ -71,12 +71,15 @@ def require_private(path: Path, what: str) -> None:
         what: name of the file in messages, for example "The TLS key".
 
     Raises:
-        ConfigError: the file is missing, or its mode lets other users access it (chmod 600 is allowed).
+        ConfigError: the file is missing or a folder, or its mode lets other users access it.
     """
     try:
-        mode = stat.S_IMODE(path.stat().st_mode)
+        found = path.stat().st_mode
     except OSError as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error.strerror}.") from error
+    mode = stat.S_IMODE(found)
+    if stat.S_ISDIR(found):
+        raise ConfigError(f"{what} {str(path)!r} is a folder.", "Give the path of a file with mode 0600.")
     if mode & 0o077:
         raise ConfigError(f"{what} {str(path)!r} has mode {mode:04o}: others can read it.", f"Run: chmod 600 {path}")
 

@@ -182,7 +182,7 @@ def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path)
             server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
 
         Sites(server.url, tmp_path, during=during, names=["a"])
-        with pytest.raises(StoreError, match="attempt to write a readonly database"):
+        with pytest.raises(StoreError, match=r"write a readonly database\. Check the disk, and that this user may"):
             server.run()
 
 

@@ -217,4 +217,7 @@ def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Pa
     code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured)
     assert code == 2
     assert "has mode 0644: others can read it" in output
+    code, output = start(nursery, tmp_path, **{"network.port": 0}, **secured | {"network.token_file": tmp_path})
+    assert code == 2
+    assert f"The token file '{tmp_path}' is a folder. Give the path of a file with mode 0600." in output
     assert TOKEN not in output

@@ -71,7 +71,7 @@ def test_damage_that_lasts_is_an_error_that_names_the_reference() -> None:
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with Proxy(ref.port) as proxy:
         proxy.faults += [Fault(DATA, "down", at=10, action="flip") for _ in range(4)]
-        with pytest.raises(PartCorrupt, match=rf"Reference {ref.object[:8]} .*Part 0 .*damaged"):
+        with pytest.raises(PartCorrupt, match=rf"Reference {ref.object[:8]} .*Part 0 .*damaged .* and the disk of"):
             atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port))
 
 

@@ -43,6 +43,12 @@ class Scaled(nn.Module):
         self.w = nn.Parameter(torch.full((size,), by))
 
 
+def masked() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    return model
+
+
 Begun = tuple[dict[str, list[float]], dict[str, Any]]
 
 
@@ -70,6 +76,12 @@ def test_calls_code_by_name_with_its_arguments(begun: Callable[..., Begun]) -> N
         begun(f"{__name__}:Scaled", args={"length": 2})
     with pytest.raises(ConfigError, match=r":torch' is a module\. Name a function that returns an nn\.Module"):
         begun(f"{__name__}:torch")
+
+
+@pytest.mark.covers("P7")
+def test_a_mask_that_is_not_finite_is_told_how_to_stay_out_of_the_model(begun: Callable[..., Begun]) -> None:
+    with pytest.raises(ConfigError, match=r"'mask' contains NaN or Inf\..* register it with persistent=False"):
+        begun(f"{__name__}:masked")
 
 
 @pytest.mark.covers("P7")

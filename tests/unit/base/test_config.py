@@ -112,6 +112,12 @@ def test_refuses_a_set_that_is_no_key_and_value(text: str) -> None:
         set_values([text], FIELDS)
 
 
+def test_a_run_file_may_begin_with_the_mark_that_editors_of_windows_write(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("rounds.total = 3\n", encoding="utf-8-sig")
+    assert Settings.read(path, environ={}).rounds.total == 3
+
+
 def test_groups_are_objects_tables_or_single_keys() -> None:
     nested = Settings.build({"rounds": {"total": 3, "sites": 2}, "async": {"enabled": True}})
     objects = Settings(rounds=Rounds(total=3, sites=2), async_=Async(enabled=True))

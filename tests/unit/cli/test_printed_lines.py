@@ -74,6 +74,13 @@ def test_tables_are_one_for_each_metric_and_nothing_that_a_site_says_breaks_them
 
 
 @pytest.mark.covers("P9")
+def test_without_a_result_there_is_a_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    empty = evaluation().model_copy(update={"metrics": [], "cells": [], "models": []})
+    evaluate.show(empty, as_json=False)
+    assert capsys.readouterr().out == "no site has sent results yet\n"
+
+
+@pytest.mark.covers("P9")
 def test_on_a_terminal_it_is_a_table_of_rich(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,33 @@ def test_begins_a_job_again_in_another_process(lives: list[str], error: str) -> 
 
 
 @pytest.mark.covers("V2")
+def test_close_waits_for_a_process_that_starts_in_place_of_another_one() -> None:
+    class Slow(Ends):
+        """Its second process gets ready only while the engine closes."""
+
+        ended = False
+
+        def ready(self) -> None:
+            if not self._lives:
+                self.answers.put("starts")
+                wait_until(lambda: begun._closed, "the close")
+
+        def kill(self) -> None:
+            self.ended = True
+
+        def close(self) -> None:
+            self.answers.put(f"ended: {self.ended}")
+
+    host = Slow("ends", "answers")
+    begun = engine.Engine(host, 1)
+    begun.start(None, host)  # type: ignore[arg-type]
+    begun.put(SimpleNamespace(ticket=SimpleNamespace(id=7), site="a", attempts=0))  # type: ignore[arg-type]
+    assert host.answers.get(timeout=10) == "starts"
+    begun.close()
+    assert host.answers.get(timeout=10) == "ended: True"
+
+
+@pytest.mark.covers("V2")
 def test_ignores_a_second_answer(caplog: pytest.LogCaptureFixture) -> None:
     host = Ends("answers twice")
     assert host.answer() == "raised"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs
 from atoll.codecs.encoded_layout import encoded_layout
-from atoll.errors import StateLocked, UsageError
+from atoll.errors import DiskFull, StateLocked, StoreError, UsageError
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
@@ -216,6 +217,18 @@ def test_a_tensor_with_elements_that_share_memory_is_named(tmp_path: Path) -> No
     with pytest.raises(UsageError, match=r"'mask' was made by expand\(\).*Add \.clone\(\) after expand\(\)"):
         load_({"a": torch.zeros(2), "mask": torch.zeros(1).expand(3)}, base)
     base.close()
+
+
+def test_a_file_that_is_larger_than_the_process_may_write_is_not_called_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, nbytes: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(StoreError, match=r"would have \d+ bytes, more than .*: ulimit -f unlimited") as caught:
+        base_with(tmp_path, {"a": torch.ones(2)})
+    assert not isinstance(caught.value, DiskFull)
 
 
 class Wrapped(Tensor):

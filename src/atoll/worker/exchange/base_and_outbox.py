@@ -191,6 +191,7 @@ class ScratchFile(TensorFile):
 
         Raises:
             DiskFull: the file cannot be allocated.
+            StoreError: this process may not write a file of this size.
         """
         try:
             os.ftruncate(self.fd, 0)
@@ -199,6 +200,11 @@ class ScratchFile(TensorFile):
                 if count:
                     os.posix_fallocate(self.fd, offset, count)
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise StoreError(
+                    f"{self.path} would have {self.nbytes} bytes, more than this process may write to a file.",
+                    "Raise the limit of the shell: ulimit -f unlimited.",
+                ) from error
             gb = f"{self.nbytes / 1e9:.2f} GB"
             raise DiskFull(
                 f"The disk of {self.path.parent} does not have {gb} of free space ({error.strerror}).",
