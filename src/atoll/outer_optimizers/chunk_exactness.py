@@ -92,6 +92,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
 def _with_stored_state(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]:
     """Step one tensor as the server does: with the rule's `Stepper`, which gets the stored state at each step.
 
+    `values` are the tensor's initial values, then the gradient of each step.
+
     Raises:
         ConfigError: the state's names, shapes or dtypes change after the first step.
     """

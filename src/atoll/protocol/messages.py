@@ -194,9 +194,9 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """A site's last counted update, to which the site's local state (of algorithms such as SCAFFOLD) belongs.
+    """Which of a site's updates its local state (of algorithms such as SCAFFOLD) includes: the last that was counted.
 
-    Without `base_version`, no update of the site has counted yet, and the state is zero.
+    `base_version` is the version that this update was trained from; None: none was counted yet, and the state is zero.
     """
 
     base_version: Count | None = None

@@ -36,7 +36,7 @@ class RoundFacts:
         steps: the number of local optimizer steps that each update reports.
         population_weight: the estimated total weight of all sites that ever joined; 0 if no reducer of the run needs
             it.
-        population_scale: `population_weight` at the previous version, divided by this round's.
+        population_scale: the previous round's `population_weight`, divided by this round's `population_weight`.
     """
 
     weights: Sequence[float]

@@ -117,7 +117,7 @@ def open_run(
             raise ConfigError(
                 f"{settings.disk.state_dir} contains a run, but with disk.in_files = false a stopped run "
                 "cannot continue.",
-                "Start a new run in another disk.state_dir; model.source may be an exported model.",
+                "Start a new run in another disk.state_dir; model.source can be this run's exported model.",
             )
         if model is None and not run and (loaded := persistor.load()) is not None:
             model = loaded_model(settings, loaded)

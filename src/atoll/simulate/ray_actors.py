@@ -69,7 +69,7 @@ class Actor:
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """Write the version to train from into the actor's file. This overwrites the version before."""
+        """Store the version that the next sites train from in the actor's file, in place of the earlier version."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:

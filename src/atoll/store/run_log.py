@@ -85,7 +85,7 @@ class RunLog:
         Args:
             site: name of the site.
             lease: number of the lease, the right of one worker process to act for the site.
-            process: id of the worker process, with the hash of the lease's secret.
+            process: two values in one text: the id of the worker process, and the hash of its lease's secret.
             host: host of the worker.
             labels_json: labels of the site.
         """

@@ -143,9 +143,9 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                     assign_run_(tensor, start, spread(run, rank))
 
     def _heads(self) -> list[list[Run]]:
-        """Return, for each other rank, the elements of this rank's rows that the other rank also keeps in its tails.
+        """Return, for each other rank, the elements of this rank's rows in a tile that the other rank encodes.
 
-        These are at most one range per tensor, shorter than a tile.
+        For each tensor, these are at most one range, shorter than a tile.
         """
         heads: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
@@ -158,7 +158,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return heads
 
     def _tails(self) -> list[list[Run]]:
-        """Return, for each other rank, the elements of its rows that this rank also keeps in its tails."""
+        """Return, for each other rank, the elements of its rows in a tile that this rank encodes."""
         tails: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):

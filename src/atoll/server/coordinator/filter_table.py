@@ -78,7 +78,11 @@ class SiteFilters:
             LOG.warning("%s contains a filter for site %r, which has not taken part. %s", self._setting, site, hint)
 
     def warn_of_unsent(self, names: Collection[str]) -> None:
-        """Warn about each task that a filter names, but that is not in `names`, the tasks that were sent."""
+        """Warn about filters for tasks that the server did not send.
+
+        Args:
+            names: names of the tasks that the server sent.
+        """
         for task in sorted(set(self.tasks).difference(names)):
             hint = registry.nearest(task, names, f"Tasks that were: {', '.join(sorted(names)) or 'none'}.")
             LOG.warning("%s contains a filter for task %r, which was not sent. %s", self._setting, task, hint)

@@ -492,7 +492,7 @@ class TaskQueue:
             raise
 
     async def _take_once(self, task_id: str, site: str, key: str, object_key: tm.ObjectKey) -> None:
-        """Read, filter and record an answer that is an object. A repeated request waits for the first request.
+        """Read, filter and record an answer that a site has uploaded. A repeated request waits for the first request.
 
         Raises:
             TicketClosed: the task ended before the answer was read and filtered.

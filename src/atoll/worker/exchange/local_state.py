@@ -163,7 +163,7 @@ class TwoPhaseFile:
         return False
 
     def zero(self) -> None:
-        """Remove the note, and set all tensors to zero."""
+        """Set all tensors to zero, and remove the note that says which update they belong to."""
         self._note_path.unlink(missing_ok=True)
         self.note, self._is_pending_lost = TwoPhaseNote(), False
         for file in self._files:
@@ -211,7 +211,7 @@ class TwoPhaseFile:
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
-        """If the pending update has counted, make the values that belong to it current.
+        """If a version was made from the pending update, replace the current values with those of that update.
 
         A restored server may have given the same ticket number to another update, so the digests of the updates are
         compared, too.
@@ -261,7 +261,7 @@ class LocalState:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
     def settle(self) -> None:
-        """Where the pending update of a file has counted, make the values that belong to that update current."""
+        """For each file, if a version was made from its pending update, take over the values of that update."""
         for file in self._all:
             file.settle(self._outcome_of)
 
@@ -329,10 +329,10 @@ class Residuals(TwoPhaseFile):
             self.zero()
 
     def follow(self, version: int, site: str) -> None:
-        """Set the residual to zero if the last counted update was formed against `version` or a later version.
+        """Set the residual to zero if the server has gone back to a version without this site's last counted update.
 
-        Call this before an update against `version` is formed. The condition holds only if the server was restored from
-        a backup, or lost power, and continues from a version that does not contain that counted update.
+        The server goes back if it was restored from a backup or has lost power. Call this before the next update is
+        formed.
 
         Args:
             version: number of the version that the next update is formed against.

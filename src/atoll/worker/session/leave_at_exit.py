@@ -409,7 +409,7 @@ def keep_last_status(http: Http) -> None:
 
 
 def leave_for(folder: Path, why: str) -> list[str]:
-    """Make the sites of a process that has ended leave the run. Return the names of the sites that left.
+    """Leave the run for each site of a process, after the process has ended. Return the names of these sites.
 
     Args:
         folder: the folder that `ATOLL_LEASES` named for the process, with a file for each lease.

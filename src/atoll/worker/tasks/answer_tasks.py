@@ -273,7 +273,7 @@ site's disk is full, or the answer is too large for the server. The site then an
 
 
 def say_evaluation_follows(connection: Session) -> None:
-    """Warn if the run ends with an evaluation at this site: a DiLoCo loop cannot answer its tasks.
+    """Warn if the run ends with an evaluation at this site, because a DiLoCo loop cannot answer the evaluation's tasks.
 
     The warning says that the script must open `atoll.tasks` after the loop.
     """
