@@ -75,11 +75,17 @@ def peek_note(path: Path, kind: Any) -> Any:
 
     Raises:
         NoteDamaged: the file was changed or damaged after `write_note`, or does not fit `kind`.
+        StoreError: the file cannot be read.
     """
     try:
         return note_from(path.read_bytes(), kind)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be read ({error.strerror}).",
+            "If it is a folder, move it away. Otherwise let this user read and write it. Then start again.",
+        ) from error
 
 
 def note_from(data: bytes, kind: Any) -> Any:

@@ -37,6 +37,38 @@ def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
     return StoreError(f"The folder {folder} cannot be {what} ({error.strerror}).", remedy)
 
 
+_REMEDIES = {
+    errno.EISDIR: "A file is needed there: move the folder away, then start again.",
+    errno.ENOENT: "Restore it from a backup, or connect the disk that it is on.",
+} | dict.fromkeys(
+    (errno.EACCES, errno.EPERM, errno.EROFS),
+    "Run the command as the owner of the files, or let this user read and write them and their folders.",
+)
+
+
+def file_error(error: OSError, path: Path | str) -> StoreError:
+    """Return the error to raise after an OSError about the file `path`. The message names the file and the remedy."""
+    if error.errno in FULL:
+        return DiskFull(f"The disk of {os.path.dirname(path)} is full.", "Free disk space; nothing was lost.")
+    return StoreError(f"{path}: {error.strerror}.", _REMEDIES.get(error.errno or 0, "Check the disk."))
+
+
+@contextmanager
+def usable(*folders: Path) -> Iterator[None]:
+    """Turn an OSError in the `with` block about a file in one of these folders into the error of `file_error`.
+
+    Raises:
+        StoreError: the file, or its folder, cannot be used.
+    """
+    try:
+        yield
+    except OSError as error:
+        path = error.filename2 or error.filename
+        if not isinstance(path, str | Path) or not any(Path(path).is_relative_to(folder) for folder in folders):
+            raise
+        raise file_error(error, path) from error
+
+
 def require_writable_folder(folder: Path, remedy: str) -> None:
     """Make the folder if it is missing, and try to write into it.
 

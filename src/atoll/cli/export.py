@@ -125,10 +125,14 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             f"Its newest version is {newest}; disk.export_every keeps older ones as files in exports/.",
         )
     with contextlib.ExitStack() as stack:
-        sources = [
-            _stored(state_dir / "slots", row, schema, settings, stack)
-            for row, schema in zip(rows, split.schemas, strict=True)
-        ]
+        try:
+            sources = [
+                _stored(state_dir / "slots", row, schema, settings, stack)
+                for row, schema in zip(rows, split.schemas, strict=True)
+            ]
+        except FileNotFoundError:
+            _require_kept(state_dir, rows)
+            raise
         _write(sources, out, split.schema, lambda: _require_kept(state_dir, rows))
     return min(row.version for row in rows)
 

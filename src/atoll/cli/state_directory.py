@@ -37,18 +37,27 @@ def journal_of(state_dir: Path) -> Path:
 
 @contextmanager
 def permitted(state_dir: Path) -> Iterator[None]:
-    """Turn a `PermissionError` in the `with` block into an error that says that nothing is damaged.
+    """Turn an OSError in the `with` block about a file of a state directory into an error with the remedy.
 
     Args:
         state_dir: the state directory that the block reads.
 
     Raises:
-        StoreError: this user has no permission to read a file.
+        StoreError: this user has no permission to read a file; the message says that nothing is damaged.
+        StateCorrupt: a file is missing, or is no file.
     """
     try:
         yield
     except PermissionError as error:
         raise unreadable(error.filename or state_dir) from error
+    except OSError as error:
+        if not error.filename or not Path(error.filename).is_relative_to(state_dir):
+            raise
+        raise StateCorrupt(
+            f"{error.filename} cannot be read ({error.strerror}).",
+            "Restore it from a backup, or connect its disk. Without it, start the server once: it falls back to an "
+            "undamaged version, if there is one.",
+        ) from error
 
 
 def unreadable(path: Path | str) -> StoreError:

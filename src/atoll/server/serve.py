@@ -250,7 +250,11 @@ class Server:
                 schedule.load()
             persistor = Persistor(self.settings)
             opened = open_run(self.settings, self._model, persistor, self._outer)
-            run = Coordinator(*opened, persistor, self._filters.results, schedule)
+            try:
+                run = Coordinator(*opened, persistor, self._filters.results, schedule)
+            except BaseException:
+                opened[1].close()
+                raise
         except BaseException:
             listener.close()
             raise

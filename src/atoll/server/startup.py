@@ -20,6 +20,7 @@ from atoll.config import Settings, default_of
 from atoll.config.consistency import Argument, require_consistent
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
+from atoll.posix import usable
 from atoll.server.coordinator.background_writes import require_files, require_no_results
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
@@ -98,42 +99,42 @@ def open_run(
             would replace the exports of another run.
         StateLocked: another server uses the directory.
         StateCorrupt: no version in the directory is intact.
-        StoreError: a folder has the name of a file of the best version.
+        StoreError: a file or folder cannot be used, such as a folder in place of a file, or one of another user.
     """
-    store = Store(
-        settings.disk.state_dir,
-        durability=settings.disk.durability,
-        keep_versions=settings.disk.keep_versions,
-        max_pins=settings.disk.max_pinned_versions,
-        in_memory=not settings.disk.in_files,
-    )
-    try:
-        if settings.rounds.best_metric:
-            require_files(settings.exports)
-        run = store.run_log.run
-        if not run:
-            require_no_results(settings.exports)
-        if run and store.slots.in_memory:
-            raise ConfigError(
-                f"{settings.disk.state_dir} contains a run, but with disk.in_files = false a stopped run "
-                "cannot continue.",
-                "Start a new run in another disk.state_dir; model.source can be this run's exported model.",
-            )
-        if model is None and not run and (loaded := persistor.load()) is not None:
-            model = loaded_model(settings, loaded)
-        plan = _take_up(settings, model, outer, run) if run else _create(settings, model, outer, store)
-        shapes = [fragment.shapes() for fragment in plan.fragments]
-        store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
-        lost = store.recover()
-        if len(store.versions.heads()) < len(plan.fragments):
-            # a new run, or one killed before version 0 was written
-            if model is None and (loaded := persistor.load()) is not None:
-                model = loaded_model(settings, loaded, plan.schema.model)
-            _write_first(plan, store, initial_model(settings, model))
+    with usable(settings.disk.state_dir, settings.exports):
+        store = Store(
+            settings.disk.state_dir,
+            durability=settings.disk.durability,
+            keep_versions=settings.disk.keep_versions,
+            max_pins=settings.disk.max_pinned_versions,
+            in_memory=not settings.disk.in_files,
+        )
+        try:
+            require_files(settings.exports, best=settings.rounds.best_metric is not None)
+            run = store.run_log.run
+            if not run:
+                require_no_results(settings.exports)
+            if run and store.slots.in_memory:
+                raise ConfigError(
+                    f"{settings.disk.state_dir} contains a run, but with disk.in_files = false a stopped run "
+                    "cannot continue.",
+                    "Start a new run in another disk.state_dir; model.source can be this run's exported model.",
+                )
+            if model is None and not run and (loaded := persistor.load()) is not None:
+                model = loaded_model(settings, loaded)
+            plan = _take_up(settings, model, outer, run) if run else _create(settings, model, outer, store)
+            shapes = [fragment.shapes() for fragment in plan.fragments]
+            store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
             lost = store.recover()
-    except BaseException:
-        store.close()
-        raise
+            if len(store.versions.heads()) < len(plan.fragments):
+                # a new run, or one killed before version 0 was written
+                if model is None and (loaded := persistor.load()) is not None:
+                    model = loaded_model(settings, loaded, plan.schema.model)
+                _write_first(plan, store, initial_model(settings, model))
+                lost = store.recover()
+        except BaseException:
+            store.close()
+            raise
     return plan, store, lost
 
 

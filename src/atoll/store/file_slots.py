@@ -22,8 +22,8 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from atoll.errors import ConfigError, DiskFull, StoreError, UsageError
-from atoll.posix import FULL, write_at
+from atoll.errors import ConfigError, UsageError
+from atoll.posix import file_error, usable, write_at
 from atoll.runtime import failpoint
 from atoll.store.journal import Journal
 
@@ -286,7 +286,8 @@ class SlotPool:
     def _remove(self, slot: Slot) -> None:
         self._free.discard(slot.number)
         if self._slots.pop(slot.number, None) is slot:
-            slot.path.unlink(missing_ok=True)
+            with usable(self.folder):
+                slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the files that are not being read or written. Each other file closes when Python deletes its `Slot`."""
@@ -451,8 +452,5 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
     return hasher.digest()
 
 
-def disk_error(error: OSError, path: Path) -> StoreError:
-    """Return the error to raise for a failed write to `path`: `DiskFull` if space is lacking, else `StoreError`."""
-    if error.errno in FULL:
-        return DiskFull(f"The disk of {path.parent} is full.", "Free disk space; nothing was lost.")
-    return StoreError(f"{path}: {error.strerror}.", "Check the disk.")
+disk_error = file_error
+"""Return the error to raise after an OSError about a file of the store."""

@@ -22,7 +22,7 @@ from typing import Any
 from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import BadRequest, Busy, Conflict, Gone
-from atoll.posix import write_at
+from atoll.posix import usable, write_at
 from atoll.store.file_slots import disk_error
 from atoll.tensors.reference import hash_of_secret, new_id, require_secret
 
@@ -364,14 +364,15 @@ class ObjectStore:
     def _recover(self) -> None:
         """Load complete objects that have not expired, and remove all other files in the folder."""
         now, wanted = time.time(), set[str]()
-        names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
-        for name in names:
-            entry = _read_note(self.folder / name) if name.endswith(".json") else None
-            if entry is not None and entry.expires_at > now and self._is_whole(entry):
-                self._objects[entry.object] = entry
-                wanted |= {name, self._path(entry, "safetensors").name}
-        for name in set(names) - wanted:
-            (self.folder / name).unlink(missing_ok=True)
+        with usable(self.folder):
+            names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
+            for name in names:
+                entry = _read_note(self.folder / name) if name.endswith(".json") else None
+                if entry is not None and entry.expires_at > now and self._is_whole(entry):
+                    self._objects[entry.object] = entry
+                    wanted |= {name, self._path(entry, "safetensors").name}
+            for name in set(names) - wanted:
+                (self.folder / name).unlink(missing_ok=True)
 
     def _is_whole(self, entry: Entry) -> bool:
         path = self._path(entry, "safetensors")

@@ -13,6 +13,7 @@ store.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -86,8 +87,11 @@ class Store:
         self.directory = directory = Path(directory)
         try:
             (directory / "slots").mkdir(parents=True, exist_ok=True)
+            if not os.access(directory / "slots", os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory / "slots")
         except OSError as error:
-            raise folder_error(error, directory, WRITABLE) from error
+            folder = directory / "slots" if os.path.isdir(directory) else directory
+            raise folder_error(error, folder, WRITABLE) from error
         self._lock_fd = lock_directory(directory)
         try:
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())

@@ -194,6 +194,50 @@ def test_what_another_user_may_not_read_is_not_called_damaged(
     assert (outcome.returncode, outcome.stderr) == (7, expected.format(path))
 
 
+@pytest.mark.slow
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("path", "mode", "named"),
+    [
+        ("slots/version-0-0.safetensors", 0o444, "state/slots/version-0-0.safetensors: Permission denied. Run the "),
+        ("slots", 0o555, "The folder state/slots cannot be written (Permission denied). Use a disk.state_dir "),
+        ("objects", 0, "state/objects: Permission denied. Run the command as the owner of the files, or let this "),
+        ("exports", 0, "state/exports/m"),
+    ],
+    ids=["version", "slots", "objects", "exports"],
+)
+def test_a_server_of_another_user_names_what_it_may_not_use(server, tmp_path, path: str, mode: int, named: str) -> None:
+    server.stop()
+    sets = ["algorithm.name=diloco", "disk.min_free_bytes=0"]
+    (tmp_path / "state" / "objects").mkdir()
+    (tmp_path / "state" / path).chmod(mode)
+    outcome = without_permission(
+        tmp_path, "server", "--dir", "state", "--port", "0", *(word for each in sets for word in ("--set", each))
+    )
+    (tmp_path / "state" / path).chmod(0o755)
+    assert outcome.returncode == 7, outcome.stderr
+    assert outcome.stderr.replace(f"{tmp_path}/", "").startswith(f"atoll: {named}")
+    assert len(outcome.stderr.splitlines()) == 1
+
+
+@pytest.mark.covers("X3", "F41")
+@pytest.mark.parametrize("missing", ["version", "slots", "link"])
+def test_an_export_names_the_file_that_is_missing(nursery: Nursery, server, tmp_path, missing: str) -> None:
+    server.stop()
+    slots = tmp_path / "state" / "slots"
+    if missing == "version":
+        (slots / "version-0-0.safetensors").unlink()
+    else:
+        shutil.rmtree(slots)
+    if missing == "link":
+        slots.symlink_to(tmp_path / "disk that is not there")
+    out = tmp_path / "model.safetensors"
+    refused = export(nursery, out, "--dir", str(tmp_path / "state"))
+    words = r"version-0-0\.safetensors cannot be read \(No such file or directory\)\. Restore it from a backup"
+    require_refused(refused, StateCorrupt, words)
+    assert not out.exists()
+
+
 def test_without_a_server_the_state_directory_is_named(atoll_command) -> None:
     outcome = atoll_command("export", "model.safetensors", "--server", "http://127.0.0.1:9")
     assert outcome.returncode == 5

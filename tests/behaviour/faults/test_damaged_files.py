@@ -319,7 +319,9 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
 
 
 @pytest.mark.parametrize(
-    "name", ["audit.head", "exports/best.json", "exports/best.safetensors"], ids=["audit", "note", "best"]
+    "name",
+    ["audit.head", "exports/best.json", "exports/best.safetensors", "exports/model.safetensors"],
+    ids=["audit", "note", "best", "model"],
 )
 def test_names_the_folder_and_goes_on_once_it_is_away(tmp_path: Path, name: str) -> None:
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.total": 2}
@@ -348,3 +350,56 @@ def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: 
     assert process.wait(60) == StoreError.exit_code
     assert "Traceback" not in process.output()
     assert "Exception ignored" not in process.output()
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("name", ["slots/version-0-1.safetensors", "slots/spool-0-0.bin", "objects/id.json"])
+def test_a_folder_in_place_of_a_file_of_the_server_is_named_and_without_it_the_run_goes_on(
+    tmp_path: Path, images: dict[str, Halfway], name: str
+) -> None:
+    image = images["plain"]
+    copy_folder(image.later, tmp_path / "run")
+    path = tmp_path / "run" / "state" / name
+    file = path.rename(tmp_path / "away") if path.exists() else None
+    path.mkdir(parents=True)
+    said = f"{name}: Is a directory.*: move the folder away"
+    for _ in range(2):
+        with pytest.raises(StoreError, match=said), serve(tmp_path / "run"):
+            pass
+    path.rmdir()
+    if file is not None:
+        file.rename(path)
+    image.go_on(tmp_path / "run")
+    assert digest_of(exported(tmp_path / "run")) == image.digest
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        ("plain", "base.safetensors"),
+        ("plain", "base.json"),
+        ("plain", "outbox.bin"),
+        ("plain", "outbox.json"),
+        ("compressed", "residual.json"),
+        ("compressed", "residual-0.bin"),
+    ],
+)
+def test_a_folder_in_place_of_a_file_of_a_site_is_named_and_without_it_the_site_goes_on(
+    tmp_path: Path, images: dict[str, Halfway], run: str, name: str
+) -> None:
+    image = images[run]
+    copy_folder(image.later, tmp_path / "run")
+    path = note(tmp_path / "run", name)
+    file = path.rename(tmp_path / "away")
+    path.mkdir()
+    with serve(tmp_path / "run", **{"network.port": image.port}, **image.settings) as server:
+        with pytest.raises(StoreError) as refused:
+            FederatedSites(server.url, tmp_path / "run", ["a"]).join()
+        assert f"{path}" in str(refused.value)
+        assert "is a directory" in str(refused.value).lower()
+        assert "move " in refused.value.remedy
+    path.rmdir()
+    file.rename(path)
+    image.go_on(tmp_path / "run")
+    assert digest_of(exported(tmp_path / "run")) == image.digest

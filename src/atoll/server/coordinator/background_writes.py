@@ -229,13 +229,17 @@ class BestVersion:
             return None
 
 
-def require_files(folder: Path) -> None:
-    """Check that neither `best.safetensors` nor `best.json` is a folder.
+def require_files(folder: Path, *, best: bool = True) -> None:
+    """Check that no file that the run writes into its export folder is a folder.
+
+    Args:
+        folder: the export folder.
+        best: whether the run writes `best.safetensors` and `best.json`, too.
 
     Raises:
         StoreError: one of them is a folder.
     """
-    for path in (folder / BEST_MODEL, folder / BEST_NOTE):
+    for path in [folder / name for name in (MODEL, METRICS, *((BEST_MODEL, BEST_NOTE) if best else ()))]:
         if path.is_dir():
             raise StoreError(f"{path} is a folder.", "Move it away, then restart the server.")
 

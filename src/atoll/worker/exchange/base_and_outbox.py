@@ -29,7 +29,7 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
-from atoll.posix import Descriptor, FolderTaken, folder_error, read_at, take_folder, write_at
+from atoll.posix import Descriptor, FolderTaken, folder_error, read_at, take_folder, usable, write_at
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -171,10 +171,13 @@ class ScratchFile(TensorFile):
 
     Raises:
         DiskFull: the file cannot be allocated.
+        StoreError: the file cannot be opened, for example because it is a folder.
     """
 
     def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
-        super().__init__(path, Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)), nbytes)
+        with usable(path.parent):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        super().__init__(path, Descriptor(fd), nbytes)
         self._one_writes = threading.Lock()  # the kernel serialises writes to a file; other writers would spin
         self._used = ((0, nbytes),) if used is None else tuple(used)
         self.was_missing = os.fstat(self.fd).st_size != nbytes
