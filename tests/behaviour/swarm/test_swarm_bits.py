@@ -15,7 +15,6 @@ import pytest
 from harness.processes import Nursery, free_port
 from kit import DiLoCoSites
 from kit.models import wide_model
-from kit.requests import get
 from kit.results import Result
 from swarm_world import PLAIN, ROUNDS, SITES, SiteProcess, Sites, left_by, serve_swarm
 
@@ -280,12 +279,12 @@ def test_an_aggregator_shows_progress_from_its_first_byte_on(tmp_path: Path, mon
 @pytest.mark.covers("P10")
 def test_only_the_initial_model_passes_the_server_once(tmp_path: Path) -> None:
     with serve_swarm(tmp_path) as server:
-        _, version = get(server.url, "/v1/fragments/0/versions/0")
+        initial = (tmp_path / "state" / "initial-0.safetensors").stat().st_size
         sites = Sites(server.url, tmp_path)
         sites.join()
         status = server.status()
     assert status.bytes_up == 0
-    assert status.bytes_down == version["nbytes"]
+    assert status.bytes_down == initial
     assert not [path for path in (tmp_path / "state/slots").iterdir() if path.stat().st_size]
 
 
