@@ -50,7 +50,7 @@ def file_error(error: OSError, path: Path | str) -> StoreError:
     """Return the error to raise after an OSError about the file `path`. The message names the file and the remedy."""
     if error.errno in FULL:
         return DiskFull(f"The disk of {os.path.dirname(path)} is full.", "Free disk space; nothing was lost.")
-    return StoreError(f"{path}: {error.strerror}.", _REMEDIES.get(error.errno or 0, "Check the disk."))
+    return StoreError(f"{path} cannot be used ({error.strerror}).", _REMEDIES.get(error.errno or 0, "Check the disk."))
 
 
 @contextmanager

@@ -199,9 +199,17 @@ def test_what_another_user_may_not_read_is_not_called_damaged(
 @pytest.mark.parametrize(
     ("path", "mode", "named"),
     [
-        ("slots/version-0-0.safetensors", 0o444, "state/slots/version-0-0.safetensors: Permission denied. Run the "),
+        (
+            "slots/version-0-0.safetensors",
+            0o444,
+            "state/slots/version-0-0.safetensors cannot be used (Permission denied). Run the ",
+        ),
         ("slots", 0o555, "The folder state/slots cannot be written (Permission denied). Use a disk.state_dir "),
-        ("objects", 0, "state/objects: Permission denied. Run the command as the owner of the files, or let this "),
+        (
+            "objects",
+            0,
+            "state/objects cannot be used (Permission denied). Run the command as the owner of the files, or let this ",
+        ),
         ("exports", 0, "state/exports/m"),
     ],
     ids=["version", "slots", "objects", "exports"],

@@ -362,7 +362,7 @@ def test_a_folder_in_place_of_a_file_of_the_server_is_named_and_without_it_the_r
     path = tmp_path / "run" / "state" / name
     file = path.rename(tmp_path / "away") if path.exists() else None
     path.mkdir(parents=True)
-    said = f"{name}: Is a directory.*: move the folder away"
+    said = f"{name} cannot be used \\(Is a directory\\).*: move the folder away"
     for _ in range(2):
         with pytest.raises(StoreError, match=said), serve(tmp_path / "run"):
             pass
