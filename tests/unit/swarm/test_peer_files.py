@@ -268,7 +268,7 @@ def test_files_that_cannot_be_noted_or_made_are_errors_of_the_disk(mine: Peer) -
     assert mine.store.get(0, 0) is None
     assert kept.slot.free
     mine.slot(VERSION)  # the free one
-    with pytest.raises(StoreError, match=r"version-0-\d\.safetensors: No such file or directory"):
+    with pytest.raises(StoreError, match=r"version-0-\d\.safetensors cannot be used \(No such file or directory\)"):
         mine.slot(VERSION)
 
 
