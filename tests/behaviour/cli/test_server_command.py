@@ -150,61 +150,51 @@ def test_a_server_with_a_workflow_speaks_of_no_model(serve, tmp_path) -> None:
     assert "flow.py:main; start workers with a script that uses atoll.tasks" in served.until("starting the workflow")
 
 
-@pytest.mark.slow
-@pytest.mark.covers("X4")
-def test_a_terminal_that_is_stopped_by_ctrl_s_stops_neither_the_server_nor_its_end(mine, tmp_path) -> None:
+@contextlib.contextmanager
+def on_a_terminal(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int, bytearray]]:
+    """`atoll server` on a terminal: its process, our end of the terminal, and what it says until it waits for sites."""
     terminal, theirs = pty.openpty()
     process = subprocess.Popen(
         [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"],
-        cwd=tmp_path / "mine",
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    try:
-        said = b""
-        while b"no worker has joined yet" not in said:
-            said += os.read(terminal, 4096)
-        os.write(terminal, b"\x13")  # Ctrl-S
-        url = re.search(rb"listening on (\S+)", said).group(1).decode()  # type: ignore[union-attr]
-        WireSite(url, "a")  # the server logs that it has joined
-        assert [worker.site for worker in status(url).workers] == ["a"]
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
-        os.close(theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.covers("X4")
-def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(mine, tmp_path) -> None:
-    terminal, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*ATOLL, "server", "run.toml", "--port", "0", "--set", "disk.min_free_bytes=0"],
-        cwd=tmp_path / "mine",
+        cwd=folder,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "200"},
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=theirs,
     )
     os.close(theirs)
-    said = b""
+    said = bytearray()
     try:
         while b"no worker has joined yet" not in said:
             said += os.read(terminal, 4096)
+        yield process, terminal, said
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X4")
+def test_a_terminal_that_is_stopped_by_ctrl_s_stops_neither_the_server_nor_its_end(mine, tmp_path) -> None:
+    with on_a_terminal(tmp_path / "mine") as (process, terminal, said):
+        os.write(terminal, b"\x13")  # Ctrl-S
+        url = re.search(rb"listening on (\S+)", said).group(1).decode()  # type: ignore[union-attr]
+        WireSite(url, "a")  # the server logs that it has joined
+        assert [worker.site for worker in status(url).workers] == ["a"]
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X4")
+def test_on_a_terminal_the_server_shows_the_table_of_status_below_its_lines(mine, tmp_path) -> None:
+    with on_a_terminal(tmp_path / "mine") as (process, terminal, said):
         process.terminate()
         with contextlib.suppress(OSError):  # how a terminal says that no process writes to it any more
             while more := os.read(terminal, 4096):
                 said += more
         assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
     text = said.decode()
     assert text.index("; loading PyTorch") < text.index("listening on") < text.index("no worker has joined yet")
     assert "to continue the run, start the same command again" in text[text.index("no worker has joined yet") :]

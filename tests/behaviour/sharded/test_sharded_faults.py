@@ -86,7 +86,8 @@ def test_ranks_have_patience_with_a_server_that_starts_later_than_the_process_gr
     options |= {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
     ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)
     wait_until(lambda: "cannot join" in ranks[0].output(), "rank 0 to wait for the server", 60)
-    time.sleep(6.0)
+    began_s = time.monotonic()
+    wait_until(lambda: time.monotonic() > began_s + 6.0 or any(rank.poll() is not None for rank in ranks), "6 s", 60)
     with serve(tmp_path, build(), **options):
         assert [rank.wait(90) for rank in ranks] == [0, 0], ranks[1].output()[-4000:]
 

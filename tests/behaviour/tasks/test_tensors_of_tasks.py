@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -223,46 +225,40 @@ def test_tensors_of_answers_come_before_their_messages_and_are_matched_by_task(t
     assert kept_objects(tmp_path) == []
 
 
-@pytest.mark.covers("T2")
-def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
-    """The other order does not exist for answers: a message names what is here and whole. No site of ours does this."""
+@contextmanager
+def answered_after_a_refusal(folder: Path) -> Iterator[tuple[atoll.Server, WireSite, dict[str, Any]]]:
+    """A server, and its site a with a task; the block sends a wrong answer. Then the task still takes a right one."""
     came: dict[str, Any] = {}
 
     def main(controller: Any) -> None:
         came["payload"] = controller.send("a", "train", FIRST, timeout_s=60).payload
 
-    with workflow_server(tmp_path, main) as server:
+    with workflow_server(folder, main) as server:
         site = WireSite(server.url, "a")
-        task = site.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+        yield server, site, site.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+        assert "payload" not in came
+        AnsweringSites(server.url, "a", {"train": lambda payload: payload}).join()
+        server.run()
+    assert plain(came["payload"]) == plain(FIRST)
+    assert kept_objects(folder) == []
+
+
+@pytest.mark.covers("T2")
+def test_an_answer_that_comes_before_its_tensors_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
+    """The other order does not exist for answers: a message names what is here and whole. No site of ours does this."""
+    with answered_after_a_refusal(tmp_path) as (_, site, task):
         sizes = {"head_bytes": 64, "nbytes": 4096, "part_bytes": 2**20}
         _, opened = site.post("/v1/objects", sizes | {"expires_s": 60})
         key = {"object": opened["object"], "secret": opened["secret"], "digest": "0" * 64, "expires_at": 2**31}
         status, refused = site.post(f"/v1/tasks/{task['task']}/answer", {"body": {"object": key}})
         assert (status, refused["message"]) == (409, f"Object {opened['object'][:8]} is still being uploaded.")
-        assert "payload" not in came
-        AnsweringSites(server.url, "a", {"train": lambda payload: payload}).join()
-        server.run()
-    assert plain(came["payload"]) == plain(FIRST)
-    assert kept_objects(tmp_path) == []
 
 
 @pytest.mark.covers("T2")
 def test_an_answer_with_tensors_of_another_digest_is_refused_and_the_task_stays_open(tmp_path: Path) -> None:
     """The object is whole, but not the one that the site means, as its digest shows. It is removed."""
-    came: dict[str, Any] = {}
-
-    def main(controller: Any) -> None:
-        came["payload"] = controller.send("a", "train", FIRST, timeout_s=60).payload
-
-    with workflow_server(tmp_path, main) as server:
-        site = WireSite(server.url, "a")
-        task = site.post("/v1/tasks", {"wait_s": 20.0})[1]["task"]
+    with answered_after_a_refusal(tmp_path) as (server, site, task):
         ref = atoll.objects.publish(SECOND, server=server.url)
         key = {"object": ref.object, "secret": ref.secret, "digest": "0" * 64, "expires_at": ref.expires_at}
         status, refused = site.post(f"/v1/tasks/{task['task']}/answer", {"body": {"object": key}})
         assert (status, refused["message"]) == (409, "The answer of site a does not match its digest.")
-        assert "payload" not in came
-        AnsweringSites(server.url, "a", {"train": lambda payload: payload}).join()
-        server.run()
-    assert plain(came["payload"]) == plain(FIRST)
-    assert kept_objects(tmp_path) == []

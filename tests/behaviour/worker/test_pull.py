@@ -270,7 +270,7 @@ def test_while_an_update_is_formed_no_note_names_the_one_before(server: atoll.Se
 def test_a_version_of_other_parts_than_its_digest_says_is_refused(
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The manifest names the announced version, but lists the parts of another one, whose bytes then arrive intact."""
+    """The manifest names the announced version, but lists the parts of another one, which arrive intact."""
     (slot,) = (tmp_path / "state" / "slots").glob("version-*.safetensors")
     content = bytearray(slot.read_bytes())
     content[-1] ^= 1
