@@ -207,10 +207,10 @@ class PartScan:
 
 
 def norm_of(squares: Iterable[float]) -> float:
-    """Return the root of the sum of these squares; infinity if the sum overflows, as that of huge fp64 values does."""
+    """Return the root of the sum of these squares; infinity if the sum overflows or one of them is not finite."""
     try:
-        return math.sqrt(math.fsum(squares))
-    except OverflowError:
+        return min(math.inf, math.sqrt(math.fsum(squares)))  # infinity for NaN, too, because no NaN is the smaller one
+    except OverflowError:  # the sum for huge fp64 values
         return math.inf
 
 

@@ -207,7 +207,7 @@ class SlotPool:
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise disk_error(error, path) from error
+                raise file_error(error, path) from error
         slot = Slot(number, path, fd)
         try:
             failpoint("slot.create")
@@ -217,7 +217,7 @@ class SlotPool:
         except OSError as error:
             slot.close()
             path.unlink(missing_ok=True)
-            raise disk_error(error, path) from error
+            raise file_error(error, path) from error
         return slot
 
     def adopt(self, number: int) -> Slot | None:
@@ -450,7 +450,3 @@ def region_digest(fd: int, ranges: Ranges) -> bytes:
             hasher.update(buffer[:count])
             offset += count
     return hasher.digest()
-
-
-disk_error = file_error
-"""Return the error to raise after an OSError about a file of the store."""

@@ -22,8 +22,7 @@ from typing import Any
 from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import BadRequest, Busy, Conflict, Gone
-from atoll.posix import usable, write_at
-from atoll.store.file_slots import disk_error
+from atoll.posix import file_error, usable, write_at
 from atoll.tensors.reference import hash_of_secret, new_id, require_secret
 
 LOG = logging.getLogger("atoll.server")
@@ -157,7 +156,7 @@ class ObjectStore:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise disk_error(error, self._path(entry, "part")) from error
+            raise file_error(error, self._path(entry, "part")) from error
 
     def complete(self, entry: Entry, digest: str) -> None:
         """Make an object downloadable, after all its parts arrived. It survives restarts of the server. Idempotent.
@@ -184,7 +183,7 @@ class ObjectStore:
             os.replace(temporary, note)
         except OSError as error:
             self.drop(entry)  # without its note the object is useless
-            raise disk_error(error, note) from error
+            raise file_error(error, note) from error
         entry.close()
 
     # -- the server's own objects
@@ -206,7 +205,7 @@ class ObjectStore:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             return object_id, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise disk_error(error, path) from error
+            raise file_error(error, path) from error
 
     def discard(self, object_id: str) -> None:
         """Remove the file that `draft` created."""
@@ -240,7 +239,7 @@ class ObjectStore:
         try:
             os.replace(self._path(entry, "part"), self._path(entry, "safetensors"))
         except OSError as error:
-            raise disk_error(error, self._path(entry, "part")) from error
+            raise file_error(error, self._path(entry, "part")) from error
         self._objects[object_id] = entry
         return entry, secret
 

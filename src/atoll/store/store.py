@@ -24,11 +24,11 @@ from typing import Self
 
 from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
-from atoll.posix import FolderTaken, folder_error, replace_file, take_folder
+from atoll.posix import FolderTaken, file_error, folder_error, replace_file, take_folder
 from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
-from atoll.store.file_slots import FileShape, FragmentShapes, Slots, disk_error, is_slot_name
+from atoll.store.file_slots import FileShape, FragmentShapes, Slots, is_slot_name
 from atoll.store.journal import Durability, Journal
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
@@ -215,7 +215,7 @@ class Store:
                 replace_file(target, runs, temporary=temp, sync=lambda fd: self.journal.sync(fd, str(temp)))
                 self.journal.sync_folder(temp.parent)
             except OSError as error:
-                raise disk_error(error, target) from error
+                raise file_error(error, target) from error
             finally:
                 with contextlib.suppress(DiskFull), self.journal.transaction():  # on failure, the next start deletes it
                     self.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))

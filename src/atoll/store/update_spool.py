@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 
 from atoll.errors import AtollError, BadRequest, StoreError
-from atoll.posix import write_at
+from atoll.posix import file_error, write_at
 from atoll.runtime import failpoint
-from atoll.store.file_slots import WRITER, Ranges, Slot, SlotPool, disk_error
+from atoll.store.file_slots import WRITER, Ranges, Slot, SlotPool
 
 
 class WriterCancelled(StoreError):
@@ -70,7 +70,7 @@ class PartWriter:
             with self._spool.slot.one_writes:
                 write_at(self._spool.fd, data, self._offset + self.written)
         except OSError as error:
-            raise disk_error(error, self._spool.slot.path) from error
+            raise file_error(error, self._spool.slot.path) from error
         self.written += len(data)
         if self.written == self.nbytes and self._spool.sync:
             self._spool.sync()

@@ -276,6 +276,12 @@ def is_sharded(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and hasattr(tensor, "placements")
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after `expand()`: then it cannot be filled in place."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and not step for size, step in sizes)
+
+
 def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")

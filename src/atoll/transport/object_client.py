@@ -45,7 +45,7 @@ from atoll.tensors.chunks import Scatter
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.layout import Part
 from atoll.tensors.lazy_tensors import LazyState
-from atoll.tensors.module_tensors import Tensors, named_tensors
+from atoll.tensors.module_tensors import Tensors, is_expanded, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http, http_to
@@ -755,7 +755,7 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _writable(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and _is_expanded(value):
+    if isinstance(value, Tensor) and is_expanded(value):
         raise UsageError(f"The tensor {name!r} is expanded, so its elements share memory.", "Pass a clone of it.")
     if not isinstance(value, np.ndarray):
         return value
@@ -765,11 +765,6 @@ def _writable(name: str, value: Any) -> Any:
         return torch.from_numpy(value)
     except (TypeError, ValueError) as error:
         raise UsageError(f"The array {name!r} cannot be filled: {error}.", "Pass a plain array of numbers.") from None
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.numel() > 0 and any(n > 1 and not stride for n, stride in pairs)
 
 
 def _mismatch(what: str, how: str) -> SchemaMismatch:

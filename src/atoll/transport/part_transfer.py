@@ -38,8 +38,9 @@ Digests = Mapping[int, bytes] | Sequence[bytes]
 """Index of a part → BLAKE3 of the part."""
 
 PART_ATTEMPTS = 4
-DAMAGED = "Check the network, and the disk of the machine that sends it."
 """Number of attempts to move a part before its error is raised."""
+DAMAGED = "Check the network, and the disk of the machine that sends it."
+"""Remedy if bytes arrive damaged at every attempt."""
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, make_version
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, StateCorrupt
+from atoll.posix import file_error
 from atoll.protocol import status_messages
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.events import RoundClosed
@@ -21,7 +22,6 @@ from atoll.rounds.sampling import Sampling
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_aggregator_process import Aggregator
-from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store
 
@@ -158,7 +158,7 @@ class LocalRounds:
                         "the newest undamaged version.",
                     ) from error
                 if isinstance(error, OSError):
-                    raise disk_error(error, store.slots.folder / f"version {frozen.version}") from error
+                    raise file_error(error, store.slots.folder / f"version {frozen.version}") from error
                 raise
         return row, summary
 

@@ -23,11 +23,10 @@ from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs.base import Codec
 from atoll.errors import ConfigError, RunFailed, TicketClosed, UsageError
 from atoll.filters.base import About, BadFilter, Chain, Filter
-from atoll.posix import OwnedFile, read_at, write_at
+from atoll.posix import OwnedFile, file_error, read_at, write_at
 from atoll.runtime import failpoint, single_thread
 from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.user_code import UserThreads, shared
-from atoll.store.file_slots import disk_error
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
@@ -194,7 +193,7 @@ class Filtering:
         except (UsageError, ConfigError) as error:  # Atoll's own filters raise these
             raise FilterRefused(f"a filter of the server reports: {error.message}") from error
         except OSError as error:
-            raise disk_error(error, self._plan.settings.disk.state_dir / "filters") from error
+            raise file_error(error, self._plan.settings.disk.state_dir / "filters") from error
         finally:
             spool.pool.drop(spool.slot, HOLDER)
             base.release()

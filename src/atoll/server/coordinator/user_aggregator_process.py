@@ -19,8 +19,9 @@ from atoll.aggregation.plan import Plan
 from atoll.aggregation.user_aggregator import result_layout
 from atoll.child_processes import PipedProcess
 from atoll.errors import AtollError, ConfigError, RunFailed
+from atoll.posix import file_error
 from atoll.server.coordinator.update_filters import Filtering
-from atoll.store.file_slots import Slot, SlotPool, disk_error
+from atoll.store.file_slots import Slot, SlotPool
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
@@ -220,7 +221,7 @@ class Aggregator:
             try:
                 self._result_fd = self._plan.new_file("aggregate", self._layout.nbytes)
             except OSError as error:
-                raise disk_error(error, self._settings.disk.state_dir / "aggregate") from error
+                raise file_error(error, self._settings.disk.state_dir / "aggregate") from error
             self._send({"what": "file"}, self._result_fd)
         return self._result_fd
 

@@ -20,14 +20,13 @@ from atoll.blobs.payload_cut import ChunkSizes, Cut, way_of
 from atoll.config import Settings
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, PartCorrupt, UsageError
 from atoll.filters.base import About, Filter, filtered, with_cause
-from atoll.posix import nameless_file, read_at
+from atoll.posix import file_error, nameless_file, read_at
 from atoll.protocol import task_messages as tm
 from atoll.runtime import single_thread
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import Given, SiteFilters
 from atoll.server.coordinator.user_code import UserThreads
 from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, read_contents
-from atoll.store.file_slots import disk_error
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 
@@ -145,7 +144,7 @@ class TaskFilters:
             replaced.contents = read_contents(replaced, manifest.cuts, what)
         except OSError as error:
             replaced.close()
-            raise disk_error(error, self._folder) from error
+            raise file_error(error, self._folder) from error
         except BaseException:
             replaced.close()
             raise

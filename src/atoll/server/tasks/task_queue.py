@@ -20,12 +20,11 @@ from atoll.blobs.manifest import Cuts, Manifest
 from atoll.blobs.object_file import Contents, write_object
 from atoll.blobs.payload_cut import ChunkSizes, Cut, read_plain
 from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, PartCorrupt, TicketClosed
-from atoll.posix import OwnedFile
+from atoll.posix import OwnedFile, file_error
 from atoll.protocol import task_messages as tm
 from atoll.protocol.status_messages import TaskStatus
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.user_code import shared
-from atoll.store.file_slots import disk_error
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import new_id
@@ -95,7 +94,7 @@ class TaskPayload:
         except BaseException as error:
             objects.discard(object_id)
             if isinstance(error, OSError):
-                raise disk_error(error, objects.folder) from error
+                raise file_error(error, objects.folder) from error
             raise
         finally:
             os.close(fd)

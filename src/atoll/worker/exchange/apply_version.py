@@ -18,7 +18,7 @@ from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Move
 from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, assign_run_, bytes_of, run_of, writable_bytes
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.module_tensors import Tensors, is_expanded
 from atoll.tensors.schema import PARAMS
 from atoll.worker.exchange.base_and_outbox import BaseFile, Outbox, TensorFile
 
@@ -133,8 +133,7 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
 
 
 def _require_own_elements(name: str, tensor: object) -> None:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True) if isinstance(tensor, Tensor) else ()
-    if any(size > 1 and not step for size, step in sizes):
+    if isinstance(tensor, Tensor) and is_expanded(tensor):
         raise UsageError(
             f"The tensor {name!r} was made by expand(): elements share memory, so no values can be loaded into it.",
             "Add .clone() after expand().",

@@ -29,7 +29,7 @@ from atoll.blobs.manifest import state_id
 from atoll.blobs.model_file import model_header, model_runs
 from atoll.config import Settings
 from atoll.errors import TRANSIENT, UNPULLED, AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew, is_transient
-from atoll.posix import replace_file
+from atoll.posix import file_error, replace_file
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
     Collect,
@@ -45,7 +45,7 @@ from atoll.protocol.swarm_messages import (
 )
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.runtime import failpoint, run_jobs
-from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, disk_error, region_digest
+from atoll.store.file_slots import SPOOL, STATE, VERSION, Slot, region_digest
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Part
 from atoll.worker.log_lines import LOG, Troubles, error_text
@@ -93,7 +93,7 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound
         folder: the folder of the version's file, for the message.
     """
     if isinstance(error, OSError):
-        error = disk_error(error, folder / f"version {work.version}")
+        error = file_error(error, folder / f"version {work.version}")
     if not isinstance(error, AtollError):
         LOG.error("a round could not be aggregated because of an unexpected error", exc_info=error)
     if isinstance(error, Overflow):
@@ -127,7 +127,7 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
             LOG.info("%s: the run's final model is in %s", site, target)
             return
         except OSError as error:
-            why = str(disk_error(error, target))
+            why = str(file_error(error, target))
         except AtollError as error:
             why = str(error)
     LOG.warning("%s: the final model is NOT in %s: %s; the other sites have it", site, target, why)

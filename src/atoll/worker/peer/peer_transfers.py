@@ -25,10 +25,10 @@ from atoll.aggregation.check_arriving_parts import Inspection, norm_of
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import Cuts, Manifest, state_id
 from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, PortInUse
-from atoll.posix import write_at
+from atoll.posix import file_error, write_at
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
-from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, disk_error, region_digest
+from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, region_digest
 from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http
@@ -111,7 +111,7 @@ class SlotWriter:
             with self._slot.one_writes:
                 write_at(self._slot.fd, data, offset)
         except OSError as error:
-            raise disk_error(error, self._slot.path) from error
+            raise file_error(error, self._slot.path) from error
 
 
 @contextmanager
