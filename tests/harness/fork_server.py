@@ -301,7 +301,7 @@ def _serve(channel: socket.socket) -> None:
                 os._exit(0)
             os.close(told)
             channel.close()
-            _become(request, fds, between, _moved(tell))
+            _become(request, fds, between, tell)
         for fd in (*fds, tell):
             os.close(fd)
         os.waitpid(between, 0)
@@ -318,7 +318,9 @@ def _become(request: dict[str, Any], fds: list[int], between: int, tell: int) ->
         os.setsid()
     elif request["group"] not in (None, -1):
         os.setpgid(0, request["group"])
-    _fork_own_server([*fds, tell])
+    above = max(_FREE_FD, 1 + max(request["fds"]))  # a descriptor below could be replaced by one of the program
+    tell, fds = _moved(tell, above), [_moved(fd, above) for fd in fds]
+    _fork_own_server([*fds, tell], above)
     _take(request, fds)
     os.write(tell, str(os.getpid()).encode())
     os.close(tell)
@@ -335,8 +337,8 @@ def _become(request: dict[str, Any], fds: list[int], between: int, tell: int) ->
     os._exit(code)
 
 
-def _fork_own_server(fds: Sequence[int]) -> None:
-    """Fork the server of the processes that this one will start."""
+def _fork_own_server(fds: Sequence[int], above: int) -> None:
+    """Fork the server of the processes that this one will start. Its descriptor here is at least `above`."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if not os.fork():
         mine.close()
@@ -344,19 +346,18 @@ def _fork_own_server(fds: Sequence[int]) -> None:
             os.close(fd)
         _serve(theirs)
     theirs.close()
-    _Here.channel, _Here.owner = socket.socket(fileno=_moved(mine.detach())), os.getpid()
+    _Here.channel, _Here.owner = socket.socket(fileno=_moved(mine.detach(), above)), os.getpid()
 
 
-def _moved(fd: int) -> int:
-    """Return the descriptor under a number that no program uses."""
-    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FREE_FD)
+def _moved(fd: int, above: int = _FREE_FD) -> int:
+    """Return the descriptor under a free number of at least `above`, and close the old number."""
+    moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)
     os.close(fd)
     return moved
 
 
 def _take(request: dict[str, Any], fds: list[int]) -> None:
     """Take the environment, folder, descriptors, signals and paths of the request."""
-    fds = [_moved(fd) for fd in fds]
     for fd, number in zip(fds, request["fds"], strict=True):
         os.dup2(fd, number)
         os.close(fd)

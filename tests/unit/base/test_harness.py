@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -83,6 +84,18 @@ def test_is_a_child_with_the_pid_environment_group_and_descriptors_that_were_ask
         assert words == ["True", *map(str, (process.pid, os.getpid(), process.pid)), "3", str(tmp_path)]
     with os.fdopen(read, "rb") as pipe:
         assert pipe.read() == b"given"
+
+
+def test_descriptors_with_the_numbers_of_the_fork_servers_own_ones_reach_it() -> None:
+    read, write = os.pipe()
+    numbers = [fcntl.fcntl(write, fcntl.F_DUPFD_CLOEXEC, 200) for _ in range(12)]
+    os.close(write)
+    code = "import os, sys; [os.write(int(fd), b'x') for fd in sys.argv[1:]]"
+    subprocess.run([sys.executable, "-c", code, *map(str, numbers)], pass_fds=numbers, check=True)
+    for fd in numbers:
+        os.close(fd)
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read() == b"x" * 12
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
