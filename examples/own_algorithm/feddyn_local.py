@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from atoll.algorithms import Algorithm, Correction, LocalContext, LocalRule, Moved, Runs
+from atoll.algorithms import Algorithm, ChangeReader, Correction, ElementReader, LocalContext, LocalRule
 
 LAMBDA = "feddyn_lambda"
 
 
 @dataclass(frozen=True)
 class DynamicRegulariser(LocalRule):
-    keeps = (LAMBDA,)
+    state_groups = (LAMBDA,)
     alpha: float = 0.1
 
     def start(self, context: LocalContext) -> Correction:
@@ -32,7 +32,7 @@ class _Regularised(Correction):
         super().__init__()
         self.context, self.alpha, self.theta = context, alpha, context.trainable
         self.theta_t = {name: theta.detach().clone() for name, theta in self.theta.items()}
-        self.shared = {name: context.like(name, context.own(LAMBDA, name)) for name in self.theta}
+        self.shared = {name: context.like(name, context.own_state(LAMBDA, name)) for name in self.theta}
 
     def before_step_(self, names: Collection[str]) -> None:
         for name in self.theta.keys() & names:
@@ -40,11 +40,11 @@ class _Regularised(Correction):
             if g is not None:
                 g.add_(self.alpha * (theta - self.theta_t[name]) - self.shared[name])
 
-    def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
+    def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
         for name, theta in self.theta.items():
-            change = moved(name, 0, theta.numel())  # θ_t − θ_k, as it leaves the site
+            change = read_change(name, 0, theta.numel())  # θ_t − θ_k, as it leaves the site
             if change is not None:
-                self.context.keep(LAMBDA, name, self.context.own(LAMBDA, name) + self.alpha * change)
+                self.context.set_own_state(LAMBDA, name, self.context.own_state(LAMBDA, name) + self.alpha * change)
         return {}
 
 

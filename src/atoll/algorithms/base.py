@@ -25,15 +25,15 @@ from atoll.tensors.schema import BUFFERS, PARAMS, extra_name
 if TYPE_CHECKING:
     from torch import Tensor
 
-Runs = Callable[[str, int, int], "Tensor"]
+ElementReader = Callable[[str, int, int], "Tensor"]
 """(name, start, stop) → elements [start, stop) of a tensor, flat, on the CPU."""
 
-Moved = Callable[[str, int, int], "Tensor | None"]
+ChangeReader = Callable[[str, int, int], "Tensor | None"]
 """(parameter, start, stop) → version − local for elements [start, stop): flat, on the CPU, in new memory, in fp32 (fp64
 for fp64), after the site's filters. None if a filter of the site keeps the parameter out of the update."""
 
 
-class KeptState(Protocol):
+class SiteState(Protocol):
     """The tensors that a site keeps between rounds, with names `atoll.<group>.<parameter>`."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -56,12 +56,12 @@ class LocalContext:
     Attributes:
         parameters: the model's parameters, with the values of the version: name → tensor, including frozen parameters.
         read_version: a function that reads tensors of the downloaded version, by their names in the version.
-        kept: the tensors that the site keeps between rounds.
+        site_state: the tensors that the site keeps between rounds.
     """
 
     parameters: Mapping[str, Tensor]
-    read_version: Runs
-    kept: KeptState
+    read_version: ElementReader
+    site_state: SiteState
 
     @property
     def trainable(self) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class LocalContext:
         """Return elements of a tensor of the downloaded version: flat, on the CPU.
 
         Args:
-            group: `params` for a parameter itself, or a further group of the algorithm (`Algorithm.beside`), which has
+            group: `params` for a parameter itself, or a group of `Algorithm.extra_groups`, which has
                 one tensor per parameter.
             name: name of the parameter.
             start: first element.
@@ -81,24 +81,24 @@ class LocalContext:
         tensor = name if group == PARAMS else extra_name(group, name)
         return self.read_version(tensor, start, self._stop(name, stop))
 
-    def own(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def own_state(self, group: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return elements of a tensor that the site keeps between rounds: flat, on the CPU.
 
         Args:
-            group: a group in `LocalRule.keeps`, which has one tensor per parameter.
+            group: a group in `LocalRule.state_groups`, which has one tensor per parameter.
             name: name of the parameter.
             start: first element.
             stop: element after the last one; None: to the end.
         """
-        return self.kept.read(extra_name(group, name), start, self._stop(name, stop))
+        return self.site_state.read(extra_name(group, name), start, self._stop(name, stop))
 
-    def keep(self, group: str, name: str, values: Tensor, start: int = 0) -> None:
+    def set_own_state(self, group: str, name: str, values: Tensor, start: int = 0) -> None:
         """Set the next values of a tensor that the site keeps between rounds, from element `start` on.
 
         Call this in `Correction.finish`. The values take effect when the server uses this round's update in a version.
         For each parameter, set either all elements, or none to keep the present values.
         """
-        self.kept.write(extra_name(group, name), start, values.detach().reshape(-1).cpu())
+        self.site_state.write(extra_name(group, name), start, values.detach().reshape(-1).cpu())
 
     def like(self, name: str, values: Tensor) -> Tensor:
         """Return `values`, a flat tensor, with the shape, dtype and device of the parameter `name`."""
@@ -137,16 +137,16 @@ class Correction:
     def after_step_(self, names: Collection[str], rate: float) -> None:
         """After an optimizer step with the learning rate `rate`, change the parameters `names` in place."""
 
-    def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
+    def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
         """Return the algorithm's own tensors for the update: group → function (parameter, start, stop) → elements.
 
         Atoll calls this after training, when it forms the update. Set the tensors that the site keeps here
-        (`LocalContext.keep`).
+        (`LocalContext.set_own_state`).
 
         Args:
-            moved: a function (parameter, start, stop) → elements of version − local; None if a filter of the site
+            read_change: a function (parameter, start, stop) → elements of version − local; None if a filter of the site
                 drops the parameter.
-            rates: Σ η, the sum of the learning rates of the round's steps.
+            rate_sum: Σ η, the sum of the learning rates of the round's steps.
         """
         return {}
 
@@ -155,12 +155,12 @@ class LocalRule(ABC):
     """An algorithm's rule for correcting local training: a frozen dataclass with the algorithm's options as fields.
 
     Attributes:
-        keeps: names of the groups that a site keeps between rounds. Each group has one tensor per parameter, zero at
-            first. These tensors change only when the server uses an update of the site in a version.
+        state_groups: names of the groups of tensors that a site keeps between rounds. Each group has one tensor per
+            parameter, zero at first. These tensors change only when the server uses an update of the site in a version.
         one_rate: whether the rule divides by learning rates. If so, it needs one optimizer with one learning rate.
     """
 
-    keeps: ClassVar[tuple[str, ...]] = ()
+    state_groups: ClassVar[tuple[str, ...]] = ()
     one_rate: ClassVar[bool] = False
 
     @abstractmethod
@@ -203,7 +203,7 @@ class Algorithm:
     steps_driven: bool = False
 
     def __post_init__(self) -> None:
-        if self.steps_driven and (self.local or self.beside):
+        if self.steps_driven and (self.local or self.extra_groups):
             raise UsageError(
                 f"The algorithm {self.name!r} sets steps_driven, but it corrects local training or keeps "
                 "further tensors in every version.",
@@ -211,14 +211,14 @@ class Algorithm:
             )
 
     @property
-    def beside(self) -> tuple[str, ...]:
+    def extra_groups(self) -> tuple[str, ...]:
         """The groups of tensors that every version has in addition to `params` and `buffers`."""
         return tuple(group for group in self.reduce if group not in (PARAMS, BUFFERS))
 
     @property
-    def keeps(self) -> tuple[str, ...]:
+    def state_groups(self) -> tuple[str, ...]:
         """The groups of tensors that a site keeps between rounds."""
-        return self.local.keeps if self.local else ()
+        return self.local.state_groups if self.local else ()
 
     @property
     def local_options(self) -> dict[str, Any]:

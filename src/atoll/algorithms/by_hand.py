@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from atoll.algorithms.base import KeptState, Moved, Runs
+from atoll.algorithms.base import ChangeReader, ElementReader, SiteState
 from atoll.algorithms.optimizer_hooks import Given, StepHooks
 from atoll.errors import UsageError, public_api
 from atoll.tensors.arrays import as_tensor
@@ -89,8 +89,8 @@ def require_tensors(what: str, values: object, shapes: Shapes) -> dict[str, Tens
 
 
 def given_groups(
-    groups: object, shapes: Mapping[str, Shapes], kept: KeptState | None, keeps: tuple[str, ...]
-) -> Callable[[Moved], Mapping[str, Runs]]:
+    groups: object, shapes: Mapping[str, Shapes], site_state: SiteState | None, state_groups: tuple[str, ...]
+) -> Callable[[ChangeReader], Mapping[str, ElementReader]]:
     """Check the tensors that a script submits for an algorithm such as SCAFFOLD. Return a function that reads them.
 
     The function replaces `StepHooks.finish`. For each group of tensors, it returns a function (parameter, start, stop)
@@ -100,8 +100,8 @@ def given_groups(
     Args:
         groups: group → parameter name → tensor.
         shapes: group of the run's algorithm → parameter name → shape.
-        kept: the tensors that the site keeps; None: the site keeps none.
-        keeps: names of the groups that the site keeps.
+        site_state: the tensors that the site keeps; None: the site keeps none.
+        state_groups: names of the groups that the site keeps.
 
     Raises:
         UsageError: a group is missing or unknown, or a tensor is refused by `require_tensors`.
@@ -113,10 +113,10 @@ def given_groups(
 
     def run(group: str, name: str, start: int, stop: int) -> Tensor:
         delta = run_of(tensors[group][name], start, stop)
-        if kept is not None and group in keeps:
-            own = kept.read(extra_name(group, name), start, stop)
+        if site_state is not None and group in state_groups:
+            own = site_state.read(extra_name(group, name), start, stop)
             delta = delta.to(own.dtype)
-            kept.write(extra_name(group, name), start, own + delta)
+            site_state.write(extra_name(group, name), start, own + delta)
         return delta
 
     return lambda _: {group: partial(run, group) for group in tensors}

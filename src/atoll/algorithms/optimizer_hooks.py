@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.algorithms.base import Correction, KeptState, LocalContext, LocalRule, Moved, Runs
+from atoll.algorithms.base import ChangeReader, Correction, ElementReader, LocalContext, LocalRule, SiteState
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import named_parameters
 
@@ -206,14 +206,14 @@ class StepHooks:
         algorithm: the algorithm's name, for messages.
         rule: the algorithm's local rule; None: steps are counted but not corrected.
         version: a function that reads tensors of the downloaded version, by name; None: all values are zeros.
-        kept: the tensors that the site keeps between rounds; None: all values are zeros.
+        site_state: the tensors that the site keeps between rounds; None: all values are zeros.
 
     Attributes:
         steps: number of optimizer steps so far.
-        rates: Σ η, the sum of the learning rates of these steps.
+        rate_sum: Σ η, the sum of the learning rates of these steps.
 
     Raises:
-        UsageError: the rule keeps tensors between rounds, but `version` is given without `kept`.
+        UsageError: the rule keeps tensors between rounds, but `version` is given without `site_state`.
     """
 
     def __init__(
@@ -221,21 +221,21 @@ class StepHooks:
         model: nn.Module,
         algorithm: str = "",
         rule: LocalRule | None = None,
-        version: Runs | None = None,
-        kept: KeptState | None = None,
+        version: ElementReader | None = None,
+        site_state: SiteState | None = None,
     ) -> None:
         self.parameters, self.algorithm = named_parameters(model), algorithm
-        self.steps, self.rates = 0, 0.0
+        self.steps, self.rate_sum = 0, 0.0
         self.one_rate = rule is not None and rule.one_rate
         self.correction: Correction | None = None
         if rule is not None:
-            if rule.keeps and version is not None and kept is None:
+            if rule.state_groups and version is not None and site_state is None:
                 raise UsageError(
-                    f"{algorithm} keeps tensors ({', '.join(rule.keeps)}) at each site, but this site has none.",
+                    f"{algorithm} keeps tensors ({', '.join(rule.state_groups)}) at each site, but this site has none.",
                     "Start a new run.",
                 )
             zeros = _Zeros()
-            self.correction = rule.start(LocalContext(self.parameters, version or zeros.read, kept or zeros))
+            self.correction = rule.start(LocalContext(self.parameters, version or zeros.read, site_state or zeros))
         self._followed: list[_Followed] = []
         self._unended = False  # whether the hooks were removed during a step of the last optimizer
 
@@ -327,20 +327,20 @@ class StepHooks:
                 f"{self.algorithm} saw no optimizer step in this round.",
                 "Call fl_round.correct(model, optimizer) before training, with the optimizer that trains the model.",
             )
-        if self.one_rate and not self.rates > 0:
+        if self.one_rate and not self.rate_sum > 0:
             raise UsageError(
-                f"The sum of the learning rates of this round's {self.steps} steps is {self.rates:g}.",
+                f"The sum of the learning rates of this round's {self.steps} steps is {self.rate_sum:g}.",
                 f"Use a learning rate above zero in at least one step: {self.algorithm} divides by the sum.",
             )
 
-    def finish(self, moved: Moved) -> Mapping[str, Runs]:
+    def finish(self, read_change: ChangeReader) -> Mapping[str, ElementReader]:
         """Return the algorithm's tensors for the update (in SCAFFOLD Δc_i), and set those that the site keeps (c_i).
 
         Raises:
             UsageError: as in `require_steps`.
         """
         self.require_steps()
-        return self.correction.finish(moved, self.rates) if self.correction is not None else {}
+        return self.correction.finish(read_change, self.rate_sum) if self.correction is not None else {}
 
     def rate_of(self, optimizer: Optimizer) -> float:
         """Return η, the learning rate of the next step.
@@ -465,7 +465,7 @@ class _Followed:
             with torch.no_grad():
                 self._hooks.correction.after_step_(self._names, self._rate)
         if self._is_counted:
-            self._hooks.steps, self._hooks.rates = self._hooks.steps + 1, self._hooks.rates + self._rate
+            self._hooks.steps, self._hooks.rate_sum = self._hooks.steps + 1, self._hooks.rate_sum + self._rate
 
     def _has_gradients(self) -> bool:
         return any(value.grad is not None for group in self._optimizer.param_groups for value in group["params"])

@@ -57,9 +57,9 @@ class ResolvedAlgorithm:
         return self.algorithm.name
 
     @property
-    def keeps(self) -> tuple[str, ...]:
+    def state_groups(self) -> tuple[str, ...]:
         """The groups of tensors that a site keeps between rounds."""
-        return self.algorithm.keeps
+        return self.algorithm.state_groups
 
     @property
     def needs_all(self) -> bool:
@@ -132,7 +132,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
     """
     algorithm = _loaded(settings)
     name = settings.algorithm.target or algorithm.name
-    has_state = bool(algorithm.beside or algorithm.keeps)
+    has_state = bool(algorithm.extra_groups or algorithm.state_groups)
     if settings.model.ranks > 1 and has_state:
         raise ConfigError(
             f"model.ranks is {settings.model.ranks}, but algorithm.name is {name!r}: this algorithm's own "

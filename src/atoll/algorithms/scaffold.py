@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule, Moved, Runs
+from atoll.algorithms.base import Algorithm, ChangeReader, Correction, ElementReader, LocalContext, LocalRule
 from atoll.algorithms.by_hand import ByHand, require_tensors
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError, public_api
@@ -47,7 +47,7 @@ class ControlVariates(LocalRule):
     η is the learning rate; c and c_i are the control variates of the run and of the site.
     """
 
-    keeps: ClassVar[tuple[str, ...]] = (CONTROL,)
+    state_groups: ClassVar[tuple[str, ...]] = (CONTROL,)
     one_rate: ClassVar[bool] = True
 
     def start(self, context: LocalContext) -> Correction:
@@ -68,7 +68,7 @@ class _Shifted(Correction):
         super().__init__()
         self._context, self._y = context, context.trainable
         for name in self._y:
-            shift = context.version(CONTROL, name) - context.own(CONTROL, name)
+            shift = context.version(CONTROL, name) - context.own_state(CONTROL, name)
             if not bool(torch.isfinite(shift).all()):
                 raise UsageError(
                     f"SCAFFOLD's control variate of {name!r} is not finite: the file of this site or of the "
@@ -82,17 +82,17 @@ class _Shifted(Correction):
         for name, shift in self.shared.items():
             self._y[name].sub_(shift, alpha=rate)
 
-    def finish(self, moved: Moved, rates: float) -> Mapping[str, Runs]:
+    def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
         """Return Δc_i, the change of c_i. It is zero for a parameter that was not trained or that a filter drops."""
 
         def difference(name: str, start: int, stop: int) -> Tensor:
-            c_i = self._context.own(CONTROL, name, start, stop)
-            x_y = moved(name, start, stop) if name in self._y else None
+            c_i = self._context.own_state(CONTROL, name, start, stop)
+            x_y = read_change(name, start, stop) if name in self._y else None
             if x_y is None:
                 delta = torch.zeros_like(c_i)
             else:
-                delta = x_y.to(c_i.dtype).div_(rates).sub_(self._context.version(CONTROL, name, start, stop))
-            self._context.keep(CONTROL, name, c_i + delta, start)
+                delta = x_y.to(c_i.dtype).div_(rate_sum).sub_(self._context.version(CONTROL, name, start, stop))
+            self._context.set_own_state(CONTROL, name, c_i + delta, start)
             return delta
 
         return {CONTROL: difference}

@@ -149,7 +149,7 @@ def plan_of(settings: Settings, model: nn.Module | Tensors | None = None, outer:
         ConfigError: the model or a setting cannot be used.
     """
     schema = schema_for(settings, initial_model(settings, model))
-    schema = schema.with_groups(resolve(settings).algorithm.beside)
+    schema = schema.with_groups(resolve(settings).algorithm.extra_groups)
     return Plan.make(settings, split(schema, settings.diloco.num_fragments), outer)
 
 

@@ -262,7 +262,7 @@ class SiteScheduler:
                 "Use a separate state directory for the simulation.",
             )
         sites = set(self._sites)
-        if begun and self._run.plan.algorithm.keeps:
+        if begun and self._run.plan.algorithm.state_groups:
             self._counted.update(filter(self._has_counted, self._sites))
             self._require_state()
         with self._one_transaction():
@@ -324,7 +324,7 @@ class SiteScheduler:
         spool = self._run.store.tickets.spool(issued.ticket)
         spool.pool.hold(spool.slot, WRITER)
         nbytes = self._run.plan.fragments[0].update.nbytes
-        counted = counted_of(site, self._run.store) if self._run.plan.algorithm.keeps else None
+        counted = counted_of(site, self._run.store) if self._run.plan.algorithm.state_groups else None
         return Job(
             SiteRound(
                 site=site,

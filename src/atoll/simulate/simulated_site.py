@@ -165,15 +165,15 @@ class SimulatedSite:
                 counted.
         """
         local = self.local
-        if (local.rule is not None and local.rule.keeps) or local.layouts.codec.feedback:
+        if (local.rule is not None and local.rule.state_groups) or local.layouts.codec.feedback:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         local.open_state(folder, self._opened)
-        if local.kept is not None:
+        if local.algorithm_state is not None:
             if job.counts:
-                local.kept.require_kept()
-            local.kept.begin_at_zero()
+                local.algorithm_state.require_kept()
+            local.algorithm_state.begin_at_zero()
             if job.counted is not None:
-                local.kept.follow(job.counted)
+                local.algorithm_state.follow(job.counted)
         local.state.settle()
 
     def close(self) -> None:

@@ -235,7 +235,7 @@ class Simulation:
         try:
             beginning = self._beginning(run)
             run.start()
-            lasts = plan.algorithm.keeps or plan.codecs[plan.algorithm.codec].feedback
+            lasts = plan.algorithm.state_groups or plan.codecs[plan.algorithm.codec].feedback
             folder = Path(beginning.sites) if lasts else None
             scheduler = SiteScheduler(run, self.sites, self._engine, folder, self._on_round)
             if not run.state.finished:

@@ -437,7 +437,9 @@ class Coordinator:
                                 head,
                                 None if previous is None or previous.ticket == ticket else previous,
                                 ticket=self.ticket_message(lease.site, ticket, fragment, head.version, head.digest),
-                                counted=counted_of(lease.site, self.store) if self.plan.algorithm.keeps else None,
+                                counted=counted_of(lease.site, self.store)
+                                if self.plan.algorithm.state_groups
+                                else None,
                             )
                         # the journal has a newer head, and the ledger is about to get the event about it
                         until_s = max(until_s, time.monotonic() + COMMIT_S)

@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from atoll.algorithms.base import LocalRule, Moved, Runs
+from atoll.algorithms.base import ChangeReader, ElementReader, LocalRule
 from atoll.algorithms.by_hand import Shapes
 from atoll.codecs.base import Codec
 from atoll.codecs.encoded_layout import build_codecs, encoded_layout
@@ -86,7 +86,7 @@ class Filtered:
         """
         return _as_usage_error(partial(self._chain.change, name, start, stop))
 
-    def moved(self, name: str, start: int, stop: int) -> Tensor | None:
+    def change_or_none(self, name: str, start: int, stop: int) -> Tensor | None:
         """Return what `change` returns; None if a filter drops the tensor."""
         return self.change(name, start, stop) if self.sends(name) else None
 
@@ -333,7 +333,7 @@ class UpdateFormer:
     tensors: AnyTensors
     codecs: Mapping[str, Codec]
     runs: RunTable
-    extra: Mapping[str, Runs] = field(default_factory=dict)
+    extra: Mapping[str, ElementReader] = field(default_factory=dict)
     filtered: Filtered | None = None
     residuals: Residuals | None = None
     losses: EncodingLosses | None = None
@@ -521,8 +521,8 @@ class Layouts:
         return cls(schema, version, update, codecs[info.codec], codecs, runs, downlink)
 
 
-Finish = Callable[[Moved], Mapping[str, Runs]]
-"""(change of the model) → the update's values for each group beside the model. Also writes the algorithm's state."""
+Finish = Callable[[ChangeReader], Mapping[str, ElementReader]]
+"""(change of the model) → the update's values for each further group. Also writes the algorithm's state."""
 
 
 @dataclass(eq=False)
@@ -543,8 +543,9 @@ class LocalFragment:
         model: names of all tensors of the model if the run has several fragments, else empty.
         filters: the filters that are applied to each update before it is sent.
         residuals: the encoding errors of earlier updates; None: the codec has no error feedback.
-        kept: the state that the algorithm keeps at the site, such as SCAFFOLD's control variate; None: it keeps none.
-        state: all files of the site's local state: those of `residuals` and `kept`.
+        algorithm_state: the tensors that the algorithm keeps at the site, such as SCAFFOLD's control variate; None: it
+            keeps none.
+        state: all files of the site's local state: those of `residuals` and `algorithm_state`.
         is_corrected: whether `Round.correct` has checked the optimizers in this process; it checks them only once.
     """
 
@@ -559,7 +560,7 @@ class LocalFragment:
     model: Collection[str] = ()
     filters: Sequence[Filter] = ()
     residuals: Residuals | None = field(init=False, default=None)
-    kept: AlgorithmState | None = field(init=False, default=None)
+    algorithm_state: AlgorithmState | None = field(init=False, default=None)
     state: LocalState = field(init=False)
     is_corrected: bool = field(init=False, default=False)
 
@@ -577,10 +578,10 @@ class LocalFragment:
         if self.layouts.codec.feedback:
             self.residuals = Residuals(folder, schema, name_of("residual", self.number), owner=owner, sparse=sparse)
             opened.callback(self.residuals.close)
-        if self.number is None and self.rule is not None and self.rule.keeps:
-            self.kept = AlgorithmState(folder, schema, self.rule.keeps, owner)
-            opened.callback(self.kept.close)
-        self.state = LocalState(self.outcome_of, self.residuals, self.kept)
+        if self.number is None and self.rule is not None and self.rule.state_groups:
+            self.algorithm_state = AlgorithmState(folder, schema, self.rule.state_groups, owner)
+            opened.callback(self.algorithm_state.close)
+        self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state)
 
     @property
     def parameter_shapes(self) -> Shapes:
@@ -599,9 +600,9 @@ class LocalFragment:
 
     def own_state(self, group: str) -> dict[str, Tensor]:
         """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor of its shape."""
-        if self.kept is None or self.rule is None or group not in self.rule.keeps:
+        if self.algorithm_state is None or self.rule is None or group not in self.rule.state_groups:
             return {}
-        return _read(group, self.parameter_shapes, self.kept.read)
+        return _read(group, self.parameter_shapes, self.algorithm_state.read)
 
     def filtered(self, ticket: Ticket, tensors: Tensors, info: UpdateInfo) -> Filtered | None:
         """Return the values of an update after the site's filters were applied; None if the site has no filters.
@@ -645,9 +646,9 @@ class LocalFragment:
         self.state.begin(ticket.id)
         if self.residuals is not None:
             self.residuals.follow(ticket.base.number, self.site)
-        moved = filtered.moved if filtered is not None else partial(change_of, self.base, tensors)
+        read_change = filtered.change_or_none if filtered is not None else partial(change_of, self.base, tensors)
         with torch.no_grad():
-            extra = finish(moved) if finish is not None else {}
+            extra = finish(read_change) if finish is not None else {}
         codecs, runs = self.layouts.codecs, self.layouts.runs
         former = UpdateFormer(target, self.base, tensors, codecs, runs, extra, filtered, self.residuals, self.losses)
         formed = former.form(on_part)
@@ -666,5 +667,5 @@ class LocalFragment:
         return self.losses.warnings
 
 
-def _read(group: str, shapes: Shapes, runs: Runs) -> dict[str, Tensor]:
-    return {name: runs(extra_name(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}
+def _read(group: str, shapes: Shapes, read: ElementReader) -> dict[str, Tensor]:
+    return {name: read(extra_name(group, name), 0, math.prod(shape)).reshape(shape) for name, shape in shapes.items()}

@@ -127,8 +127,8 @@ def take_part(
             each.local.filters = filters
         session.join(sync_every=terms.sync_every, num_fragments=terms.num_fragments)
         for each in exchanges:
-            if each.local.kept is not None:
-                each.local.kept.begin_at_zero()
+            if each.local.algorithm_state is not None:
+                each.local.algorithm_state.begin_at_zero()
         remove_earlier(where, site, share)
         if start_peer is not None:
             start_peer()
@@ -199,9 +199,9 @@ def _open(
         [] if fragment is None else [spec.name for spec in session.schema.model.tensors],
     )
     local.open_state(folder, opened, sparse=sharded)
-    if local.kept is not None:
-        local.kept.begin_anew_if_allowed(session.site)
-        session.state_fields = partial(getattr, local.kept, "join_fields")
+    if local.algorithm_state is not None:
+        local.algorithm_state.begin_anew_if_allowed(session.site)
+        session.state_fields = partial(getattr, local.algorithm_state, "join_fields")
     return Exchange(session, transfer, files, local, peer_server, shards)
 
 

@@ -124,7 +124,7 @@ class Round:
         self._require_base()
         local = self._backend.local
         if self._hooks is None:
-            terms = (local.info.algorithm, local.rule, local.base.values_of, local.kept) if local is not None else ()
+            terms = (local.info.algorithm, local.rule, local.base.values_of, local.algorithm_state) if local else ()
             self._hooks = StepHooks(model, *terms)
         self._optimizers = optimizers_in(optimizer)
         attached = self._hooks.attach(optimizer)
@@ -284,7 +284,7 @@ class Round:
                 f"submit(groups=...) in round {self.number} has steps={steps}.",
                 "Set steps to the number of optimizer steps that the groups were measured over.",
             )
-        return given_groups(submitted, groups, local.kept, local.rule.keeps if local.rule else ())
+        return given_groups(submitted, groups, local.algorithm_state, local.rule.state_groups if local.rule else ())
 
     def _require_joined(self) -> None:
         require_joined(self._backend.has_left, self._backend.site, "atoll.join")
