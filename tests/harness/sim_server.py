@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Protocol
 
-from atoll.rounds import events, machine, waiting
+from atoll.rounds import events, machine
 from atoll.rounds.state import Rules, State
 from atoll.server.coordinator.ledger import FACTS, Ledger
 from harness.sim_checks import Checks, MadeUpdate
@@ -168,7 +168,7 @@ class SimServer:
 
     def _arm(self) -> None:
         """One timer for the machine's next deadline."""
-        due_s = waiting.next_deadline_s(self.state)
+        due_s = self.state.next_deadline_s
         if due_s is not None and (self._armed_s is None or due_s < self._armed_s):
             self._armed_s = due_s
             self._later(max(0.0, due_s - self._clock_s()), self._tick)
@@ -241,7 +241,7 @@ class SimServer:
 
     def _submit(self, request: Submit, replies: list[Reply]) -> None:
         self._run(events.WorkerSeen(request.site, request.lease))  # its bytes were a sign of life
-        verdict = waiting.may_submit(self.state, request.site, request.lease, request.ticket)
+        verdict = self.state.may_submit(request.site, request.lease, request.ticket)
         ticket = self.journal.tickets[request.ticket]
         again = ticket.state in ("accepted", "counted")
         if self.mutant == "no fencing" and isinstance(verdict, events.LeaseRefused) and ticket.state == "open":

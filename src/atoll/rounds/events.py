@@ -57,7 +57,7 @@ class TicketRequested(Leased):
 class UpdateAccepted:
     """The journal has recorded the update of `ticket`. `order` is its position among all accepted updates.
 
-    Handle no other event between the check with `waiting.may_submit` and the record in the journal.
+    Handle no other event between the check with `State.may_submit` and the record in the journal.
     """
 
     ticket: int

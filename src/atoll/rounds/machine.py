@@ -28,11 +28,8 @@ from atoll.rounds.state import (
     Rules,
     Snapshot,
     State,
-    ticket_by_id,
-    view,
 )
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, advance
-from atoll.rounds.waiting import why
 
 NEXT_ROUND = "counts from the next round on"
 NOT_DRAWN = "was not drawn for this round; each round draws anew"
@@ -131,9 +128,9 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
     if round_.phase == "finished":
         reason = events.FINISHED
     elif round_.phase != "open":
-        reason = why(draft.state, fragment, draft.now_s)
+        reason = draft.state.why(fragment, draft.now_s)
     elif ticket and ticket.state == "accepted":
-        reason = f"its update is accepted; the round {why(draft.state, fragment, draft.now_s)}"
+        reason = f"its update is accepted; the round {draft.state.why(fragment, draft.now_s)}"
     elif ticket and ticket.state == "refused" and not cannot_close:
         reason = f"its update was refused ({ticket.reason}); it {NEXT_ROUND}"
     elif ticket is None and site not in round_.expected:
@@ -153,7 +150,7 @@ def _request_async(draft: Draft, site: str, fragment: int) -> None:
     if ticket and ticket.state == "accepted":
         draft.effects.append(
             events.TicketWithheld(
-                site, fragment, f"its update is accepted; the round {why(draft.state, fragment, draft.now_s)}"
+                site, fragment, f"its update is accepted; the round {draft.state.why(fragment, draft.now_s)}"
             )
         )
     elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
@@ -174,7 +171,7 @@ def _issue(draft: Draft, site: str, fragment: int) -> None:
 
 
 def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -> None:
-    ticket = ticket_by_id(draft.state, event.ticket)
+    ticket = draft.state.ticket_by_id(event.ticket)
     what = "update accepted" if isinstance(event, events.UpdateAccepted) else "update refused"
     if ticket is None:
         raise IllegalTransition(f"Ticket {event.ticket} is in no current round: {what!r} is not possible.")
@@ -409,7 +406,7 @@ def _judge(draft: Draft, fragment: int) -> None:
         states = [ticket.state for ticket in round_.tickets.values()]
         if states.count("accepted") < len(round_.expected):
             return  # shortcut for large rounds: an update is missing, so the policy would decide to wait
-    round_view = view(draft.state, fragment)
+    round_view = draft.state.view(fragment)
     decision = policy.decide(round_view, draft.now_s)
     if isinstance(decision, StayOpen):
         if decision.until_s != round_.until_s:

@@ -1,5 +1,7 @@
 """The state of the round machine as frozen values, and the snapshot from which a restarted server restores it.
 
+Methods of `State` answer why a round waits and for which sites, which site may submit, and when the next deadline is.
+
 Mappings are replaced, never changed in place. All times are seconds of the same monotonic clock. Snapshots have no
 times, because the values of this clock mean nothing after a restart.
 """
@@ -13,9 +15,11 @@ from operator import attrgetter
 from typing import Any
 
 from atoll.config import Settings
-from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline, RoundView
+from atoll.format_text import counted
+from atoll.rounds import leases
+from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.early_stopping import Progress, Tracking
-from atoll.rounds.events import Effect, Woken
+from atoll.rounds.events import Effect, LeaseRefused, Woken
 from atoll.rounds.leases import Member
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.transitions import IllegalTransition, Ticket
@@ -179,6 +183,129 @@ class State:
         """Return whether the current round is asynchronous: it accepts updates that were trained from old versions."""
         return self.rules.policy.is_async(self.rounds[fragment].number)
 
+    def view(self, fragment: int) -> RoundView:
+        """Return the facts about the current round of `fragment` from which the closing policy decides."""
+        round_, elsewhere = self.rounds[fragment], Counter[str]()
+        if len(self.rounds) > 1:
+            elsewhere.update(
+                ticket.site
+                for index, other in enumerate(self.rounds)
+                if index != fragment and other.phase == "open"
+                for ticket in other.tickets.values()
+                if ticket.state == "accepted"
+            )
+        accepted = [
+            ticket
+            for ticket in round_.tickets.values()
+            if ticket.state == "accepted" and ticket.id not in round_.frozen
+        ]
+        accepted.sort(key=attrgetter("site"))
+        return RoundView(
+            fragment=fragment,
+            head_version=round_.head,
+            opened_s=round_.opened_s,
+            expected=tuple(sorted(round_.expected)),
+            accepted=tuple(accepted),
+            floor=self.rules.floor,
+            floor_name=self.rules.floor_name,
+            number=round_.number,
+            first_s=round_.first_s,
+            elsewhere=tuple(sorted(site for site, count in elsewhere.items() if count >= self.rules.max_inflight)),
+        )
+
+    def ticket_by_id(self, number: int) -> Ticket | None:
+        """Return the ticket with this number if it is in a current round; else None."""
+        if not 0 < number < self.next_ticket:
+            return None
+        for round_ in self.rounds:
+            for ticket in round_.tickets.values():
+                if ticket.id == number:
+                    return ticket
+        return None
+
+    def missing(self, fragment: int) -> tuple[tuple[str, float], ...]:
+        """Return the sites that the open round waits for, each with the time since which the round waits for it.
+
+        The sites are sorted by name. If no round is open, the result is empty.
+        """
+        round_ = self.rounds[fragment]
+        if round_.phase != "open":
+            return ()
+        return tuple((site, round_.expected[site]) for site in self.rules.policy.awaited(self.view(fragment)))
+
+    def why(self, fragment: int, now_s: float) -> str:
+        """Return what a fragment does or waits for, as a sentence without subject: for example "waits for clinic-a"."""
+        round_ = self.rounds[fragment]
+        if round_.phase == "gathering" and self.rules.held:
+            return "does not train at present: a workflow of tasks has the sites"
+        if round_.phase == "gathering":
+            joined = len(leases.alive(self.members))
+            return f"waits for {self.rules.sites} sites to join, {joined} {'has' if joined == 1 else 'have'}"
+        if round_.phase == "closing":
+            return f"reduces {counted(len(round_.frozen), 'update')} of round {round_.number}"
+        if round_.phase == "finished":
+            return "; ".join(filter(None, ["is finished", self.rules.tracking.why(self.progress)]))
+        decision = self.rules.policy.decide(self.view(fragment), now_s)
+        return decision.reason if isinstance(decision, StayOpen) else "is about to close"
+
+    def may_submit(self, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
+        """Return None if the process that holds `lease` may submit an update for `ticket` now.
+
+        Otherwise return a `LeaseRefused`, or a sentence that says what is wrong with the ticket. A ticket that already
+        has an accepted update gives such a sentence, too. The caller must then check in the journal whether the request
+        only repeats the accepted update.
+        """
+        refused = leases.refusal(self.members, site, lease)
+        if refused:
+            return refused
+        if not 0 < ticket < self.next_ticket:
+            return f"Ticket {ticket} was never issued."
+        issued = self.ticket_by_id(ticket)
+        if issued is None:
+            return f"Ticket {ticket} is over: its round has closed, or a newer ticket has replaced it."
+        if issued.site != site:
+            return f"Ticket {ticket} was not issued to {site!r}."
+        if issued.state != "open":
+            return f"Ticket {ticket} is {issued.state}{': ' if issued.reason else ''}{issued.reason}."
+        limit = self.rules.max_staleness  # called for every part, so skip the calculation if there is no limit
+        if limit is not None and (lag := self.staleness(issued)) > limit:
+            late = f"its update would be {lag} versions behind; async.max_staleness is {limit}"
+            return f"Ticket {ticket} is too late: {late}."
+        return None
+
+    def staleness(self, ticket: Ticket) -> int:
+        """Return how many versions lie between a ticket's base and the version that its update would be applied to now.
+
+        Lost versions count, too, so an update may be treated as older than it is. In a synchronous round, it is 0.
+        """
+        round_ = self.rounds[ticket.fragment]
+        if not self.is_async(ticket.fragment):
+            return 0
+        steps = self.rules.policy.steps_before(len(self.view(ticket.fragment).accepted))
+        return round_.head + (round_.phase == "closing") + steps - ticket.base_version
+
+    def due(self, site: str) -> int:
+        """Return the fragment that a site should train first: the one with the fewest committed rounds.
+
+        If the server has already accepted the site's update for a fragment's current round, that fragment comes last.
+        """
+        accepted = [
+            (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in self.rounds
+        ]
+        return min(range(len(self.rounds)), key=lambda f: (accepted[f], self.rounds[f].done, f))
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """Time at which a `TimePassed` event is due next; None if no event is due.
+
+        A sign of life of a worker can move this time. So, when a timer fires, read it again.
+        """
+        times = [round_.until_s for round_ in self.rounds if round_.phase == "open" and round_.until_s is not None]
+        timeout_s = self.rules.heartbeat_timeout_s
+        if timeout_s and self.seen_s:
+            times.append(min(self.seen_s.values()) + timeout_s)
+        return min(times, default=None)
+
 
 @dataclass(frozen=True, slots=True)
 class FragmentSnapshot:
@@ -226,46 +353,6 @@ class Snapshot:
     next_lease: int = 1
     finished: bool = False
     progress: Progress = field(default_factory=Progress)
-
-
-def view(state: State, fragment: int) -> RoundView:
-    """Return the facts about the current round of `fragment` from which the closing policy decides."""
-    round_, elsewhere = state.rounds[fragment], Counter[str]()
-    if len(state.rounds) > 1:
-        elsewhere.update(
-            ticket.site
-            for index, other in enumerate(state.rounds)
-            if index != fragment and other.phase == "open"
-            for ticket in other.tickets.values()
-            if ticket.state == "accepted"
-        )
-    accepted = [
-        ticket for ticket in round_.tickets.values() if ticket.state == "accepted" and ticket.id not in round_.frozen
-    ]
-    accepted.sort(key=attrgetter("site"))
-    return RoundView(
-        fragment=fragment,
-        head_version=round_.head,
-        opened_s=round_.opened_s,
-        expected=tuple(sorted(round_.expected)),
-        accepted=tuple(accepted),
-        floor=state.rules.floor,
-        floor_name=state.rules.floor_name,
-        number=round_.number,
-        first_s=round_.first_s,
-        elsewhere=tuple(sorted(site for site, count in elsewhere.items() if count >= state.rules.max_inflight)),
-    )
-
-
-def ticket_by_id(state: State, number: int) -> Ticket | None:
-    """Return the ticket with this number if it is in a current round; else None."""
-    if not 0 < number < state.next_ticket:
-        return None
-    for round_ in state.rounds:
-        for ticket in round_.tickets.values():
-            if ticket.id == number:
-                return ticket
-    return None
 
 
 Result = tuple[State, tuple[Effect, ...]]

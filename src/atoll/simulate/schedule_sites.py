@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreError, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes, status_messages
-from atoll.rounds import events, leases, waiting
+from atoll.rounds import events, leases
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.joining import counted_of
@@ -224,9 +224,9 @@ class SiteScheduler:
         state = self._run.state
         if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
             return
-        if waiting.next_deadline_s(state) is not None:
+        if state.next_deadline_s is not None:
             return
-        why = waiting.why(state, 0, 0.0)
+        why = state.why(0, 0.0)
         last = next(reversed(self.failed.items()), None)
         told_last = f"; the last site that failed is {last[0]}: {last[1].rstrip('.')}" if last else ""
         here, name = len(state.active_s), state.rules.floor_name
@@ -303,7 +303,7 @@ class SiteScheduler:
         if state.rounds[0].phase != "open" or len(self._jobs) >= self._engine.capacity:
             return
         self._run.require_space()
-        self._offer(site for site, _ in waiting.missing(state, 0))
+        self._offer(site for site, _ in state.missing(0))
         if not self._jobs:  # ask for all sites: if the round needs a refused site, that site gets a new ticket
             self._offer(member.site for member in leases.alive(state.members))
 
@@ -403,7 +403,7 @@ class SiteScheduler:
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
         LOG.warning("%s did not return within %s while other sites waited; its process was stopped", job.site, told_s)
-        if waiting.may_submit(self._run.state, job.site, lease.number, job.ticket.id) is not None:
+        if self._run.state.may_submit(job.site, lease.number, job.ticket.id) is not None:
             self.late += 1
         if self._stuck[job.site] == ATTEMPTS:
             why = (

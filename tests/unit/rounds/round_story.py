@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.sim_journal import SimJournal, initial, snapshot
 
-from atoll.rounds import events, machine, waiting
+from atoll.rounds import events, machine
 from atoll.rounds.state import Rules
 
 
@@ -86,10 +86,10 @@ class Story:
         return self.state.rounds[fragment].phase
 
     def missing(self, fragment: int = 0) -> tuple[str, ...]:
-        return tuple(site for site, _ in waiting.missing(self.state, fragment))
+        return tuple(site for site, _ in self.state.missing(fragment))
 
     def why(self, fragment: int = 0) -> str:
-        return waiting.why(self.state, fragment, self.now_s)
+        return self.state.why(fragment, self.now_s)
 
 
 def closed(effects: tuple[events.Effect, ...]) -> list[tuple[int, ...]]:

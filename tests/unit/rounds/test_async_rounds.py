@@ -9,11 +9,11 @@ import pytest
 from harness.schedules import Schedule, Violation, explore, simulate
 from round_story import closed
 
-from atoll.rounds import machine, waiting
+from atoll.rounds import machine
 from atoll.rounds.closing_policy import Async
 from atoll.rounds.dynamic_local_steps import local_steps
 from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
-from atoll.rounds.state import Rules
+from atoll.rounds.state import Rules, State
 
 
 def begin(story, *sites, **rules):
@@ -30,10 +30,10 @@ def test_an_update_is_applied_at_once_and_the_others_keep_their_tickets(story):
     assert closed(run.accept(tickets["b"])) == [(tickets["b"],)]
     run.commit()
     # a's ticket is of version 0; it counts at version 1, and so on: staleness 1, then 2.
-    assert waiting.staleness(run.state, run.state.rounds[0].tickets["a"]) == 1
+    assert run.state.staleness(run.state.rounds[0].tickets["a"]) == 1
     assert closed(run.accept(tickets["a"])) == [(tickets["a"],)]
     run.commit()
-    assert waiting.staleness(run.state, run.state.rounds[0].tickets["c"]) == 2
+    assert run.state.staleness(run.state.rounds[0].tickets["c"]) == 2
     assert closed(run.accept(tickets["c"])) == [(tickets["c"],)]
     run.commit()
     assert run.state.rounds[0].head == 3
@@ -45,7 +45,7 @@ def test_updates_that_come_during_a_pass_are_applied_in_the_order_of_the_journal
     assert not closed(run.accept(tickets["c"]))
     assert not closed(run.accept(tickets["a"]))
     # two are before it, and the pass of d is under way: version 0 + 1 + 2
-    assert waiting.staleness(run.state, run.state.rounds[0].tickets["b"]) == 3
+    assert run.state.staleness(run.state.rounds[0].tickets["b"]) == 3
     assert closed(run.commit()) == [(tickets["c"],)]
     assert closed(run.commit()) == [(tickets["a"],)]
     assert not closed(run.commit())
@@ -67,7 +67,7 @@ def test_a_newer_ticket_replaces_one_of_an_earlier_version(story):
     newer = run.ticket("b")
     assert newer != tickets["b"]
     assert run.state.rounds[0].tickets["b"].base_version == 1
-    assert "is over" in waiting.may_submit(run.state, "b", run.lease("b"), tickets["b"])
+    assert "is over" in run.state.may_submit("b", run.lease("b"), tickets["b"])
     assert run.journal.tickets[tickets["b"]].state == "expired"
 
 
@@ -93,10 +93,10 @@ def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
     run, tickets = begin(story, "a", "b", "c", max_staleness=1)
     run.accept(tickets["a"])
     run.commit()
-    assert waiting.may_submit(run.state, "c", run.lease("c"), tickets["c"]) is None  # 1 behind
+    assert run.state.may_submit("c", run.lease("c"), tickets["c"]) is None  # 1 behind
     run.accept(tickets["b"])  # version 2 is being made: c would be 2 behind
-    assert "would be 2 versions behind; async.max_staleness is 1" in waiting.may_submit(
-        run.state, "c", run.lease("c"), tickets["c"]
+    assert "would be 2 versions behind; async.max_staleness is 1" in run.state.may_submit(
+        "c", run.lease("c"), tickets["c"]
     )
     expired = [effect for effect in run.commit() if isinstance(effect, TicketsExpired)]
     assert [effect.tickets for effect in expired] == [(tickets["c"],)]
@@ -132,7 +132,7 @@ def test_a_step_waits_its_grace(story):
     assert not closed(run.wait(4))
     assert not closed(run.accept(tickets["c"]))
     assert run.missing() == ("b",)
-    assert waiting.next_deadline_s(run.state) == 15
+    assert run.state.next_deadline_s == 15
     assert closed(run.wait(6)) == [(tickets["a"], tickets["c"])]
 
 
@@ -211,7 +211,7 @@ def restarts_forget_older_tickets(monkeypatch):
 
 
 def stale_updates_are_let_through(monkeypatch):
-    monkeypatch.setattr(waiting, "may_submit", lenient)
+    monkeypatch.setattr(State, "may_submit", lenient)
 
 
 def lenient(state, site, lease, ticket):
@@ -219,7 +219,7 @@ def lenient(state, site, lease, ticket):
     return None if isinstance(said, str) and "max_staleness" in said else said
 
 
-original_may_submit = waiting.may_submit
+original_may_submit = State.may_submit
 
 
 @pytest.mark.parametrize("plant", [restarts_forget_older_tickets, stale_updates_are_let_through])

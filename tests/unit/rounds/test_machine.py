@@ -6,10 +6,10 @@ import pytest
 from harness.sim_journal import initial
 from round_story import Story, closed
 
-from atoll.rounds import events, machine, waiting
+from atoll.rounds import events, machine
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.leases import Member
-from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
+from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import IllegalTransition
 
 # -- opening and closing
@@ -131,11 +131,11 @@ def test_a_quorum_suffices_once_the_deadline_has_passed(story):
     run.submit("b", "a")
     run.wait(59)
     assert run.phase() == "open"
-    assert waiting.next_deadline_s(run.state) == 60
+    assert run.state.next_deadline_s == 60
     effects = run.wait(1)
     assert effects[0] == events.RoundClosed(0, 0, (3, 2))  # a got ticket 3, b 2
     assert effects[1] == events.TicketsExpired((1,), "the round from version 0 closed without it")
-    assert waiting.may_submit(run.state, "c", run.lease("c"), 1) == (
+    assert run.state.may_submit("c", run.lease("c"), 1) == (
         "Ticket 1 is expired: the round from version 0 closed without it."
     )
 
@@ -153,7 +153,7 @@ def test_below_quorum_or_min_sites_the_deadline_closes_nothing(story, quorum, mi
     run.submit("a")
     assert closed(run.wait(1000)) == []
     assert run.why() == "waits for b; the deadline has passed, 1 of 2 updates are in"
-    assert waiting.next_deadline_s(run.state) is None
+    assert run.state.next_deadline_s is None
     assert closed(run.submit("b")) == [(1, 2)]
 
 
@@ -196,9 +196,7 @@ def test_a_refused_worker_waits_and_is_told_why(story):
     bad = run.ticket("a")
     run.refuse(bad)
     assert run.withheld("a") == "its update was refused (layer.weight is not finite); it counts from the next round on"
-    assert waiting.may_submit(run.state, "a", run.lease("a"), bad) == (
-        "Ticket 1 is refused: layer.weight is not finite."
-    )
+    assert run.state.may_submit("a", run.lease("a"), bad) == ("Ticket 1 is refused: layer.weight is not finite.")
     run.join("a")  # a new process of it does not change that
     assert run.withheld("a").startswith("its update was refused")
 
@@ -209,7 +207,7 @@ def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(
     assert run.refuse(bad) == (events.ExpectedChanged(0, 0, ()), events.Woken(0))
     again = run.ask("a")
     assert again == events.TicketIssued("a", 2, 0, 0, new=True)
-    assert waiting.may_submit(run.state, "a", run.lease("a"), bad) == (
+    assert run.state.may_submit("a", run.lease("a"), bad) == (
         "Ticket 1 is over: its round has closed, or a newer ticket has replaced it."
     )
     assert closed(run.accept(2)) == [(2,)]
@@ -253,11 +251,11 @@ def test_missing_says_since_when(story):
     run = story(sites=2, min_sites=2)
     run.now_s = 10
     run.join("a", "b")
-    assert waiting.missing(run.state, 0) == (("a", 10), ("b", 10))
+    assert run.state.missing(0) == (("a", 10), ("b", 10))
     run.now_s = 30
     run.leave("b")
     run.join("c")
-    assert waiting.missing(run.state, 0) == (("a", 10), ("c", 30))
+    assert run.state.missing(0) == (("a", 10), ("c", 30))
 
 
 @pytest.mark.parametrize(
@@ -286,8 +284,8 @@ def test_a_barrier_that_waits_is_not_shown_every_update(story, monkeypatch):
     run = story(sites=len(sites))
     run.join(*sites)
     looks: list[int] = []
-    view = machine.view
-    monkeypatch.setattr(machine, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
+    view = State.view
+    monkeypatch.setattr(State, "view", lambda state, fragment: looks.append(fragment) or view(state, fragment))
     for site in sites:
         assert run.state.rounds[0].phase == "open"
         run.ticket(site)
@@ -318,7 +316,7 @@ def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story)
     run.submit("a")
     run.now_s = 119
     run.seen("a")
-    assert waiting.next_deadline_s(run.state) == 120
+    assert run.state.next_deadline_s == 120
     assert run.wait(0.5) == ()
     assert run.wait(0.5) == (
         events.LeaseEnded("b", 2, "dead", "silent for 120 s"),
@@ -326,13 +324,13 @@ def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story)
         events.RoundClosed(0, 0, (1,)),
         events.Woken(0),
     )
-    assert waiting.next_deadline_s(run.state) == 239
+    assert run.state.next_deadline_s == 239
 
 
 @pytest.mark.covers("L9")
 def test_a_heartbeat_timeout_of_0_declares_no_worker_dead(story):
     run = story("a", heartbeat_timeout_s=0)
-    assert waiting.next_deadline_s(run.state) is None
+    assert run.state.next_deadline_s is None
     assert run.wait(1e9) == ()
     assert run.state.members["a"].alive
 
@@ -381,7 +379,7 @@ def test_the_newest_process_of_a_site_has_the_lease(story):
     told = (events.LeaseRefused("a", "a newer process has joined as 'a'", superseded=True),)
     for event in (events.WorkerSeen("a", 1), events.TicketRequested("a", 1, 0), events.WorkerLeft("a", 1)):
         assert run.send(event) == told
-    assert waiting.may_submit(run.state, "a", 1, 1) == told[0]
+    assert run.state.may_submit("a", 1, 1) == told[0]
     assert run.expected() == ("a",)  # the same member, not a second one
 
 
@@ -412,7 +410,7 @@ def test_a_worker_that_was_stopped_past_its_lease_rejoins_and_gets_its_ticket_ag
     )
     assert events.ExpectedChanged(0, 0, ("a", "b")) in run.join("a")
     assert run.ask("a") == events.TicketIssued("a", ticket, 0, 0, new=False)
-    assert waiting.may_submit(run.state, "a", run.lease("a"), ticket) is None
+    assert run.state.may_submit("a", run.lease("a"), ticket) is None
 
 
 @pytest.mark.covers("F2")
@@ -461,7 +459,7 @@ def test_a_ticket_of_a_round_that_is_over_is_refused(story):
     run.wait(60)  # b is declared dead, the round closes with a alone
     run.commit()
     run.join("b")
-    refused = waiting.may_submit(run.state, "b", run.lease("b"), stale)
+    refused = run.state.may_submit("b", run.lease("b"), stale)
     assert refused == "Ticket 1 is over: its round has closed, or a newer ticket has replaced it."
     assert run.withheld("b") == "counts from the next round on"
 
@@ -469,11 +467,11 @@ def test_a_ticket_of_a_round_that_is_over_is_refused(story):
 def test_may_submit_checks_the_owner_of_the_ticket(story):
     run = story("ab")
     ticket = run.ticket("a")
-    assert waiting.may_submit(run.state, "a", 1, ticket) is None
-    assert waiting.may_submit(run.state, "b", 2, ticket) == "Ticket 1 was not issued to 'b'."
-    assert waiting.may_submit(run.state, "b", 2, 7) == "Ticket 7 was never issued."
+    assert run.state.may_submit("a", 1, ticket) is None
+    assert run.state.may_submit("b", 2, ticket) == "Ticket 1 was not issued to 'b'."
+    assert run.state.may_submit("b", 2, 7) == "Ticket 7 was never issued."
     run.accept(ticket)
-    assert waiting.may_submit(run.state, "a", 1, ticket) == "Ticket 1 is accepted."
+    assert run.state.may_submit("a", 1, ticket) == "Ticket 1 is accepted."
 
 
 def test_a_heartbeat_touches_nothing_but_when_the_worker_was_seen(story):
@@ -508,12 +506,12 @@ def test_a_worker_that_begins_learns_the_next_fragment():
     """The first of those with the fewest rounds; but not one whose round has the site's update already."""
     tell = Story(Rules(sites=2, fragments=3))
     tell.join("a", "b")
-    assert waiting.due(tell.state, "c") == 0
+    assert tell.state.due("c") == 0
     tell.submit("a")
-    assert [waiting.due(tell.state, site) for site in "abc"] == [1, 0, 0]
+    assert [tell.state.due(site) for site in "abc"] == [1, 0, 0]
     tell.submit("b")
     tell.commit()
-    assert [waiting.due(tell.state, site) for site in "abc"] == [1, 1, 1]
+    assert [tell.state.due(site) for site in "abc"] == [1, 1, 1]
 
 
 @pytest.mark.covers("L7")

@@ -8,7 +8,7 @@ import pytest
 from harness.sim_journal import snapshot
 from round_story import Story, closed
 
-from atoll.rounds import events, machine, waiting
+from atoll.rounds import events, machine
 from atoll.rounds.closing_policy import Async, QuorumDeadline
 from atoll.rounds.events import AggregatorLost, RoundReopened
 from atoll.rounds.leases import Member
@@ -47,7 +47,7 @@ def test_silence_and_deadline_start_anew(story):
     run.submit("a")
     run.now_s = 50
     restart(run, now_s=5.0)  # a new process: its clock has nothing to do with the old one
-    assert waiting.next_deadline_s(run.state) == 65
+    assert run.state.next_deadline_s == 65
     run.now_s = 64
     assert run.wait(0) == ()
     assert events.RoundClosed(0, 0, (1,)) in run.wait(1)

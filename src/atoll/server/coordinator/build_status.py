@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from atoll.algorithms.resolve import ResolvedAlgorithm
 from atoll.protocol import routes, status_messages
-from atoll.rounds import waiting
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Presence
@@ -140,8 +139,7 @@ def _best(run: Coordinator) -> status_messages.BestStatus | None:
 def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.FragmentStatus:
     round_ = run.state.rounds[index]
     awaited = [
-        status_messages.Missing(site=site, for_s=max(0.0, now_s - since))
-        for site, since in waiting.missing(run.state, index)
+        status_messages.Missing(site=site, for_s=max(0.0, now_s - since)) for site, since in run.state.missing(index)
     ]
     return status_messages.FragmentStatus(
         fragment=index,

@@ -36,7 +36,7 @@ from atoll.errors import (
 )
 from atoll.format_text import time_left
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
-from atoll.rounds import events, waiting
+from atoll.rounds import events
 from atoll.rounds.dynamic_local_steps import local_steps as dylu_steps
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
@@ -339,7 +339,7 @@ class Coordinator:
         LOG.info("%s joined%s", message.site, " again" if previous else "")
         return messages.Joined(
             lease=Lease(message.site, self.state.members[message.site].lease, message.process, secret).header,
-            due=waiting.due(self.state, message.site),
+            due=self.state.due(message.site),
             evaluates=self.workflows is not None and self.workflows.will_evaluate(message.site),
             displaces=self.roster[message.site].displaced.get(previous.process) if previous is not None else None,
         )
@@ -519,7 +519,7 @@ class Coordinator:
             text = state.rules.tracking.why(state.progress) or reason
         else:
             now_s = time.monotonic()
-            rest, known = self.why(fragment, now_s), waiting.why(state, fragment, now_s)
+            rest, known = self.why(fragment, now_s), state.why(fragment, now_s)
             if reason.endswith(known):  # the reason already ends with this text
                 text = reason + rest.removeprefix(known)
             else:
@@ -528,7 +528,7 @@ class Coordinator:
             "finished" if reason == events.FINISHED else "ended" if ended else "wait",
             head,
             previous,
-            waiting_for=[site for site, _ in waiting.missing(state, fragment)],
+            waiting_for=[site for site, _ in state.missing(fragment)],
             reason=text,
             tasks=queue.follows and not queue.finished if reason == events.FINISHED else queue.rounds == "to come",
             left_s=self.time_left.of(state, time.monotonic()),
@@ -536,10 +536,10 @@ class Coordinator:
 
     def why(self, fragment: int, now_s: float) -> str:
         """Return a text: what a fragment's round waits for, and known problems of the sites that are missing."""
-        sites = [site for site, _ in waiting.missing(self.state, fragment)]
+        sites = [site for site, _ in self.state.missing(fragment)]
         trouble = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
-        return "; ".join(filter(None, [waiting.why(self.state, fragment, now_s), trouble, *silent]))
+        return "; ".join(filter(None, [self.state.why(fragment, now_s), trouble, *silent]))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
         """Return the state of a ticket. While the ticket is open or accepted, also return its parts on disk.
@@ -564,7 +564,7 @@ class Coordinator:
             LeaseLost, Superseded: the lease is not valid.
             TicketClosed, UpdateRefused: the ticket is no longer open.
         """
-        refusal = waiting.may_submit(self.state, lease.site, lease.number, ticket)
+        refusal = self.state.may_submit(lease.site, lease.number, ticket)
         if isinstance(refusal, events.LeaseRefused):
             self._refuse_lease(lease, refusal)
         elif refusal is not None:
@@ -748,7 +748,7 @@ class Coordinator:
     async def _tick(self) -> None:
         """Remove expired objects and end what has timed out: every second, and at the next deadline of a round."""
         while True:
-            deadline_s = waiting.next_deadline_s(self.state)
+            deadline_s = self.state.next_deadline_s
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
             await asyncio.sleep(pause_s)
             self.objects.sweep()
