@@ -29,8 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import atoll
-from atoll.codecs import build_codecs
-from atoll.codecs.encoded_layout import encoded_layout
+from atoll.codecs import build_codecs, encoded_layout
 from atoll.tensors.module_tensors import schema_of
 
 ROWS, COLUMNS = 1000, 1001

@@ -45,7 +45,7 @@ TORCH_FREE += [
 TORCH_FREE += [
     "transport.http_client",
     "transport.tls",
-    "codecs.encoded_layout",
+    "codecs.base",
     *(f"algorithms.{name}" for name in ("base", "diloco", "fedavg", "fednova", "fedopt", "resolve")),
     "cli.main",
     "cli.status",

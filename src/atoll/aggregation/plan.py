@@ -17,8 +17,8 @@ from atoll import registry
 from atoll.aggregation.outer_state import RUNS, Column, Entries, entries, state_layout, state_regions, version_regions
 from atoll.aggregation.user_aggregator import Accumulated, result_layout
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
+from atoll.codecs import build_codecs, encoded_layout
 from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import build_codecs, encoded_layout
 from atoll.codecs.version_difference import Downlink
 from atoll.config import Settings
 from atoll.errors import ConfigError

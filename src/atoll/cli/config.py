@@ -98,7 +98,7 @@ def _require_accepted(settings: Settings) -> None:
         ConfigError: a name is unknown, or an option does not exist or has a wrong value.
     """
     from atoll.algorithms.resolve import resolve
-    from atoll.codecs.encoded_layout import build_codecs
+    from atoll.codecs import build_codecs
 
     for kind, key in NAMES:
         if name := settings.at(key).name:

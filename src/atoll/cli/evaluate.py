@@ -109,7 +109,7 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
     log_lines(sys.stderr)
     raise_on_sigterm()
     from atoll.server.serve import Server
-    from atoll.server.tasks.models_to_evaluate import is_file
+    from atoll.server.tasks.cross_site_evaluation import is_file
 
     server = Server(settings=settings, evaluation=arguments)
     try:

@@ -3,14 +3,27 @@
 `Codec` is the interface. `Elementwise` is the base class of codecs that cast each element. `Narrowing` is the base
 class of codecs that encode several floats together, such as a block with one scale, but always within one tile (`TILE`
 elements).
+
+`build_codecs` builds codecs from their names, and `encoded_layout` chooses one for each tensor of an update. Server and
+worker both use it, so both get the same offsets.
 """
 
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atoll import registry
 from atoll.codecs.base import Codec
 from atoll.codecs.block_quantization import Int4Codec, Int8Codec
-from atoll.codecs.encoded_layout import build_codecs
-from atoll.codecs.plain import Bf16Codec, Elementwise, Narrowing, NoneCodec
+from atoll.codecs.plain import Bf16Codec, Elementwise, Narrowing, NoneCodec, WideCodec, is_of_short_range
 from atoll.codecs.topk import TopKCodec
-from atoll.tensors.layout import TILE
+from atoll.errors import ConfigError
+from atoll.tensors.layout import TILE, Layout, update_layout
+from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
 __all__ = [
     "TILE",
@@ -23,4 +36,89 @@ __all__ = [
     "NoneCodec",
     "TopKCodec",
     "build_codecs",
+    "encoded_layout",
 ]
+
+_METHODS = ("encoded_bytes", "encode_", "decode_")
+
+
+def build_codecs(
+    codec: str, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec", sent: bool = False
+) -> dict[str, Codec]:
+    """Build the codec for `params` (the float parameters), and return all codecs that an update needs: name → codec.
+
+    The built codec is in the result twice: under the name `codec`, and under its attribute `name`.
+
+    Args:
+        codec: name of the codec of `params`.
+        options: the codec's keyword arguments: strings and finite numbers, since only these are sent to workers.
+        setting: the setting that names the codec, for messages.
+        sent: whether the name came over the network. If so, the module of a `module:Class` must already be imported: a
+            received name must not run code.
+
+    Raises:
+        ConfigError: the name is unknown, is not the name of a codec, or an option is unknown or has a wrong value.
+    """
+    if sent:
+        _require_imported(codec)
+    found = registry.load("codecs", codec)
+    if not isinstance(found, type) or not all(callable(getattr(found, each, None)) for each in _METHODS):
+        raise ConfigError(
+            f"{setting} = {codec!r} is not a codec.",
+            f"Name a class with the methods of atoll.codecs.Codec: {', '.join(_METHODS)}.",
+        )
+    built = registry.construct(
+        lambda: found(**options),
+        f"{setting} = {dict(options)!r}",
+        registry.options_of(found, codec),
+    )
+    for option, value in options.items():
+        if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):
+            raise ConfigError(f"{setting}: {option} = {value!r}.", "Use a string or a finite number.")
+    if not isinstance(built, Codec):
+        raise ConfigError(
+            f"{setting} = {codec!r} lacks one of the properties name, elementwise, raw and feedback.",
+            "Add the missing one, as in atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
+        )
+    is_ours = WideCodec.name in (codec, built.name)  # `wide` is internal: settings cannot name it
+    if is_ours or (built.name != codec and registry.is_known("codecs", built.name)):
+        raise ConfigError(
+            f"{setting} = {codec!r} has the name {built.name!r}, which another codec has already.",
+            "Give it another name.",
+        )
+    return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: built, built.name: built}
+
+
+def _require_imported(codec: str) -> None:
+    if ":" not in codec or registry.is_known("codecs", codec):
+        return
+    target = codec.rpartition(":")[0]
+    module = Path(target).stem if registry.is_file(codec) else target
+    if module not in sys.modules:
+        raise ConfigError(
+            f"The run uses the codec {codec!r}, code that this program has not imported.",
+            f"If you trust it, import {module} in your script before it joins; a server alone cannot make a "
+            "site run code.",
+        )
+
+
+def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:
+    """Return the layout of an update: the codec, the offset and the encoded size of each tensor.
+
+    `params` (the float parameters) are encoded with `codec`; all other tensors are raw. If `codec` is raw, fp16 and fp8
+    parameters are encoded as fp32 (`wide`), because their differences can exceed the range of their dtype.
+
+    Args:
+        schema: schema of the model.
+        codec: name of the codec of `params`.
+        codecs: name → codec, from `build_codecs`.
+        part_bytes: largest size, in bytes, of a part: a piece of the update that is sent and checked alone.
+        ranks: number of ranks among which the update is sharded.
+    """
+
+    def encoding(spec: TensorSpec) -> Codec:
+        if spec.group != PARAMS:
+            return codecs["none"]
+        return codecs[WideCodec.name if codecs[codec].raw and is_of_short_range(spec.dtype) else codec]
+
+    return update_layout(schema.tensors, encoding, part_bytes, ranks)

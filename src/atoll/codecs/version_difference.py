@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from atoll.codecs import build_codecs
 from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import build_codecs
 from atoll.posix import write_at
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import ByteRun, RunTable

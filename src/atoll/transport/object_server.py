@@ -22,8 +22,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from atoll.blobs.manifest import Manifest
-from atoll.blobs.object_file import write_object
-from atoll.blobs.payload_cut import Cut
+from atoll.blobs.object_file import Cut, write_object
 from atoll.errors import (
     AtollError,
     BadRequest,

@@ -9,9 +9,9 @@ import pytest
 from harness.schedules import Schedule, Violation, explore, simulate
 from round_story import closed
 
+from atoll.algorithms.diloco import dynamic_local_steps
 from atoll.rounds import machine
 from atoll.rounds.closing_policy import Async
-from atoll.rounds.dynamic_local_steps import local_steps
 from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
 from atoll.rounds.state import Rules, State
 
@@ -248,9 +248,9 @@ def test_a_planted_bug_of_asynchronous_rounds_is_found(plant, monkeypatch):
     ],
 )
 def test_steps(speed, h, k, steps):
-    assert local_steps({"a": 10.0, "b": speed}, "b", h, k) == steps
+    assert dynamic_local_steps({"a": 10.0, "b": speed}, "b", h, k) == steps
 
 
 def test_gives_the_full_steps_before_any_measurement():
-    assert local_steps({}, "b", 500) == 500
-    assert local_steps({"a": 0.0, "b": 0.0}, "b", 500) == 500
+    assert dynamic_local_steps({}, "b", 500) == 500
+    assert dynamic_local_steps({"a": 0.0, "b": 0.0}, "b", 500) == 500

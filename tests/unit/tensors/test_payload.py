@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
-from atoll.blobs.object_file import write_object
-from atoll.blobs.payload_cut import Cut
+from atoll.blobs.object_file import Cut, write_object
 from atoll.errors import BadRequest, UsageError
 from atoll.filters import Filter, Outgoing
 from atoll.tensors.lazy_tensors import Handle, LazyState, release, resolve

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs
-from atoll.codecs.encoded_layout import encoded_layout
+from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs, encoded_layout
 from atoll.errors import DiskFull, StateLocked, StoreError, UsageError
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 
 from atoll.aggregation.check_arriving_parts import PartStats
 from atoll.aggregation.plan import Plan, swarm_settings
+from atoll.algorithms.diloco import dynamic_local_steps
 from atoll.errors import (
     AtollError,
     BadRequest,
@@ -37,7 +38,6 @@ from atoll.errors import (
 from atoll.format_text import time_left
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events
-from atoll.rounds.dynamic_local_steps import local_steps as dylu_steps
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
@@ -492,7 +492,7 @@ class Coordinator:
         if not settings.diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
             return 0
         speeds = {site: self.roster[site].beat.steps_per_s for site in self._alive() if site in self.roster}
-        return dylu_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
+        return dynamic_local_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
 
     def _unpulled(self, fragment: int) -> Collection[int]:
         """Return the versions that open tickets start from, and that the sites have probably not downloaded yet.

@@ -81,7 +81,7 @@ class Aggregator:
         self._next_id, self._incremental = 0, False
         self._offers = ThreadPoolExecutor(1, thread_name_prefix="atoll-offer")
         environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
-        self._process = PipedProcess("atoll.aggregation.user_aggregator_child", environment=environment)
+        self._process = PipedProcess("atoll.aggregation.user_aggregator", environment=environment)
         threading.Thread(target=self._listen, name="atoll-aggregator", daemon=True).start()
         try:
             self._load()

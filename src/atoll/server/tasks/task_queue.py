@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from atoll.blobs.manifest import Cuts, Manifest
-from atoll.blobs.object_file import Contents, write_object
-from atoll.blobs.payload_cut import ChunkSizes, Cut, read_plain
+from atoll.blobs.object_file import ChunkSizes, Contents, Cut, read_plain, write_object
 from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile, file_error
 from atoll.protocol import task_messages as tm

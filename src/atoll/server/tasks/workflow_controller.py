@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from atoll.blobs.object_file import Stored
-from atoll.blobs.payload_cut import ChunkSizes, read_plain
+from atoll.blobs.object_file import ChunkSizes, Stored, read_plain
 from atoll.errors import RunFailed, StoreError, UsageError
 from atoll.posix import read_at
 from atoll.protocol import messages

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from atoll.algorithms.base import ChangeReader, ElementReader, LocalRule
 from atoll.algorithms.by_hand import Shapes
+from atoll.codecs import build_codecs, encoded_layout
 from atoll.codecs.base import Codec
-from atoll.codecs.encoded_layout import build_codecs, encoded_layout
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks

@@ -32,8 +32,7 @@ from typing import Any, Self, TypeVar
 
 from torch import nn
 
-from atoll.blobs.object_file import Stored
-from atoll.blobs.payload_cut import ChunkSizes, read_plain, way_of
+from atoll.blobs.object_file import ChunkSizes, Stored, read_plain, way_of
 from atoll.errors import (
     TRANSIENT,
     AtollError,
