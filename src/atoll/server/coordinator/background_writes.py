@@ -23,7 +23,7 @@ from atoll.errors import RETRY_S, AtollError, ConfigError, Gone, StoreError, tra
 from atoll.posix import folder_error
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
-from atoll.server.coordinator.persistor import Best, Persistor
+from atoll.server.coordinator.persistor import Persistor
 from atoll.store.journal_tables import HistoryRow, VersionRow
 from atoll.store.store import Store
 
@@ -169,13 +169,6 @@ class BestVersion:
         export_model(self._plan, self._store, self.path, (measured.version,), metadata)
         self._write_note(measured)
         self.saved = measured
-
-    def for_persistor(self, measured: Measured) -> Best:
-        """Return the version that `save` has just written, for `Persistor.save_best`: with an open file descriptor."""
-        rows = (row for row in self._store.run_log.history(None, 0) if row.version == measured.version)
-        summary = next((row.summary_json for row in rows), "") or "{}"
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        return Best(measured.version, {self.metric: measured.value}, json.loads(summary), fd)
 
     def _note(self, measured: Measured) -> str:
         note = {
@@ -360,8 +353,7 @@ class BackgroundWriter:
         """Write the best version, and pass it to the user's persistor. Warn if the server no longer has the version."""
         try:
             await self._saved("the best version", functools.partial(self.best.save, measured))
-            if self.persistor.takes_best:
-                self.persistor.save_best(self._plan, self.best.for_persistor(measured))
+            self.persistor.save_best(self._plan, self._store, measured, self.best.path, self.best.metric)
         except Gone:
             LOG.warning(
                 "version %d is the best so far (%s %.6g), but was deleted before it was saved: %s is unchanged",

@@ -665,7 +665,7 @@ class Coordinator:
             unpulled = row.ticket not in swarm.view.offers
             if unpulled or time.monotonic() >= until_s:
                 return messages.Receipt(digest=message.digest, accepted=False, unpulled=unpulled)
-            await swarm.news(until_s - time.monotonic())
+            await swarm.news.wait(until_s - time.monotonic())
 
     async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
         """Return the settings that a worker of a swarm needs to aggregate updates and step the outer optimizer.

@@ -15,11 +15,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +27,7 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
+from atoll.rounds.early_stopping import Measured
 from atoll.store.store import Store
 from atoll.tensors.lazy_tensors import resolve
 from atoll.tensors.module_tensors import Tensors
@@ -39,24 +38,7 @@ LOG = logging.getLogger("atoll.server")
 METHODS = ("load", "save", "save_best")
 
 
-_Read = Callable[[], tuple[dict[str, Tensor], dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best version so far, as `Persistor.save_best` gets it.
-
-    Attributes:
-        version: number of the version.
-        metrics: name and value of the metric by which the version is the best.
-        summary: summary of the round that made the version.
-        fd: descriptor of the version's exported file. `Persistor` closes it.
-    """
-
-    version: int
-    metrics: Mapping[str, float]
-    summary: Mapping[str, Any]
-    fd: int
+_Read = Callable[[], tuple[dict[str, Tensor], dict[str, Any]] | None]
 
 
 class Persistor:
@@ -69,8 +51,6 @@ class Persistor:
     def __init__(self, settings: Settings) -> None:
         self.name = str(settings.model.persistor.path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
-        self._lock = threading.Lock()
-        self._best: Best | None = None  # the best version that waits for `save_best`
         self._user: Any = None
         if not settings.model.persistor.path:
             return
@@ -129,19 +109,19 @@ class Persistor:
         read = functools.partial(_tensors, plan, store, tuple(heads))
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
 
-    @property
-    def takes_best(self) -> bool:
-        """Whether the persistor has the method `save_best`."""
-        return hasattr(self._user, "save_best")
+    def save_best(self, plan: Plan, store: Store, best: Measured, path: Path, metric: str) -> None:
+        """Queue a call of the persistor's `save_best`. It is left out if a newer best version is in the file by then.
 
-    def save_best(self, plan: Plan, best: Best) -> None:
-        """Queue a call of the persistor's `save_best`, in place of a queued call for an older version."""
-        with self._lock:
-            before, self._best = self._best, best
-        if before is not None:
-            os.close(before.fd)
-        else:
-            self._thread.submit(self._hand_best, plan)
+        Args:
+            plan: plan of the run.
+            store: store of the run.
+            best: the best version so far.
+            path: the file of the best version; a newer one replaces it.
+            metric: name of the metric by which the version is the best.
+        """
+        if hasattr(self._user, "save_best"):
+            read = functools.partial(_exported, plan, store, path, best.version)
+            self._thread.submit(self._call, "save_best", plan, best.version, {"best": {metric: best.value}}, read)
 
     def idle(self) -> Future[None]:
         """Return a future that is done when all calls queued so far have ended."""
@@ -150,26 +130,15 @@ class Persistor:
     def close(self) -> None:
         """Wait for the running call, and drop the queued calls."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        with self._lock:
-            best, self._best = self._best, None
-        if best is not None:
-            os.close(best.fd)
-
-    def _hand_best(self, plan: Plan) -> None:
-        with self._lock:
-            best, self._best = self._best, None
-        assert best is not None
-        try:
-            self._call("save_best", plan, best.version, {"best": dict(best.metrics)}, lambda: _exported(plan, best))
-        finally:
-            os.close(best.fd)
 
     def _call(self, method: str, plan: Plan, version: int, more: Mapping[str, object], read: _Read) -> None:
         call = getattr(self._user, method, None)
         if call is None:
             return
         try:
-            state, summary = read()
+            if (found := read()) is None:
+                return
+            state, summary = found
             info = {
                 "run": plan.settings.run.name,
                 "version": version,
@@ -205,14 +174,20 @@ def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str
     return _in_order(model, state), summary
 
 
-def _exported(plan: Plan, best: Best) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the best version's model (name → tensor), read from its exported file, and the summary of its round."""
+def _exported(plan: Plan, store: Store, path: Path, version: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the best version's model (name → tensor), read from its file, and the summary of its round.
+
+    Return None if the file has another version by now.
+    """
     from safetensors import safe_open
 
     model = plan.schema.model
-    with safe_open(f"/proc/self/fd/{best.fd}", framework="pt") as file:
+    with safe_open(path, framework="pt") as file:
+        if file.metadata()["version"] != str(version):
+            return None
         state = {spec.name: file.get_tensor(spec.name).clone() for spec in model.tensors}
-    return _in_order(model, state), dict(best.summary)
+    summaries = [row.summary_json for row in store.run_log.history(None, 0) if row.version == version]
+    return _in_order(model, state), json.loads("".join(summaries) or "{}")
 
 
 def _in_order(model: Schema, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ has collected are lost, too. Then the round is opened again, and the sites send 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -30,6 +29,7 @@ from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
 from atoll.server.coordinator.ledger import Ledger
+from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.roster import Lease
 from atoll.server.swarm.peer_reachability import Peers
 from atoll.store.store import Store
@@ -322,6 +322,7 @@ class Swarm:
 
     Attributes:
         view: what the server knows about the swarm.
+        news: event that is set when the state of the swarm changes.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class Swarm:
         self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
         self._admission, self._wake = admission, wake
         self.view = SwarmView(plan, store, ledger)
-        self._news = asyncio.Event()
+        self.news = FairEvent()
         self._longest_s: dict[int, float] = {}  # fragment → longest `busy_s` of an earlier round
         self._lost_at: dict[tuple[int, str], int] = {}  # (fragment, site) → base version of the last failed round
         self._reopened = [0] * len(self.view.assignments)  # by fragment: number of lost aggregators so far
@@ -358,7 +359,7 @@ class Swarm:
                 self._answers += 1
                 peer.answered(work)
                 return work.model_copy(update={"server": self._since_ms, "order": self._answers})
-            await self.news(left_s)
+            await self.news.wait(left_s)
 
     def offer(self, site: str, ticket: int, fragment: int, complete: messages.Complete) -> None:
         """Record that other workers can download an update.
@@ -378,18 +379,6 @@ class Swarm:
         if self.view.offers.get(ticket) != offer:
             self.view.offers[ticket] = offer
             self.reassign()
-
-    async def news(self, timeout_s: float) -> None:
-        """Wait until the state of the swarm changes, at most `timeout_s` seconds."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            pass
-
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
     # -- status, and reasons why a round waits
 
@@ -462,7 +451,7 @@ class Swarm:
         view.offers = {ticket: offer for ticket, offer in view.offers.items() if ticket in live}
         if (unreachable := view.peers.unreachable()) is not None:
             self._ledger.apply(events.WorkerLeft(*unreachable))
-        self._tell()
+        self.news.set()
 
     def _reassign_fragment(self, fragment: int, job: Assignment) -> None:
         if job.aggregator and (reason := self._why_lost(fragment, job)):
@@ -581,7 +570,7 @@ class Swarm:
         job.lose(reason)
         self._reopened[fragment] += 1
         self._ledger.apply(events.AggregatorLost(fragment, reason))
-        self._tell()
+        self.news.set()
 
     # -- closing a round
 
@@ -615,13 +604,13 @@ class Swarm:
             if job.closing != frozen:
                 job.closing = frozen
                 failpoint("swarm.asked")
-                self._tell()
+                self.news.set()
             closed = view.closed(job)
             if closed is not None:
                 self._choose_checker(fragment, job)
                 if job.checker and view.has(job.checker, closed):
                     return self._commit(frozen, job, closed)
-            await self.news(LOOK_S)
+            await self.news.wait(LOOK_S)
         job = view.assignments[fragment]
         if job.overflowed and job.overflowed.issuperset(view.holding(fragment, round_.base_version)):
             raise Overflow(job.lost)
@@ -644,7 +633,7 @@ class Swarm:
             self._lose(fragment, job, f"no other worker could download version {job.version + 1} from it")
         elif job.checker not in able and (job.checker or able):
             job.checker, job.checks_s = next(iter(able), ""), time.monotonic()
-            self._tell()
+            self.news.set()
 
     def _commit(self, frozen: FrozenRound, job: Assignment, closed: ReducedRound) -> Committed:
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
