@@ -125,9 +125,9 @@ LINES: dict[str, int] = {
     "reducers": 240,
     "rounds": 990,
     "server": 599,
-    "server/coordinator": 2_622,
+    "server/coordinator": 2_594,
     "server/http": 518,
-    "server/swarm": 596,
+    "server/swarm": 586,
     "server/tasks": 1_420,
     "simulate": 1_432,
     "store": 2_571,
@@ -139,7 +139,7 @@ LINES: dict[str, int] = {
     "worker/peer": 790,
     "worker/session": 830,
     "worker/tasks": 581,
-    "worker/training": 1_675,
+    "worker/training": 1_671,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

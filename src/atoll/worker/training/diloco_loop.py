@@ -338,23 +338,19 @@ class DiLoCo:
         )
         session, info = joined.session, joined.session.info
         session.optimizers = self._optimizers
-        try:
-            _require_uncorrected(joined)
-            require_agrees(self._checkpoint, joined)
-            self.sync_every = self._given_sync_every or info.sync_every or SYNC_EVERY
-            self._sync = Synchroniser(
-                session,
-                joined.exchanges,
-                self._tensors_now,
-                SyncRules.of(info, self.sync_every),
-                self._info,
-                self._measured,
-                max_retries=self._max_retries,
-            )
-            self._sync.start()
-        except BaseException as error:
-            joined.leave(str(error))
-            raise
+        _require_uncorrected(joined)
+        require_agrees(self._checkpoint, joined)
+        self.sync_every = self._given_sync_every or info.sync_every or SYNC_EVERY
+        self._sync = Synchroniser(
+            session,
+            joined.exchanges,
+            self._tensors_now,
+            SyncRules.of(info, self.sync_every),
+            self._info,
+            self._measured,
+            max_retries=self._max_retries,
+        )
+        self._sync.start()
         if self._ranks.is_first:
             terms = in_words(info, self.sync_every)
             LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.http.server, terms)
