@@ -20,7 +20,7 @@ from kit.models import SITES, build_model, local_step, train_
 from kit.processes import ForkedServer, ForkedSite, atoll_worker, write_run_file
 from kit.requests import joined, post
 from kit.servers import SETTINGS, serve
-from kit.sites import DiLoCoSites, FederatedSites, Threads, diloco, take_steps, together
+from kit.sites import DiLoCoSites, FederatedSites, Gate, Threads, diloco, run_to_end, take_steps, together
 
 __all__ = [
     "SETTINGS",
@@ -29,6 +29,7 @@ __all__ = [
     "FederatedSites",
     "ForkedServer",
     "ForkedSite",
+    "Gate",
     "Halfway",
     "Threads",
     "ask_journal",
@@ -46,6 +47,7 @@ __all__ = [
     "log_frames",
     "post",
     "rewrite_note",
+    "run_to_end",
     "serve",
     "stop_group",
     "take_steps",

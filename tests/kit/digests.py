@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -19,6 +19,11 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}\0{plain.dtype}\0{tuple(plain.shape)}\0".encode())
         digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two models have the same bits."""
+    return tensors_digest(one.state_dict()) == tensors_digest(other.state_dict())
 
 
 def exported(folder: Path) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from harness.processes import free_port, wait_until
 from kit.digests import exported, tensors_digest
 from kit.folders import copy_folder
 from kit.servers import serve
-from kit.sites import FederatedSites
+from kit.sites import FederatedSites, Gate
 
 
 @dataclass(frozen=True)
@@ -47,24 +46,21 @@ class Halfway:
 def halfway_run(home: Path, **settings: Any) -> Halfway:
     """Make the copies in `home`."""
     port, folder = free_port(), home / "run"
-    trains = {site: threading.Event() for site in ("a", "b")}
-    goes_on = {site: threading.Event() for site in ("a", "b")}
+    gates = {site: Gate(2, site) for site in ("a", "b")}
 
     def during(site: str, number: int) -> None:
-        if number == 2:
-            trains[site].set()
-            assert goes_on[site].wait(60)
+        gates[site](site, number)
 
     with serve(folder, **{"network.port": port}, **settings) as server:
         sites = FederatedSites(server.url, folder, during=during)
-        for event in trains.values():
-            assert event.wait(60)
+        for gate in gates.values():
+            gate.wait()
         earlier = copy_folder(folder, home / "earlier")
-        goes_on["a"].set()
+        gates["a"].open()
         wait_until(lambda: "accepted" in ticket_states(folder).values(), "an accepted update of a")
         wait_until(lambda: '"sent": true' in _outbox_note(folder, "a"), "a knows that it is")
         later = copy_folder(folder, home / "later")
-        goes_on["b"].set()
+        gates["b"].open()
         sites.join()
     return Halfway(earlier, later, tensors_digest(exported(folder)), port, settings)
 

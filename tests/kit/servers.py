@@ -71,6 +71,11 @@ def plain_server(folder: Path, model: Any = None, **options: Any) -> atoll.Serve
     return new_server(model, **(PLAIN | {"disk.state_dir": folder / "state"} | long(options)))
 
 
+def state_of(server: atoll.Server, site: str = "a") -> str:
+    """What the status says of a site, such as `alive`; nothing before it has joined."""
+    return next((worker.state for worker in server.status().workers if worker.site == site), "")
+
+
 def new_simulation(*given: Any, **options: Any) -> atoll.Simulation:
     """An `atoll.Simulation` whose settings stand among its other arguments."""
     settings = {key: value for key, value in options.items() if "." in key}

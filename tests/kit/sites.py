@@ -14,19 +14,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
-from atoll.testing.run import Threads, together
+from atoll.testing.run import Threads, together, wait_until
 from kit.client import Client
 from kit.models import SITES, build_model, local_step, train_
 
 __all__ = [
     "DiLoCoSites",
     "FederatedSites",
+    "Gate",
     "Threads",
     "clients",
     "diloco",
     "federated",
     "finish",
     "play_round",
+    "run_to_end",
     "take_steps",
     "together",
 ]
@@ -58,6 +60,33 @@ def finish(server: atoll.Server, sites: Mapping[str, Client]) -> dict[str, Tenso
         client.close()
     assert server.wait(60)
     return load_file(server.exports / "model.safetensors")
+
+
+class Gate:
+    """Holds sites back in a round, or before a local step, until it is opened; it is their `before` or `during`."""
+
+    def __init__(self, number: int, names: Iterable[str] = SITES) -> None:
+        self._number, self._names, self._open = number, set(names), threading.Event()
+        self.waiting: set[str] = set()
+
+    def __call__(self, site: str, number: int, *_: object) -> None:
+        if number == self._number and site in self._names:
+            self.waiting.add(site)
+            assert self._open.wait(100)
+
+    def wait(self) -> None:
+        """Return once all of them wait."""
+        wait_until(lambda: self.waiting == self._names, f"{self._number} at {sorted(self._names)}", 60)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def run_to_end(server: atoll.Server, *sites: Threads) -> None:
+    """Wait until these sites, and the server with them, have come to the end of the run."""
+    for each in sites:
+        each.join()
+    server.run()
 
 
 def federated(

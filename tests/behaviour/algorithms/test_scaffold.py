@@ -6,7 +6,6 @@ c ← c · W_before / W + Σ_S p_i·Δc_i
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -224,9 +223,7 @@ def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Pa
     assert [each.total_weight for each in history] == pytest.approx([7.0, 7.0, 28 / 3])
 
 
-def test_a_site_keeps_its_first_weight_and_the_change_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal."""
     settings = {"algorithm": "scaffold", "sites": 2, "rounds": 3, "network.port": free_port()}
     with plain_server(tmp_path, Point(), **settings) as server:
@@ -235,7 +232,7 @@ def test_a_site_keeps_its_first_weight_and_the_change_is_reported(
             client.next_round()
             one_step(client, site)
         assert [client.next_round() for client in sites.values()] == [2, 2]
-    with plain_server(tmp_path, Point(), **settings) as server, caplog.at_level(logging.WARNING, "atoll.server"):
+    with plain_server(tmp_path, Point(), **settings) as server:
         assert one_step(sites["a"], "a") == (-1.0, 2.0, -1.0)
         assert one_step(sites["b"], "b", 500.0) == (-1.0, 2.0, 3.0)
         assert [client.next_round() for client in sites.values()] == [3, 3]
@@ -285,9 +282,7 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
     ],
     ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],
 )
-def test_a_malformed_difference_is_refused_by_name_and_the_round_goes_on(
-    tmp_path: Path, given: Any, words: str
-) -> None:
+def test_refuses_a_malformed_difference_by_name_and_the_round_goes_on(tmp_path: Path, given: Any, words: str) -> None:
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         with pytest.raises(UsageError, match=words):
@@ -330,9 +325,7 @@ def test_a_run_without_controls_has_none_and_refuses_a_difference(tmp_path: Path
         ([0.1, 0.2], 1, "learning rates 0.1, 0.2"),
     ],
 )
-def test_what_scaffold_cannot_use_is_refused_with_a_remedy(
-    tmp_path: Path, rates: list[float], steps: int, words: str
-) -> None:
+def test_what_scaffold_cannot_use_has_a_remedy(tmp_path: Path, rates: list[float], steps: int, words: str) -> None:
     with first_round(tmp_path) as fl_round:
         model = fl_round.load_into(One())
         optimizer = torch.optim.SGD([{"params": [model.w]}, {"params": [model.frozen]}], lr=ETA)

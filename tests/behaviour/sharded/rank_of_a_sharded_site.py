@@ -17,7 +17,8 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from sharded_world import WEIGHTS, Awkward, build, data, inner
+from kit.diloco_by_hand import WEIGHTS, inner
+from sharded_world import Awkward, build, data
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,7 +1,4 @@
-"""A model in fp64 with tensors that are awkward to share, sites with data of their own, and the numbers of rounds.
-
-`expected` is DiLoCo by the book in one process with plain tensors; nothing of Atoll's is used, and nothing is sharded.
-"""
+"""A model in fp64 with tensors that are awkward to share, sites with data of their own, and the numbers of rounds."""
 
 from __future__ import annotations
 
@@ -12,13 +9,11 @@ from typing import Any
 import safetensors.torch
 import torch
 from harness.processes import Nursery, Process, free_port
+from kit.diloco_by_hand import OUTER, Trace, data_of, inner, local_step, traces_by_hand
 from kit.processes import ForkedServer
-from kit.servers import long
 from torch import Tensor, nn
 
 SCRIPT = Path(__file__).with_name("rank_of_a_sharded_site.py")
-WEIGHTS = {"a": 1.0, "b": 2.5}
-OUTER_LR, MOMENTUM = 0.6, 0.8
 HEAD = 5000
 
 
@@ -55,68 +50,27 @@ def build() -> Awkward:
     return Awkward().to(torch.float64)
 
 
-def inner(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-2, weight_decay=0.05)
-
-
 def data(site: str) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(ord(site))
-    return (
-        torch.randn(16, 97, dtype=torch.float64, generator=generator),
-        torch.randn(16, 1, dtype=torch.float64, generator=generator),
-    )
+    return data_of(site, 97, 1)
 
 
 def trained(site: str, steps: int) -> dict[str, Tensor]:
     """The parameters after so many local steps of a site, from the initial model."""
-    model, (inputs, targets) = build(), data(site)
+    model = build()
     optimizer = inner(model)
     for _ in range(steps):
-        optimizer.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        optimizer.step()
+        local_step(model, optimizer, data(site))
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, list[dict[str, Tensor]]]:
+def expected(sites: str, *, sync_every: int, rounds: int) -> dict[str, Trace]:
     """What each site's parameters are after every local step."""
-    models = {site: build() for site in sites}
-    optimizers = {site: inner(models[site]) for site in sites}
-    theta = {name: value.detach().clone() for name, value in build().named_parameters()}
-    momentum = {name: torch.zeros_like(value) for name, value in theta.items()}
-    total = sum(WEIGHTS[site] for site in sites)
-    traces: dict[str, list[dict[str, Tensor]]] = {site: [] for site in sites}
-    for step in range(1, sync_every * rounds + 1):
-        for site in sites:
-            inputs, targets = data(site)
-            optimizers[site].zero_grad()
-            (models[site](inputs) - targets).square().mean().backward()
-            optimizers[site].step()
-        with torch.no_grad():
-            for name in theta if step % sync_every == 0 else ():
-                parameters = {site: models[site].get_parameter(name) for site in sites}
-                gradient = torch.zeros_like(theta[name])
-                for site in sites:
-                    gradient += (theta[name] - parameters[site]) * (WEIGHTS[site] / total)
-                momentum[name] = MOMENTUM * momentum[name] + gradient
-                theta[name] = theta[name] - OUTER_LR * (gradient + MOMENTUM * momentum[name])
-                for parameter in parameters.values():
-                    parameter.copy_(theta[name])
-            for site in sites:
-                traces[site].append({name: p.detach().clone() for name, p in models[site].named_parameters()})
-    return traces
+    names = [name for name, _ in build().named_parameters()]
+    return traces_by_hand(build, data, sites, [names], H=sync_every, rounds=rounds)
 
 
-SETTINGS: dict[str, Any] = {
-    "model.source": "sharded_model:build",
-    "model.ranks": 2,
-    "algorithm.name": "diloco",
-    "algorithm.outer_optimizer.name": None,
-    "algorithm.outer_optimizer.lr": OUTER_LR,
-    "algorithm.outer_optimizer.momentum": MOMENTUM,
-    "aggregation.upload_codec.name": "none",
-}
-"""Together with those of the kit; the outer optimizer is DiLoCo's."""
+SETTINGS: dict[str, Any] = OUTER | {"algorithm": "diloco", "codec": "none", "model.ranks": 2}
+SETTINGS["algorithm.outer_optimizer.name"] = None  # DiLoCo's, not that of the kit
 
 
 def start_site(
@@ -155,7 +109,7 @@ class World(ForkedServer):
         (folder / "sharded_model.py").write_text(
             f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom sharded_world import build\n"
         )
-        super().__init__(nursery, folder, lives, **SETTINGS | long(settings))
+        super().__init__(nursery, folder, lives, **SETTINGS | {"model.source": "sharded_model:build"} | settings)
         self._started_by = nursery
 
     def __enter__(self) -> World:
@@ -195,16 +149,21 @@ def share(name: str, value: Tensor, rank: int, ranks: int = 2) -> Tensor:
     return value if name == "gain" else rows(value, rank, ranks)
 
 
-def require_close(out: Path, right: dict[str, list[dict[str, Tensor]]], ranks: int = 2) -> None:
+def require_step(out: Path, site: str, step: int, right: dict[str, Tensor], ranks: int = 2) -> None:
+    """Every rank has after this step the rows of these parameters that it has to have, to 1e-12."""
+    for rank in range(ranks):
+        mine = steps_of(out, site, rank)
+        for name, value in right.items():
+            want, got = share(name, value, rank, ranks), mine[f"{step}/{name}"]
+            assert got.shape == want.shape, (site, rank, name)
+            error = float((got - want).abs().max()) if want.numel() else 0.0
+            assert error <= 1e-12, f"{site}, rank {rank}, step {step}, {name}: {error}"
+
+
+def require_close(out: Path, right: dict[str, Trace], ranks: int = 2) -> None:
     """Every rank of every site has after every step the rows that it has to have."""
     for site, trace in right.items():
         for rank in range(ranks):
-            mine = steps_of(out, site, rank)
-            assert len(mine) == len(trace) * len(trace[0]), (site, rank)
-            for step, values in enumerate(trace):
-                for name, value in values.items():
-                    want = share(name, value, rank, ranks)
-                    got = mine[f"{step}/{name}"]
-                    assert got.shape == want.shape, (site, rank, name)
-                    error = float((got - want).abs().max()) if want.numel() else 0.0
-                    assert error <= 1e-12, f"{site}, rank {rank}, step {step}, {name}: {error}"
+            assert len(steps_of(out, site, rank)) == len(trace) * len(trace[0]), (site, rank)
+        for step, values in enumerate(trace):
+            require_step(out, site, step, values, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import safetensors.torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import ask_journal, flip_bit, serve
 from kit.results import Result
-from sharded_world import SETTINGS, World, build, expected, require_close, share, start_site, steps_of, trained
+from sharded_world import SETTINGS, World, build, expected, require_close, require_step, start_site, steps_of, trained
 
 from atoll.errors import RunFailed, ServerUnreachable, StoreError
 from atoll.testing.run import status
+
+PLAIN_OUTER = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
 
 
 @pytest.mark.covers("F7", "F8", "F9", "F12")
@@ -82,8 +85,7 @@ def test_ranks_have_patience_with_a_server_that_starts_later_than_the_process_gr
 ) -> None:
     """The server starts only after three times the 2 s after which a rank gives another one up."""
     port = free_port()
-    options = {key: value for key, value in SETTINGS.items() if key != "model.source"}
-    options |= {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
+    options = SETTINGS | {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
     ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)
     wait_until(lambda: "cannot join" in ranks[0].output(), "rank 0 to wait for the server", 60)
     began_s = time.monotonic()
@@ -131,16 +133,14 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
         return self.durable(fragment) if self.head(fragment).version > 1 else write_durable(self, fragment)
 
     monkeypatch.setattr(Versions, "write_durable", write_first)
-    options = {key: value for key, value in SETTINGS.items() if key != "model.source"}
-    options |= {"network.port": free_port(), "H": 2, "rounds": 3, "sites": 1}
+    options = SETTINGS | {"network.port": free_port(), "H": 2, "rounds": 3, "sites": 1}
 
     def held(at: str) -> None:
         wait_until(lambda: all((tmp_path / f"{at}.awaited-{rank}").exists() for rank in (0, 1)), at, 60)
 
     with serve(tmp_path, build(), **options) as server:
-        ranks = start_site(
-            nursery, tmp_path, server.url, "a", held={"3": str(tmp_path / "one"), "5": str(tmp_path / "two")}
-        )
+        held_at = {"3": str(tmp_path / "one"), "5": str(tmp_path / "two")}
+        ranks = start_site(nursery, tmp_path, server.url, "a", held=held_at)
         held("one")
         wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
         (tmp_path / "one").touch()
@@ -190,12 +190,7 @@ def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nur
 
     θ0 → a's update → θ1, which b never trained from. b: w = θ1 + (w − θ0), update θ1 − w, so θ2 = θ1 + (w − θ0).
     """
-    ways = {
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "rounds.quorum": 1,
-        "rounds.deadline_s": 0.2,
-    }
+    ways = PLAIN_OUTER | {"rounds.quorum": 1, "rounds.deadline_s": 0.2}
     with World(nursery, tmp_path, H=2, rounds=2, sites=2, **ways) as world:
         first, go, stay = (tmp_path / name for name in ("first", "go", "stay"))
         a = world.site("a", ranks=1, sharded="", held={"1": str(first), "2": str(stay)})
@@ -211,12 +206,7 @@ def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nur
     assert "added the local steps to it" in b[0].output()
     start, one, two = (trained(*local) for local in (("a", 0), ("a", 2), ("b", 4)))
     right = {name: one[name] + (two[name] - start[name]) for name in start}
-    for rank in (0, 1):
-        mine = steps_of(tmp_path, "b", rank)
-        for name, value in right.items():
-            want = share(name, value, rank)
-            assert mine[f"3/{name}"].shape == want.shape
-            assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
+    require_step(tmp_path, "b", 3, right)
 
 
 def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp_path: Path) -> None:
@@ -225,8 +215,8 @@ def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp
     So the head is always what the worker has trained, however often it was there: a step that was sent twice, or never,
     would show.
     """
-    back, ways = tmp_path / "back", {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
-    with World(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **ways) as world:
+    back = tmp_path / "back"
+    with World(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **PLAIN_OUTER) as world:
         ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
         wait_until(lambda: world.kept.deaths == 1, "the server's death", 60)
         wait_until(lambda: is_at(world.url, 1), "the server's return", 60)
@@ -235,17 +225,11 @@ def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp
     assert "synchronisation at step 2 skipped" in ranks[0].output()
     assert "the update of round 1 was accepted after all" in ranks[0].output()
     assert Result(tmp_path).counted() == [("a", 1), ("a", 2)]
-    right = trained("a", 4)
-    for rank in (0, 1):
-        mine = steps_of(tmp_path, "a", rank)
-        for name, value in right.items():
-            want = share(name, value, rank)
-            assert float((mine[f"3/{name}"] - want).abs().sum()) <= 1e-9, name
+    require_step(tmp_path, "a", 3, trained("a", 4))
 
 
 def is_at(url: str, version: int) -> bool:
     """Whether a server answers there, and its head is this version."""
-    try:
+    with suppress(ServerUnreachable):
         return status(url).fragments[0].version == version
-    except ServerUnreachable:
-        return False
+    return False

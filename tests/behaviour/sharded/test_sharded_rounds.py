@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 from harness.processes import Nursery
-from kit.processes import export_model
+from kit.processes import export
 from kit.servers import plain_server
 from sharded_world import World, build, expected, require_close, rows, share, steps_of, told
 
@@ -50,9 +50,7 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
 
 
 @pytest.mark.covers("D4", "P4")
-def test_a_site_may_be_divided_otherwise_in_each_run_and_keeps_no_files_of_earlier_divisions(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_each_run_may_have_other_ranks_and_keeps_no_files_of_earlier_ones(nursery: Nursery, tmp_path: Path) -> None:
     """Of three ranks the second has the border of two tiles, and the last no row of two tensors; one has the whole."""
     assert [rows(build().last.weight, rank, 3).numel() for rank in range(3)] == [7, 0, 0]
     home, right = tmp_path / "workers" / "a", expected("a", sync_every=2, rounds=1)
@@ -76,9 +74,7 @@ def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Pa
 
 
 @pytest.mark.covers("L3", "L5", "F9")
-def test_a_single_worker_of_an_asynchronous_run_is_what_it_is_in_a_synchronous_one(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_an_asynchronous_run_of_one_worker_is_the_synchronous_one(nursery: Nursery, tmp_path: Path) -> None:
     """Every update is applied to the version that it was formed against; also where the server is killed behind one."""
     with World(nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}) as world:
         world.ended(world.site("a"))
@@ -134,18 +130,16 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
     with World(nursery, tmp_path, H=2, rounds=2, sites=2, **{"aggregation.aggregator.path": aggregator}) as world:
         world.ended(world.site("a"), world.site("b"))
     require_close(tmp_path, right)
-    assert export_model(nursery, tmp_path, "out.safetensors", "--dir", "state") == 2
+    assert export(nursery, tmp_path / "out.safetensors", "--dir", "state") == 2
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")
     assert found.keys() == build().state_dict().keys()
     for name, value in right["a"][-1].items():
         assert float((found[name] - value).abs().max()) <= 1e-12, name
 
 
-def test_a_running_server_is_exported_from_though_its_versions_are_cut_for_ranks(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_exports_from_a_running_server_whose_versions_are_cut_for_ranks(nursery: Nursery, tmp_path: Path) -> None:
     model = build()
     with plain_server(tmp_path, model, algorithm="diloco", part_bytes=2**16, **{"model.ranks": 3}) as server:
-        assert export_model(nursery, tmp_path, "out.safetensors", "--server", server.url) == 0
+        assert export(nursery, tmp_path / "out.safetensors", "--server", server.url) == 0
     found = safetensors.torch.load_file(tmp_path / "out.safetensors")
     assert all(found[name].equal(value) for name, value in model.state_dict().items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,47 +11,33 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.processes import Nursery, free_port
+from kit.diloco_by_hand import WEIGHTS, Trace, inner
 from kit.servers import plain_server
-from kit.sites import DiLoCoSites
+from kit.sites import DiLoCoSites, run_to_end
 from safetensors.torch import load_file, save_file
-from streaming_world import WEIGHTS, Sites, Trace, build, data, expected, inner, require_close, serve
+from streaming_world import Sites, build, data, expected, new_server, require_close
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import atoll
 
-
-def require_the_formula(folder: Path, sites: str, **settings: Any) -> None:
-    with serve(folder, sites=len(sites), **settings) as server:
-        workers = Sites(server.url, folder, list(sites), steps=100)
-        workers.join()
-        server.run()
-    require_close(workers.traces, expected(list(sites), settings))
+RUNS: list[Any] = []
+for tau, alpha in itertools.product((0, 1, 2, 3), (0.0, 0.25, 0.5, 1.0)):  # a fragment's turn comes every three steps
+    RUNS += [("ab", {"K": 3, "H": 9, "tau": tau, "alpha": alpha, "rounds": 2})]
+    three_sites = {"K": 2, "H": 6, "tau": tau, "alpha": alpha, "rounds": 2}
+    RUNS += [pytest.param("abc", three_sites, marks=pytest.mark.long)]
+RUNS += [("ab", {"K": 1, "H": 3, "tau": 2, "alpha": alpha, "rounds": 3}) for alpha in (0.0, 0.5)]  # whole models
+RUNS += [("ab", {"K": 3, "H": 9, "tau": 5, "alpha": 0.25, "rounds": 2, "inflight": 2})]  # two fragments under way
 
 
 @pytest.mark.covers("L7", "L4", "L15")
-@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("tau", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("sites", "fragments"), [pytest.param("abc", 2, marks=pytest.mark.long), ("ab", 3)], ids=["2", "3"]
-)
-def test_every_step_of_every_site_is_the_formulas(
-    tmp_path: Path, sites: str, fragments: int, tau: int, alpha: float
-) -> None:
-    """AdamW within, Nesterov between, unequal weights and data; 3 local steps from one fragment's turn to the next."""
-    require_the_formula(tmp_path, sites, K=fragments, H=3 * fragments, tau=tau, alpha=alpha, rounds=2)
-
-
-@pytest.mark.covers("L7")
-@pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_a_whole_model_that_is_merged_later_has_the_numbers_of_the_formula(tmp_path: Path, alpha: float) -> None:
-    require_the_formula(tmp_path, "ab", K=1, H=3, tau=2, alpha=alpha, rounds=3)
-
-
-@pytest.mark.covers("L7")
-def test_two_fragments_under_way_have_the_numbers_of_the_formula(tmp_path: Path) -> None:
-    """τ = 5 is longer than H/K = 3: the next fragment is taken before the last one is merged."""
-    require_the_formula(tmp_path, "ab", K=3, H=9, tau=5, alpha=0.25, rounds=2, inflight=2)
+@pytest.mark.parametrize(("sites", "settings"), RUNS, ids=str)
+def test_every_step_is_that_of_the_formula(tmp_path: Path, sites: str, settings: dict[str, Any]) -> None:
+    """AdamW within, Nesterov between, unequal weights and data."""
+    with new_server(tmp_path, sites=len(sites), **settings) as server:
+        workers = Sites(server.url, tmp_path, list(sites), steps=100)
+        run_to_end(server, workers)
+    require_close(workers.traces, expected(sites, settings))
 
 
 def rank_of_a_site(site: str, folder: Path) -> None:
@@ -94,7 +81,7 @@ def test_ranks_together_are_one_worker(tmp_path: Path, nursery: Nursery, how: di
     """Two sites of two processes on Gloo. Each rank has half of its site's data: the mean gradient is the site's."""
     places = [(site, rank) for site in "ab" for rank in (0, 1)]
     settings = {"H": 4, "rounds": 3} | how
-    with serve(tmp_path, sites=2, **settings) as server:
+    with new_server(tmp_path, sites=2, **settings) as server:
         common = {"ATOLL_SERVER": server.url, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         ports = {site: str(free_port()) for site in "ab"}
         ranks = [

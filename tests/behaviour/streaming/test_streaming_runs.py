@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
-from kit import ask_journal, diloco, flip_bit
-from kit.processes import command, export_model
+from kit import Gate, ask_journal, diloco, flip_bit, run_to_end
+from kit.processes import command, export
 from streaming_world import (
     Sites,
     build,
@@ -22,8 +22,8 @@ from streaming_world import (
     expected,
     loop_of,
     names_of,
+    new_server,
     require_close,
-    serve,
     step_,
     versions,
 )
@@ -45,7 +45,7 @@ def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> N
         seen.append((copied(model), kept))
 
     merged = []
-    with serve(tmp_path, K=3, H=9, tau=tau, alpha=0.5, rounds=2) as server:
+    with new_server(tmp_path, K=3, H=9, tau=tau, alpha=0.5, rounds=2) as server:
         loop = loop_of(server.url, tmp_path)
         model, optimizer = loop.model, loop.optimizer
         optimizer.register_step_post_hook(look)  # the first that is registered is called first
@@ -68,7 +68,7 @@ def test_what_is_not_due_does_not_change_by_a_bit(tmp_path: Path, tau: int) -> N
 @pytest.mark.covers("L7", "L2")
 def test_what_is_under_way_at_stop_is_finished_merged_and_counted(tmp_path: Path) -> None:
     """Six steps of H/K = 3 and τ = 3: fragment 1 is under way when the loop ends."""
-    with serve(tmp_path, K=2, H=6, tau=3, alpha=0.25) as server:
+    with new_server(tmp_path, K=2, H=6, tau=3, alpha=0.25) as server:
         with loop_of(server.url, tmp_path) as loop:
             for _ in range(6):
                 step_(loop)
@@ -94,7 +94,7 @@ def test_a_whole_model_starts_no_thread_of_its_own(tmp_path: Path) -> None:
         names.add(thread.name)
         started(thread)
 
-    with pytest.MonkeyPatch.context() as patch, serve(tmp_path, H=2, rounds=2) as server:
+    with pytest.MonkeyPatch.context() as patch, new_server(tmp_path, H=2, rounds=2) as server:
         patch.setattr(threading.Thread, "start", start)
         with loop_of(server.url, tmp_path) as loop:
             while not loop.finished:
@@ -115,7 +115,7 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
             wait_until(lambda: "a" in workers.loops and workers.loops["a"].sync_metrics["merges_waited"], "a waits")
             steps_until_a_waited.append(len(workers.traces["a"]))
 
-    with serve(tmp_path, sites=2, K=2, H=6, tau=2, rounds=1) as server:
+    with new_server(tmp_path, sites=2, K=2, H=6, tau=2, rounds=1) as server:
         workers = Sites(server.url, tmp_path, ["a", "b"], steps=50, during=during)
         workers.join()
     assert steps_until_a_waited == [4], "taken after the third, merged within the fifth"
@@ -128,9 +128,7 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("at_the_server", [False, True])
-def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
-    tmp_path: Path, at_the_server: bool
-) -> None:
+def test_a_filter_sees_one_fragment_and_drop_knows_the_whole_model(tmp_path: Path, at_the_server: bool) -> None:
     seen: list[tuple[int, set[str]]] = []
 
     class Look(Filter):
@@ -138,9 +136,8 @@ def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
             seen.append((update.about.fragment, set(update.tensors)))
 
     filters = [Look(), Drop("8.*")]  # the fifth layer, of fragment 2
-    with serve(tmp_path, K=3, H=3, rounds=1, filters=filters if at_the_server else []) as server:
-        Sites(server.url, tmp_path, ["a"], steps=10, filters=[] if at_the_server else filters).join()
-        server.run()
+    with new_server(tmp_path, K=3, H=3, rounds=1, filters=filters if at_the_server else []) as server:
+        run_to_end(server, Sites(server.url, tmp_path, ["a"], steps=10, filters=[] if at_the_server else filters))
     assert seen == [(index, set(names)) for index, names in enumerate(names_of(3))]
     start, result = copied(build()), safetensors.torch.load_file(server.exports / "model.safetensors")
     assert {name for name in start if torch.equal(start[name], result[name])} == {"8.weight", "8.bias"}
@@ -149,7 +146,7 @@ def test_a_filter_sees_one_fragment_at_a_time_and_drop_knows_the_whole_model(
 @pytest.mark.covers("L7")
 def test_merges_a_result_when_it_comes_where_no_worker_waits(tmp_path: Path) -> None:
     """τ = 1, and the answer stands still: training goes on, a turn without room is passed over."""
-    with serve(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True}) as server, Proxy(server.port) as proxy:
+    with new_server(tmp_path, K=2, H=4, tau=1, **{"async.enabled": True}) as server, Proxy(server.port) as proxy:
         stall = Fault("POST .*/complete ", "up", at=1, action="stall")
         proxy.faults.append(stall)
         with loop_of(proxy.url, tmp_path) as loop:
@@ -188,19 +185,16 @@ def test_steps_count_from_taking_an_update_not_from_merging_its_result(
     tmp_path: Path, settings: dict[str, Any], steps: list[tuple[int, int]]
 ) -> None:
     """What comes between taking and merging, τ later, is part of the next update: it is counted there."""
-    with serve(tmp_path, sites=1, alpha=0.5, rounds=3, **settings) as server:
-        Sites(server.url, tmp_path, ["a"], 20).join()
-        server.run()
+    with new_server(tmp_path, sites=1, alpha=0.5, rounds=3, **settings) as server:
+        run_to_end(server, Sites(server.url, tmp_path, ["a"], 20))
     counted = "SELECT fragment, steps FROM tickets WHERE state = 'counted' ORDER BY fragment, base_version"
     assert ask_journal(tmp_path, counted) == steps
 
 
 @pytest.mark.covers("X4")
 @pytest.mark.parametrize("heads", [[4], [2, 1, 1]], ids=["whole", "fragments"])
-def test_status_names_the_fragment_of_each_round_where_there_are_several(
-    nursery: Nursery, tmp_path: Path, heads: list[int]
-) -> None:
-    with serve(tmp_path, K=len(heads), H=len(heads)) as server:
+def test_status_names_the_fragment_of_each_round_of_several(nursery: Nursery, tmp_path: Path, heads: list[int]) -> None:
+    with new_server(tmp_path, K=len(heads), H=len(heads)) as server:
         Sites(server.url, tmp_path, ["a"], steps=4).join()
         printed = command(nursery, tmp_path, "status", "--server", server.url).stdout
         found = status(server.url)
@@ -219,24 +213,17 @@ def test_status_names_the_fragment_of_each_round_where_there_are_several(
 
 def stopped_after(
     folder: Path, steps: int, options: dict[str, Any], heads: list[int]
-) -> tuple[dict[str, Any], Sites, threading.Event]:
+) -> tuple[dict[str, Any], Sites, Gate]:
     """A run of two sites whose server was stopped after these steps, when it had these versions.
 
-    Returns the options of the server that goes on, the sites, and the event that they wait for.
+    Returns the options of the server that goes on, the sites, and the gate at which they wait.
     """
-    options = options | {"sites": 2, "network.port": free_port()}
-    restarted, at_the_step = threading.Event(), threading.Barrier(3)
-
-    def during(site: str, step: int) -> None:
-        if step == steps:
-            at_the_step.wait(30)
-            assert restarted.wait(30)
-
-    with serve(folder, **options) as server:
-        sites = Sites(server.url, folder, ["a", "b"], steps=100, during=during)
-        at_the_step.wait(30)
+    options, gate = options | {"sites": 2, "network.port": free_port()}, Gate(steps)
+    with new_server(folder, **options) as server:
+        sites = Sites(server.url, folder, ["a", "b"], steps=100, during=gate)
+        gate.wait()
         assert versions(server) == heads
-    return options, sites, restarted
+    return options, sites, gate
 
 
 @pytest.mark.covers("L8", "L11")
@@ -244,9 +231,9 @@ def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_p
     options: dict[str, Any] = {"K": 3, "H": 9, "tau": 1, "alpha": 0.25, "rounds": 2}
     right = expected(["a", "b"], options)
     # after seven steps, fragments 0 and 1 of the first cycle are merged
-    options, workers, restarted = stopped_after(tmp_path, 7, options, [1, 1, 0])
-    restarted.set()
-    with serve(tmp_path, **options) as server:
+    options, workers, gate = stopped_after(tmp_path, 7, options, [1, 1, 0])
+    gate.open()
+    with new_server(tmp_path, **options) as server:
         workers.join()
         require_close(workers.traces, right)
         server.run()
@@ -285,19 +272,19 @@ def test_what_people_open_is_the_whole_model(nursery: Nursery, tmp_path: Path) -
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = {"path": f"{__name__}:Kept", "folder": str(tmp_path)}
     settings = {"disk.export_every": 1, "model.persistor": kept}
-    with serve(tmp_path, start, K=3, H=3, rounds=2, codec="bf16", **settings) as server:
+    with new_server(tmp_path, start, K=3, H=3, rounds=2, codec="bf16", **settings) as server:
         with diloco(server, tmp_path, "a", model, optimizer) as loop:
             for _ in range(6):
                 optimizer.zero_grad()
                 model(torch.randn(8, 4)).square().sum().backward()
                 optimizer.step()
             assert loop.finished
-            assert export_model(nursery, tmp_path, "served.safetensors", "--server", server.url) == 2
+            assert export(nursery, tmp_path / "served.safetensors", "--server", server.url) == 2
             state = safetensors.torch.load_file(server.save_state(tmp_path / "state.safetensors"))
         result = copied(model)
         server.run()
     exports = server.exports
-    assert export_model(nursery, tmp_path, "kept.safetensors", "--dir", "state") == 2
+    assert export(nursery, tmp_path / "kept.safetensors", "--dir", "state") == 2
     written = [exports / "model.safetensors", *(tmp_path / f"{name}.safetensors" for name in ("served", "kept", 2))]
     for path in written:
         assert equal(safetensors.torch.load_file(path), result), path
@@ -318,13 +305,13 @@ def test_what_people_open_is_the_whole_model(nursery: Nursery, tmp_path: Path) -
 
 @pytest.mark.covers("L16")
 def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
-    with serve(tmp_path, K=2, H=2, rounds=2, codec="int8") as server:
+    with new_server(tmp_path, K=2, H=2, rounds=2, codec="int8") as server:
         Sites(server.url, tmp_path, ["a"], steps=10).join()
         run = server.status().run
     names = {path.name for path in (tmp_path / "workers/a" / run).iterdir()}
     kept = {"base": (".safetensors", ".json"), "outbox": (".bin", ".json"), "residual": ("-0.bin", "-1.bin", ".json")}
     assert {f"{name}-f{number}{rest}" for number in (0, 1) for name in kept for rest in kept[name]} <= names
-    with serve(tmp_path / "next", K=2, H=2, rounds=1) as other:
+    with new_server(tmp_path / "next", K=2, H=2, rounds=1) as other:
         Sites(other.url, tmp_path, ["a"], steps=10).join()
     assert not (tmp_path / "workers/a" / run).exists(), "the files of an earlier run go, whatever fragments it had"
 
@@ -335,14 +322,13 @@ def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path:
     options: dict[str, Any] = {"K": 2, "H": 4, "tau": 1, "alpha": 0.5, "rounds": 3}
     right = expected(["a", "b"], options)
     # after five steps, fragment 1 has just been merged, its second version is not yet begun
-    options, workers, restarted = stopped_after(tmp_path, 5, options, [1, 1])
+    options, workers, gate = stopped_after(tmp_path, 5, options, [1, 1])
     ((slot,),) = ask_journal(tmp_path, "SELECT slot FROM versions WHERE fragment = 1 AND version = 1")
     flip_bit(tmp_path / f"state/slots/version-1-{slot}.safetensors", -1)
-    with serve(tmp_path, **options) as server:
+    with new_server(tmp_path, **options) as server:
         assert versions(server) == [1, 0]
-        restarted.set()
-        workers.join()
-        server.run()
+        gate.open()
+        run_to_end(server, workers)
     assert len(workers.traces["a"]) >= len(right["a"])
     result = safetensors.torch.load_file(server.exports / "model.safetensors")
     last = right["a"][-1]

@@ -10,7 +10,7 @@ import torch
 from kit.models import Tied
 from kit.requests import get
 from kit.servers import SHORT
-from streaming_world import loop_of, names_of, serve
+from streaming_world import loop_of, names_of, new_server
 from torch import nn
 
 import atoll
@@ -40,14 +40,14 @@ def test_what_does_not_go_with_fragments_is_refused_with_the_remedy(
     tmp_path: Path, settings: dict[str, Any], told: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        serve(tmp_path, **settings).start()
+        new_server(tmp_path, **settings).start()
     assert told in caught.value.message
     assert remedy in caught.value.remedy
 
 
 @pytest.mark.covers("L7")
 def test_tells_workers_of_the_fragments_and_refuses_one_that_streams_otherwise(tmp_path: Path) -> None:
-    with serve(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2) as server:
+    with new_server(tmp_path, K=3, H=9, tau=2, alpha=0.5, inflight=2) as server:
         info = get(server.url, "/v1/run")[1]
         assert (info["fragments"], info["tau"], info["alpha"], info["max_inflight"]) == (3, 2, 0.5, 2)
         with pytest.raises(ConfigError, match="a has 2 fragments, but the run has 3"):
@@ -74,7 +74,7 @@ def test_tells_workers_of_the_fragments_and_refuses_one_that_streams_otherwise(t
 )
 def test_refuses_tau_of_a_whole_interval_with_alpha_zero(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        serve(tmp_path, **settings).start()
+        new_server(tmp_path, **settings).start()
     for key in ("tau", "H"):
         assert f"{SHORT[key]} is {settings[key]}" in str(caught.value)
     assert "diloco.fragment_update_alpha is 0" in str(caught.value)
@@ -94,7 +94,7 @@ def test_refuses_tau_of_a_whole_interval_with_alpha_zero(tmp_path: Path, setting
     ids=str,
 )
 def test_warns_with_the_share_of_local_steps_under_way(tmp_path: Path, settings: dict[str, Any], share: str) -> None:
-    with serve(tmp_path, **settings) as server:
+    with new_server(tmp_path, **settings) as server:
         warned = [each for each in server.status().warnings if "fragment_sync_delay" in each]
     assert [share in each for each in warned] == ([True] if share else [])
 
@@ -102,7 +102,7 @@ def test_warns_with_the_share_of_local_steps_under_way(tmp_path: Path, settings:
 @pytest.mark.parametrize(("alpha", "warned"), [(0.0, 1), (0.5, 0)])
 def test_warns_that_slow_workers_may_lose_all_steps(tmp_path: Path, alpha: float, warned: int) -> None:
     dynamic = {"async.enabled": True, "diloco.dynamic_local_steps": True}
-    with serve(tmp_path, H=20, tau=2, alpha=alpha, **dynamic) as server:
+    with new_server(tmp_path, H=20, tau=2, alpha=alpha, **dynamic) as server:
         assert sum("dynamic_local_steps" in each for each in server.status().warnings) == warned
 
 
@@ -111,7 +111,7 @@ def test_warns_that_slow_workers_may_lose_all_steps(tmp_path: Path, alpha: float
 
 def cut(folder: Path, model: Any, fragments: int) -> list[list[str]]:
     """The tensors of each fragment, by name."""
-    with serve(folder / str(fragments), model, K=fragments, H=fragments) as server:
+    with new_server(folder / str(fragments), model, K=fragments, H=fragments) as server:
         schema = get(server.url, "/v1/schema")[1]
     places = schema["fragments"] or [0] * len(schema["tensors"])
     names = [entry["name"] for entry in schema["tensors"]]

@@ -16,9 +16,9 @@ import safetensors.torch
 import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit.sites import DiLoCoSites, together
+from kit.sites import DiLoCoSites, run_to_end, together
 from kit.wire import WireSite
-from streaming_world import Sites, build, copied, data, equal, local_step, loop_of, serve, step_, versions
+from streaming_world import Sites, build, copied, data, equal, local_step, loop_of, new_server, step_, versions
 from torch import Tensor, nn
 
 import atoll
@@ -55,7 +55,7 @@ def held() -> Iterator[threading.Event]:
 @pytest.mark.covers("L10", "L7")
 def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> None:
     """a ends after 4 steps with fragment 1 under way; b closes round 2 of fragment 0 before it submits fragment 1."""
-    with serve(tmp_path, **OPTIONS, tau=1) as server:
+    with new_server(tmp_path, **OPTIONS, tau=1) as server:
         b = Hand(server.url, "b")
         a = Sites(server.url, tmp_path, ["a"], 4)
         b.submits(0)
@@ -70,14 +70,12 @@ def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> N
 
 
 @pytest.mark.covers("L10", "L7")
-def test_a_failed_update_is_sent_again_before_a_later_round_is_waited_for(
-    tmp_path: Path, held: threading.Event
-) -> None:
+def test_a_failed_update_is_sent_again_before_waiting_for_a_later_round(tmp_path: Path, held: threading.Event) -> None:
     """a is expected in fragment 0 alone, and waits for fragment 1, when its update of fragment 0 breaks off.
 
     b submits fragment 1 only when round 1 of fragment 0 is over.
     """
-    with serve(tmp_path, **OPTIONS, tau=3, inflight=2) as server, Proxy(server.port) as proxy:
+    with new_server(tmp_path, **OPTIONS, tau=3, inflight=2) as server, Proxy(server.port) as proxy:
         before = Hand(server.url, "a")
         b = Hand(server.url, "b")
         before.ticket(fragment=0)
@@ -102,7 +100,7 @@ def test_a_worker_that_waited_submits_to_the_next_round_with_the_others(tmp_path
     Where a submitted to round 2 of fragment 0 at once, it would wait for b there, with two steps in its update, while b
     waits for it in round 1 of fragment 1.
     """
-    with serve(tmp_path, **OPTIONS | {"sites": 1, "rounds": 2}, tau=1) as server:
+    with new_server(tmp_path, **OPTIONS | {"sites": 1, "rounds": 2}, tau=1) as server:
         b = Hand(server.url, "b")
         for fragment in (0, 1):
             b.ticket(fragment)
@@ -149,9 +147,7 @@ def loss_of(state: dict[str, Tensor]) -> float:
 
 @pytest.mark.covers("L4", "L14")
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_refused_update_of_a_fragment_is_not_sent_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str
-) -> None:
+def test_does_not_send_a_refused_update_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
     """No other site closes the round: the site is asked again at once, for an update of the same version."""
     caplog.set_level("INFO", "atoll")
 
@@ -162,7 +158,7 @@ def test_a_refused_update_of_a_fragment_is_not_sent_again(
             next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
         optimizer.step()
 
-    with serve(tmp_path, K=2, H=2, rounds=2, **{"async.enabled": mode == "async"}) as server:
+    with new_server(tmp_path, K=2, H=2, rounds=2, **{"async.enabled": mode == "async"}) as server:
         sites = DiLoCoSites(server.url, tmp_path, 8, ["a"], build=build, step=step_)
         sites.join()
         assert sites.loops["a"].finished
@@ -177,10 +173,9 @@ def test_asynchronous_fragments_with_codecs_both_ways(tmp_path: Path) -> None:
     settings = {"async.enabled": True, "aggregation.download_codec.name": "int8"}
     settings |= {"algorithm.outer_optimizer.momentum": 0.0, "algorithm.outer_optimizer.lr": 0.4}
     pacer = threading.Event()  # where no site waits, a turn is passed over while an exchange is under way
-    with serve(tmp_path, sites=2, K=2, H=4, tau=1, rounds=16, codec="int4", **settings) as server:
+    with new_server(tmp_path, sites=2, K=2, H=4, tau=1, rounds=16, codec="int4", **settings) as server:
         sites = Alike(server.url, tmp_path, ["a", "b"], steps=20_000, during=lambda *_: pacer.wait(0.002) and None)
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     a, b = (sites.traces[site][-1] for site in "ab")
     result = safetensors.torch.load_file(server.exports / "model.safetensors")
     assert equal(a, b)
@@ -203,7 +198,7 @@ def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: 
             skipped.set()
 
     run = {"async.enabled": True, "async.sync_rounds_first": 4}
-    with serve(tmp_path, sites=2, K=2, H=4, rounds=4, **run) as server:
+    with new_server(tmp_path, sites=2, K=2, H=4, rounds=4, **run) as server:
         sites = Sites(server.url, tmp_path, ["a", "b"], steps=20_000, during=during)
         sites.join()
         assert versions(server) == [4, 4]
@@ -214,7 +209,7 @@ def test_a_turn_skipped_in_the_first_synchronous_rounds_is_taken_next(tmp_path: 
 @pytest.mark.covers("L18")
 def test_a_slow_site_s_steps_under_dylu_are_a_multiple_of_the_fragments(tmp_path: Path) -> None:
     """A third of the speed: of H = 12 with K = 2 it is asked for 2·⌊6/3⌋ = 4 steps, give or take a measurement."""
-    server = serve(
+    server = new_server(
         tmp_path,
         K=2,
         H=12,
@@ -297,7 +292,7 @@ def life(
 def test_a_run_comes_to_its_end_whatever_its_workers_do(tmp_path: Path, settings: dict[str, Any]) -> None:
     rounds, ends, errors = 6, dict[str, Any](), list[Exception]()
     beats = {"network.heartbeat_interval_s": 0.5, "network.heartbeat_timeout_s": 5.0}
-    server = serve(tmp_path, sites=2, K=3, H=6, rounds=rounds, **beats, **settings)
+    server = new_server(tmp_path, sites=2, K=3, H=6, rounds=rounds, **beats, **settings)
     chance = random.Random(0)
     with server:
         proxies = [Proxy(server.port).__enter__() for _ in range(4)]
