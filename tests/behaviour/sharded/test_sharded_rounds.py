@@ -137,7 +137,7 @@ def test_an_aggregator_of_ones_own_and_the_export_know_nothing_of_ranks(nursery:
         assert float((found[name] - value).abs().max()) <= 1e-12, name
 
 
-def test_exports_from_a_running_server_whose_versions_are_cut_for_ranks(nursery: Nursery, tmp_path: Path) -> None:
+def test_exports_from_a_running_server_with_versions_cut_for_ranks(nursery: Nursery, tmp_path: Path) -> None:
     model = build()
     with plain_server(tmp_path, model, algorithm="diloco", part_bytes=2**16, **{"model.ranks": 3}) as server:
         assert export(nursery, tmp_path / "out.safetensors", "--server", server.url) == 0

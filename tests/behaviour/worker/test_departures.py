@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import stat
-import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +12,9 @@ from typing import Any, Literal
 import pytest
 from harness.processes import Nursery, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit import DiLoCoSites, FederatedSites, ForkedSite, atoll_worker, diloco, local_step, serve, take_steps
+from kit import DiLoCoSites, FederatedSites, ForkedSite, Gate, atoll_worker, diloco, run_to_end, serve, take_steps
 from kit.models import build_model
-from torch import nn, optim
+from kit.servers import state_of
 
 import atoll
 
@@ -43,10 +42,6 @@ DIES = "os.kill(os.getpid(), signal.SIGKILL)"
 HANGS_UP = "signal.raise_signal(signal.SIGHUP)"
 
 
-def state_of(server: atoll.Server, site: str = "a") -> str:
-    return next((worker.state for worker in server.status().workers if worker.site == site), "")
-
-
 # -- processes that end, or hang, without leaving their run
 
 
@@ -72,22 +67,15 @@ def test_a_script_that_is_killed_is_taken_out_of_the_run_by_atoll_worker(tmp_pat
 
 @pytest.mark.covers("L13")
 def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-
-    def hangs(model: nn.Module, optimizer: optim.Optimizer, site: str, step: int) -> None:
-        if (site, step) == ("a", 3):
-            assert goes_on.wait(60)
-        local_step(model, optimizer, site, step)
-
+    gate = Gate(3, "a")
     beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 0.5}
     with serve(tmp_path, algorithm="diloco", H=2, **beats) as server:
-        sites = DiLoCoSites(server.url, tmp_path, 20, step=hangs)
+        sites = DiLoCoSites(server.url, tmp_path, 20, during=gate)
         reason = "a sends heartbeats, but its training has made no step"
         wait_until(lambda: reason in server.status().fragments[0].reason, "the report")
         assert state_of(server) == "alive"
-        goes_on.set()
-        sites.join()
-        server.run()
+        gate.open()
+        run_to_end(server, sites)
         assert reason not in server.status().fragments[0].reason
 
 
@@ -114,9 +102,8 @@ def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nurse
         ages.append(worker.last_heartbeat_s if worker.state == "alive" else 0.0)
         return sum(later < earlier for earlier, later in pairwise(ages)) >= 5
 
-    with serve(
-        tmp_path, sites=1, **{"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 2.0}
-    ) as server:
+    beats = {"network.heartbeat_interval_s": 0.1, "network.heartbeat_timeout_s": 2.0}
+    with serve(tmp_path, sites=1, **beats) as server:
         script = JOINS.format(round=1, then=WAITS)
         site = ForkedSite(nursery, tmp_path, server.url, "a", script).start(ATOLL_LEASES=str(leases))
         wait_until(lambda: state_of(server) == "alive", "the site has joined")
@@ -186,9 +173,7 @@ def told(server: atoll.Server) -> tuple[str, str, int]:
 
 @pytest.mark.covers("L9", "F22")
 @pytest.mark.parametrize("action", ["reset", pytest.param("close", marks=pytest.mark.long)])
-def test_a_heartbeat_that_stays_unanswered_is_followed_soon_by_another(
-    tmp_path: Path, action: Literal["reset", "close"]
-) -> None:
+def test_an_unanswered_heartbeat_is_soon_followed_by_another(tmp_path: Path, action: Literal["reset", "close"]) -> None:
     """Not after the interval, which is ten minutes here: the server may take the worker for dead before."""
     with serve(tmp_path, **SILENT) as server, Proxy(server.port) as proxy:
         faults = [Fault("POST .*heartbeat", "down", BEFORE_HEADER, action) for _ in range(2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
-from kit import DiLoCoSites, FederatedSites, Threads, diloco, post, serve
+from kit import DiLoCoSites, FederatedSites, Gate, Threads, diloco, post, serve
 from kit.peers import Peer
 from kit.processes import command
 from kit.servers import plain_server
@@ -203,9 +202,7 @@ def test_scripts_name_the_address_where_no_atoll_server_is(address: str, tmp_pat
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("address", ["not found"], indirect=True)
 @pytest.mark.parametrize("words", ["status", "worker -- touch begun"])
-def test_commands_name_the_address_where_no_atoll_server_is(
-    nursery: Nursery, tmp_path: Path, address: str, words: str
-) -> None:
+def test_commands_name_an_address_without_a_server(nursery: Nursery, tmp_path: Path, address: str, words: str) -> None:
     name, *script = words.split()
     ended = command(nursery, tmp_path, name, "--server", address, *script)
     assert ended.returncode == PeerError.exit_code
@@ -223,20 +220,16 @@ def test_a_worker_does_not_go_on_in_another_run_at_the_same_address(tmp_path: Pa
     settings |= {"network.port": free_port(), "network.heartbeat_interval_s": 0.1}
     if way in ("diloco", "streaming"):
         settings |= {"algorithm": "diloco", "H": 4, "K": 2 if way == "streaming" else 1}
-    goes_on = threading.Event()
-
-    def during(site: str, number: int) -> None:
-        assert number < (3 if way == "federated" else 20) or goes_on.wait(60)
-
+    gate = Gate(3 if way == "federated" else 20, "a")
     with serve(tmp_path / "old", **settings) as old:
         sites: Threads
         if way == "federated":
-            sites = FederatedSites(old.url, tmp_path, ["a"], during=during)
+            sites = FederatedSites(old.url, tmp_path, ["a"], during=gate)
         else:
-            sites = DiLoCoSites(old.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=0)
+            sites = DiLoCoSites(old.url, tmp_path, 10**6, ["a"], during=gate, max_sync_retries=0)
         wait_until(lambda: old.status().fragments[0].version >= 2, "two rounds")
     with serve(tmp_path / "new", **settings) as new:
-        goes_on.set()
+        gate.open()
         with pytest.raises(ServerLost) as raised:
             sites.join()
         assert new.status().run in str(raised.value)
@@ -307,16 +300,12 @@ def test_refuses_a_misspelt_variable_and_names_the_nearest(
     monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None], misspelt: str, meant: str
 ) -> None:
     monkeypatch.setenv(misspelt, NO_SERVER)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=rf"{misspelt}.* {meant}\?"):
         take_part()
-    assert misspelt in refused.value.message
-    assert f"{meant}?" in refused.value.remedy
 
 
 @pytest.mark.parametrize("take_part", ALONE)
-def test_trains_alone_where_the_variables_are_known(
-    monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]
-) -> None:
+def test_trains_alone_if_variables_are_known(monkeypatch: pytest.MonkeyPatch, take_part: Callable[[], None]) -> None:
     """Also settings of the server, and variables that only look alike."""
     for name in ("ATOLL_SITE", "ATOLL_DILOCO__SYNC_EVERY", "ATOLL_DISK__IN_FILES", "ATOLLS", "MY_ATOLL_SERVR"):
         monkeypatch.setenv(name, "1")
@@ -326,9 +315,8 @@ def test_trains_alone_where_the_variables_are_known(
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("take_part", [*ALONE, by_lightning])
 def test_a_script_that_requires_a_server_does_not_train_alone(take_part: Callable[..., None]) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="Set ATOLL_SERVER"):
         take_part(require_server=True)
-    assert "ATOLL_SERVER" in refused.value.remedy
 
 
 SCRIPT_ALONE = "import atoll\nwith atoll.join():\n    print('trained alone')\n"

@@ -66,9 +66,7 @@ def test_what_is_dropped_stays_as_the_version_has_it(tmp_path: Path) -> None:
         pytest.param([NormClip(6.5), Drop("bn.*")], [1.5, 2.0], 0.0, id="the buffer still counted"),
     ],
 )
-def test_the_norm_is_of_what_the_filters_before_left(
-    tmp_path: Path, filters: list[Filter], w: list[float], mean: float
-) -> None:
+def test_the_norm_is_of_what_is_left(tmp_path: Path, filters: list[Filter], w: list[float], mean: float) -> None:
     found = sent(tmp_path, filters)
     assert found["w"].tolist() == w
     assert (found["bn.running_mean"].item(), found["n"].item()) == (mean, 9)

@@ -100,9 +100,7 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
 @pytest.mark.covers("P15", "P6", "T6")
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("clear_cache", [True, False])
-def test_what_was_sent_and_received_is_forgotten_at_once_unless_told(
-    take_part: Callable[..., None], clear_cache: bool
-) -> None:
+def test_what_was_sent_and_received_is_forgotten_on_request(take_part: Callable[..., None], clear_cache: bool) -> None:
     take_part()
     received = atoll.functional.receive()
     assert received is not None
@@ -213,9 +211,7 @@ while atoll.functional.is_running():
 @pytest.mark.slow
 @pytest.mark.covers("P6", "P15")
 @pytest.mark.parametrize("last", ["", "raise ValueError('no more records')"], ids=["well", "fails"])
-def test_a_script_runs_under_atoll_worker_and_tells_why_it_fails(
-    server: atoll.Server, tmp_path: Path, last: str
-) -> None:
+def test_a_script_under_atoll_worker_says_why_it_fails(server: atoll.Server, tmp_path: Path, last: str) -> None:
     with atoll_worker(tmp_path, server.url, SCRIPT.replace("LAST", last)) as process:
         out, said = process.communicate(timeout=100)
     assert process.returncode == bool(last), said
@@ -291,9 +287,7 @@ def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:
 
 
 @pytest.mark.covers("L2")
-def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "atoll")
     with diloco("", tmp_path) as loop:
         take_steps(loop, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,14 @@ from kit.servers import plain_server
 from kit.sites import clients, finish
 from torch import Tensor
 
-import atoll
 from atoll.filters import Filter
 
-Lines = Callable[[], list[str]]
+Warned = Callable[[], list[str]]
 START = {"w": torch.zeros(2)}
+FOUR_ROUNDS: dict[str, Any] = {"sites": 1, "rounds": 4, "codec": "int8"}
 
 
-def serving(folder: Path, start: Any = START, codec: str = "int8", **options: Any) -> atoll.Server:
-    return plain_server(folder, start, codec=codec, **{"sites": 1, "rounds": 4} | options)
-
-
-def take_part(site: Client, number: int, *change: float) -> list[float]:
+def take_round(site: Client, number: int, *change: float) -> list[float]:
     """A round in which a site moves by `change` along −g; what it began with."""
     assert site.next_round() == number
     base = site.pull()["w"]
@@ -44,10 +39,10 @@ def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path, lose
     with what was left twice, or not at all.
     """
     port = {"network.port": free_port()}
-    with serving(tmp_path, **port) as server:
+    with plain_server(tmp_path, START, **FOUR_ROUNDS | port) as server:
         sites = clients(server, tmp_path, "a")
         for number in (1, 2, 3, 4)[: 2 if loses else 4]:
-            take_part(sites["a"], number, 127.0, 0.28)
+            take_round(sites["a"], number, 127.0, 0.28)
         if not loses:
             assert finish(server, sites)["w"].tolist() == [-508.0, -1.0]
             return
@@ -55,10 +50,10 @@ def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path, lose
     slot = ask_journal(tmp_path, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")[0][0]
     (path,) = (each for each in (tmp_path / "state" / "slots").glob("*version*") if each.stem.endswith(str(slot)))
     flip_bit(path, -1)
-    with serving(tmp_path, None, **port) as server:
+    with plain_server(tmp_path, **FOUR_ROUNDS | port) as server:
         assert server.status().fragments[0].version == 1
         for number in (3, 4):
-            take_part(sites["a"], number, 127.0, 0.28)
+            take_round(sites["a"], number, 127.0, 0.28)
         assert finish(server, sites)["w"].tolist() == [-508.0, -1.0]
 
 
@@ -73,7 +68,7 @@ def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
     start = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     start["h"] = torch.randn(300, generator=generator).half()
     moved = {name: torch.zeros(tensor.shape) for name, tensor in start.items()}
-    with serving(tmp_path, start, codec, rounds=14) as server:
+    with plain_server(tmp_path, start, sites=1, rounds=14, codec=codec) as server:
         sites = clients(server, tmp_path, "a")
         for number in range(1, 15):
             assert sites["a"].next_round() == number
@@ -91,25 +86,24 @@ def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
 
 def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> None:
     """The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1."""
-    with serving(tmp_path, **{"aggregation.max_update_norm": 1000.0}) as server:
+    with plain_server(tmp_path, START, **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as server:
         site = clients(server, tmp_path, "a")["a"]
-        take_part(site, 1, 127.0, 0.4)
-        take_part(site, 2, 12700.0, 49.0)
+        take_round(site, 1, 127.0, 0.4)
+        take_round(site, 2, 12700.0, 49.0)
         assert server.status().refused == 1
-        take_part(site, 2, 127.0, 0.4)
-        assert take_part(site, 3, 0.0, 0.0) == [-254.0, -1.0]
+        take_round(site, 2, 127.0, 0.4)
+        assert take_round(site, 3, 0.0, 0.0) == [-254.0, -1.0]
         site.close()
 
 
 # -- no site trains for nothing without hearing of it
 
 
-@dataclass(frozen=True)
 class Thousandths:
     """A codec of whole multiples of 1/1000."""
 
-    feedback: bool = False
     name = "thousandths"
+    feedback = False
     elementwise = True
     raw = False
 
@@ -126,9 +120,6 @@ class Thousandths:
 class Later(Thousandths):
     name = "later"
     feedback = True
-
-    def __init__(self) -> None:
-        pass
 
 
 def rounds_of(
@@ -148,20 +139,8 @@ def rounds_of(
     return shown
 
 
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Lines:
-    """Gives the warnings since its last call."""
-
-    def since() -> list[str]:
-        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        caplog.clear()
-        return found
-
-    return since
-
-
 @pytest.mark.covers("L14")
-def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(tmp_path: Path, lines: Lines) -> None:
+def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(tmp_path: Path, warned: Warned) -> None:
     start = {"big": torch.zeros(9000), "small": torch.zeros(5), "still": torch.zeros(3)}
     change = {"big": torch.full((9000,), 1e-4), "small": torch.full((5,), 0.25), "still": torch.zeros(3)}
     shown = rounds_of(tmp_path, Thousandths, start, [change] * 3)
@@ -170,17 +149,17 @@ def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(tmp_path: Pat
         "The change is too small for this codec. Use more local steps or a larger learning rate, or set "
         "aggregation.upload_codec.name = 'none'."
     )
-    assert lines() == [text]
+    assert warned() == [text]
     assert shown == [[text]] * 3
 
 
 @pytest.mark.covers("L14")
-def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, lines: Lines) -> None:
+def test_bf16_has_no_room_for_the_smallest(tmp_path: Path, warned: Warned) -> None:
     """10⁻⁴² is a number of fp32, and 9.2·10⁻⁴¹ the smallest of bf16. Many small tensors are encoded as one."""
     start = {f"w{index:02}": torch.zeros(7) for index in range(40)}
     change = {name: torch.full((7,), 1e-42 if name in ("w13", "w14") else 1e-3) for name in start}
     rounds_of(tmp_path, "bf16", start, [change])
-    (line,) = lines()
+    (line,) = warned()
     assert "2 of the 40 tensors that training changed lose 100 %" in line
     assert "when encoded as bf16: w13, w14." in line
 
@@ -192,33 +171,33 @@ def test_a_change_too_large_for_its_codec_is_not_told_as_lost(tmp_path: Path) ->
 
 
 @pytest.mark.covers("L14")
-def test_more_than_a_hundredth_arrives_or_it_is_told(tmp_path: Path, lines: Lines) -> None:
+def test_more_than_a_hundredth_arrives_or_it_is_told(tmp_path: Path, warned: Warned) -> None:
     """Of a hundred 0.0004 and one 0.0006 the last arrives, as 0.001: √(101·16) of √(100·16 + 36) is lost, 99.4 %."""
     start, change = {"w": torch.zeros(101)}, torch.full((101,), 4e-4)
     change[100] = 6e-4
     rounds_of(tmp_path / "1", Thousandths, start, [{"w": change}])
-    assert "lose 99.4 % of their change when encoded as thousandths: w." in lines()[0]
+    assert "lose 99.4 % of their change when encoded as thousandths: w." in warned()[0]
     change[99] = 2e-3
     rounds_of(tmp_path / "2", Thousandths, start, [{"w": change}])
-    assert lines() == []
+    assert warned() == []
 
 
 @pytest.mark.covers("L14")
-def test_with_error_feedback_it_is_told_when_nothing_arrives_three_times_in_a_row(tmp_path: Path, lines: Lines) -> None:
+def test_with_error_feedback_warns_when_nothing_arrives_three_times_in_a_row(tmp_path: Path, warned: Warned) -> None:
     """0.3, 0.6 and 0.9 thousandths: the second arrives. 0.1, 0.2, 0.3 and 0.4: nothing ever does."""
     start = {"w": torch.zeros(4), "v": torch.zeros(300_000)}
     soon = {"w": torch.full((4,), 3e-4), "v": torch.full((300_000,), 3e-4)}
     assert rounds_of(tmp_path / "1", Later, start, [soon] * 4) == [[]] * 4
-    assert lines() == []
+    assert warned() == []
     shown = rounds_of(tmp_path / "2", Later, start, [soon | {"w": torch.full((4,), 1e-4)}] * 4)
-    (line,) = lines()
+    (line,) = warned()
     assert "lose 100 % of their change when encoded as later, 3 times in a row" in line
     assert shown == [[], [], [line], [line]]
 
 
 @pytest.mark.covers("L14")
 @pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
-def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, lines: Lines, codec: str) -> None:
+def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, warned: Warned, codec: str) -> None:
     """One value far above the others in its block; a tensor most of which stays; a single element; top-k's 98 %."""
     start = {"w": torch.ones(9000), "e": torch.ones(600_000), "s": torch.ones(()), "h": torch.ones(300).half()}
     generator = torch.Generator().manual_seed(0)
@@ -226,16 +205,16 @@ def test_what_codecs_lose_every_day_is_not_told(tmp_path: Path, lines: Lines, co
     change["w"][17] = 1e6
     change["e"][:599_000] = 0
     assert rounds_of(tmp_path, codec, start, [change] * 4) == [[]] * 4
-    assert lines() == []
+    assert warned() == []
 
 
 @pytest.mark.covers("L14")
-def test_weights_that_steps_do_not_move_are_shown_until_they_move(tmp_path: Path, lines: Lines) -> None:
+def test_weights_that_steps_do_not_move_are_shown_until_they_move(tmp_path: Path, warned: Warned) -> None:
     """1 − 1/1000 is 1 in bf16, and the next smaller number there is 1 − 1/256."""
     start = {"w": torch.ones(4, dtype=torch.bfloat16)}
     tiny, enough = {"w": torch.full((4,), 1e-3)}, {"w": torch.full((4,), 0.5)}
     shown = rounds_of(tmp_path, "bf16", start, [tiny, tiny, enough])
-    said = lines()
+    said = warned()
     assert said == shown[0] * 2
     assert said[0].startswith(
         "a: the pseudo-gradient is all zero. Check that the optimizer has this model's parameters"
@@ -250,8 +229,8 @@ class Silence(Filter):
 
 
 @pytest.mark.covers("L14")
-def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, lines: Lines) -> None:
+def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, warned: Warned) -> None:
     with plain_server(tmp_path, START, sites=1, rounds=1) as server:
         with Client(server.url, "a", folder=tmp_path / "w", filters=[Silence()]) as site:
-            take_part(site, 1, 1.0, 1.0)
-    assert "the pseudo-gradient is all zero after this site's filters. Check" in lines()[0]
+            take_round(site, 1, 1.0, 1.0)
+    assert "the pseudo-gradient is all zero after this site's filters. Check" in warned()[0]

@@ -77,9 +77,7 @@ def test_counts_a_value_once_where_the_acknowledgement_was_lost(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("later", [{}, {"loss": 4.0}], ids=["alone", "and a newer one"])
-def test_counts_a_value_with_the_next_update_where_the_first_was_refused(
-    tmp_path: Path, later: dict[str, float]
-) -> None:
+def test_counts_a_value_with_the_next_update_if_the_first_was_refused(tmp_path: Path, later: dict[str, float]) -> None:
     """A newer report of the same name takes its place."""
     with serve(tmp_path, **DILOCO | {"rounds": 2}, **{"aggregation.max_update_norm": 1e3}) as server:
         with diloco(server, tmp_path) as loop:

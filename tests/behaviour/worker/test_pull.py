@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ import torch
 from blake3 import blake3
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import diloco, rewrite_note, tensors_digest
+from kit.digests import same
 from kit.servers import plain_server
 from torch import Tensor, nn
 
@@ -36,10 +36,6 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 def model(seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(300, 100)
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return tensors_digest(one.state_dict()) == tensors_digest(other.state_dict())
 
 
 def pulled_once(server: atoll.Server, folder: Path) -> Path:
@@ -173,9 +169,8 @@ def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
     tmp_path: Path,
     damage: Callable[[Path], None],
     parts: list[int],
-    caplog: pytest.LogCaptureFixture,
+    warned: Callable[[], list[str]],
 ) -> None:
-    caplog.set_level(logging.WARNING, "atoll")
     base = pulled_once(server, tmp_path / "w")
     content = base.read_bytes()
     damage(base)
@@ -189,15 +184,13 @@ def test_a_base_that_is_not_what_its_note_says_is_pulled_again(
         assert worker.bytes_down == sum(sizes[part] for part in parts)
     assert base.read_bytes() == content
     assert same(mine, model())
-    told = [line for line in caplog.messages if "downloading them again" in line]
-    assert len(told) == (damage in (zero, damage_one_part))  # of one that is gone there is nothing to say
+    # of one that is gone there is nothing to say
+    assert len([line for line in warned() if "downloading them again" in line]) == (damage in (zero, damage_one_part))
 
 
 @pytest.mark.covers("F41", "P6")
 @pytest.mark.parametrize("changed", [{}, {"complete": False}, {"digest": "0" * 64}], ids=["bytes", "part", "other"])
-def test_no_update_is_formed_against_a_base_that_is_not_the_rounds(
-    server: atoll.Server, tmp_path: Path, changed: dict[str, object]
-) -> None:
+def test_forms_no_update_against_another_base(server: atoll.Server, tmp_path: Path, changed: dict[str, object]) -> None:
     """A training loop may have loaded the model in another way than `load_into`."""
     base = pulled_once(server, tmp_path / "w")
     if changed:
@@ -214,7 +207,7 @@ def test_no_update_is_formed_against_a_base_that_is_not_the_rounds(
 @pytest.mark.covers("F41", "F3")
 @pytest.mark.parametrize("damage", [damage for damage, _ in DAMAGES[1:]])
 def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
-    server: atoll.Server, tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    server: atoll.Server, tmp_path: Path, damage: Callable[[Path], None], warned: Callable[[], list[str]]
 ) -> None:
     """Guards against an outbox with parts that the server refuses at every start of the worker, for ever."""
     with Proxy(server.port) as proxy, atoll.join(proxy.url, site="a", folder=tmp_path / "w") as worker:
@@ -228,11 +221,10 @@ def test_a_damaged_outbox_is_said_once_and_the_round_is_trained_again(
             fl_round.submit(trained)
     (outbox,) = tmp_path.rglob("outbox.bin")
     damage(outbox)
-    caplog.set_level(logging.WARNING, "atoll")
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
         fl_round = worker.next_round()
         assert fl_round.number == 1
-        assert len([line for line in caplog.messages if "outbox.bin is damaged" in line]) == 1
+        assert len([line for line in warned() if "outbox.bin is damaged" in line]) == 1
         assert not list(tmp_path.rglob("outbox.json"))
         fl_round.submit(fl_round.load_into(model()))
 
@@ -290,9 +282,7 @@ def test_a_version_of_other_parts_than_its_digest_says_is_refused(
 
 
 @pytest.mark.covers("F42")
-def test_a_server_that_went_back_is_noticed_and_said(
-    server: atoll.Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_says_that_a_server_went_back(server: atoll.Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The server is at version 0; the worker has trained from version 5 of the same run, which no journal knows now."""
     rewrite_note(pulled_once(server, tmp_path / "w").with_suffix(".json"), version=5, digest="0" * 64)
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.processes import Nursery, Process, free_port, wait_until
 from kit import ForkedSite, atoll_worker, serve, write_run_file
+from kit.servers import state_of
 
 import atoll
 
@@ -79,11 +79,11 @@ with atoll.join():
 """
 FORKS = """
 import os, signal, threading
-import atoll
+import atoll, torch
+from kit import build_model
 with {join}:
     if child := os.fork():
         print("forked", flush=True)
-        {kill}
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
         threading.Event().wait(100)
     {child}
@@ -197,7 +197,7 @@ Start = Callable[[str], Process]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     """No test lives as long as a lease: what the server knows of an end, it was told."""
-    with serve(tmp_path, **{"rounds.sites": 1, "network.heartbeat_timeout_s": 600.0}) as server:
+    with serve(tmp_path, algorithm="diloco", H=2, sites=1, **{"network.heartbeat_timeout_s": 600.0}) as server:
         yield server
 
 
@@ -205,10 +205,6 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 def start(server: atoll.Server, tmp_path: Path, nursery: Nursery) -> Start:
     """Starts a script as site a."""
     return lambda script: ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-
-
-def state_of(server: atoll.Server) -> str:
-    return "".join(worker.state for worker in server.status().workers)
 
 
 def is_in_lock(pid: str, mutex: str) -> bool:
@@ -263,13 +259,10 @@ assert [sys.exit, sys.unraisablehook, *map(signal.getsignal, (signal.SIGTERM, si
 """
 
 
-def test_signals_and_sys_exit_do_what_they_did_before_once_the_last_worker_has_left(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_signals_and_sys_exit_do_what_they_did_before_once_the_last_worker_has_left(start: Start) -> None:
     """In a process of its own: other tests may have workers in this one."""
-    with serve(tmp_path, sites=2) as server:
-        script = ForkedSite(nursery, tmp_path, server.url, "a", LEAVES).start()
-        assert script.wait(60) == 0, script.output()
+    script = start(LEAVES)
+    assert script.wait(60) == 0, script.output()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -286,44 +279,24 @@ def test_a_scripts_own_handler_stays(server: atoll.Server, tmp_path: Path, numbe
 
 
 @pytest.mark.parametrize(
-    ("kill", "child", "code"),
+    ("join", "child", "code"),
     [
-        # a signal just before a wait is seen behind it
-        ("os.kill(child, signal.SIGTERM)", "while True: threading.Event().wait(0.1)", -signal.SIGTERM),
-        ("", "import atexit; atexit._run_exitfuncs(); os._exit(0)", 0),
-        ("", "raise SystemExit(5)", 5),
-        ("", "1 / 0", 1),
+        ("atoll.join()", "os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait(100)", -signal.SIGTERM),
+        ("atoll.join()", "import atexit; atexit._run_exitfuncs(); os._exit(0)", 0),
+        ("atoll.join()", "raise SystemExit(5)", 5),
+        ("atoll.join()", "1 / 0", 1),
+        ("atoll.DiLoCo(net := build_model(), torch.optim.SGD(net.parameters()))", "raise SystemExit(5)", 5),
+        ("atoll.tasks()", "raise SystemExit(5)", 5),
     ],
-    ids=["sigterm", "exit", "end of the block", "error in the block"],
+    ids=["sigterm", "exit", "end of the block", "error in the block", "DiLoCo", "tasks"],
 )
 def test_a_forked_child_that_ends_does_not_leave_in_its_parents_name(
-    server: atoll.Server, start: Start, kill: str, child: str, code: int
+    server: atoll.Server, start: Start, join: str, child: str, code: int
 ) -> None:
-    site = start(FORKS.format(join="atoll.join()", kill=kill, child=child))
+    site = start(FORKS.format(join=join, child=child))
     wait_until(lambda: f"\n{code}\n" in site.output(), "the child's end")
     assert state_of(server) == "alive"
     site.kill()
-
-
-@pytest.mark.parametrize(
-    ("join", "settings"),
-    [
-        ("atoll.DiLoCo(net := build_model(), torch.optim.SGD(net.parameters()))", {"algorithm": "diloco", "H": 2}),
-        ("atoll.tasks()", {}),
-    ],
-    ids=["DiLoCo", "tasks"],
-)
-def test_a_forked_child_that_ends_in_the_block_of_another_loop_does_not_leave_either(
-    tmp_path: Path, nursery: Nursery, join: str, settings: dict[str, Any]
-) -> None:
-    script = (
-        f"import torch\nfrom kit import build_model\n{FORKS.format(join=join, kill='', child='raise SystemExit(5)')}"
-    )
-    with serve(tmp_path, **{"rounds.sites": 1, "network.heartbeat_timeout_s": 600.0} | settings) as server:
-        site = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
-        wait_until(lambda: "\n5\n" in site.output(), "the child's end")
-        assert state_of(server) == "alive"
-        site.kill()
 
 
 @pytest.mark.usefixtures("fresh_processes")  # the script acts before Atoll is imported
@@ -357,9 +330,7 @@ def test_a_sigterm_that_comes_where_python_drops_errors_ends_the_script_all_the_
 
 
 @pytest.mark.covers("L9")
-def test_a_handler_of_the_scripts_own_that_raises_in_a_fork_leaves_other_signals_what_they_do(
-    server: atoll.Server, start: Start
-) -> None:
+def test_a_script_handler_that_raises_in_a_fork_leaves_other_signals_alone(server: atoll.Server, start: Start) -> None:
     site = start(RAISED_IN_A_FORK)
     wait_until(lambda: "forked\n" in site.output(), "the fork")
     site.send(signal.SIGHUP)
@@ -451,9 +422,8 @@ def test_a_script_that_waits_for_others_or_trains_ends_with_one_line(
 
 @pytest.mark.covers("X3")
 def test_a_script_that_waits_for_its_server_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
-    process = ForkedSite(
-        nursery, tmp_path, f"http://127.0.0.1:{free_port()}", "a", "import atoll; atoll.join()"
-    ).start()
+    url = f"http://127.0.0.1:{free_port()}"
+    process = ForkedSite(nursery, tmp_path, url, "a", "import atoll; atoll.join()").start()
     wait_until(lambda: "does not answer" in process.output(), "it to wait")
     require_one_line(process)
 
@@ -476,22 +446,6 @@ recipe.execute(LocalEnv(sites=2, folder="out"))
 """
 
 
-def script(nursery: Nursery, folder: Path, text: str, client: str) -> Process:
-    """A script that runs, with another one beside it."""
-    (folder / "client.py").write_text(client)
-    (folder / "script.py").write_text(text)
-    return nursery.start(str(folder / "script.py"), cwd=folder)
-
-
-@pytest.mark.covers("X3")
-def test_a_script_with_a_local_environment_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
-    """And so do its server and its clients."""
-    process = script(nursery, tmp_path, LOCAL, TRAINING)
-    log = tmp_path / "out" / "site-2.log"
-    wait_until(lambda: log.exists() and "ready" in log.read_text(), "the clients", 120)
-    require_one_line(process)
-
-
 SIMULATED = """
 import atoll
 settings = {"model.source": "client:Model", "algorithm.name": "fedavg", "rounds.total": 3}
@@ -510,16 +464,26 @@ class Model(nn.Linear):
 
 def train(worker):
     for fl_round in worker:
-        Path("trains").touch()
+        Path("trains").write_text("ready")
         threading.Event().wait()
 """
 
 
 @pytest.mark.covers("X3")
 @pytest.mark.timeout(400)
-def test_a_script_with_a_simulation_ends_with_one_line(nursery: Nursery, tmp_path: Path) -> None:
-    process = script(nursery, tmp_path, SIMULATED, VIRTUAL)
-    wait_until((tmp_path / "trains").exists, "its training", 300)
+@pytest.mark.parametrize(
+    ("script", "client", "file"),
+    [(LOCAL, TRAINING, "out/site-2.log"), (SIMULATED, VIRTUAL, "trains")],
+    ids=["local environment", "simulation"],
+)
+def test_a_script_that_trains_in_other_processes_ends_with_one_line(
+    nursery: Nursery, tmp_path: Path, script: str, client: str, file: str
+) -> None:
+    """And so do these. The file says `ready` once one of them trains."""
+    (tmp_path / "client.py").write_text(client)
+    (tmp_path / "script.py").write_text(script)
+    process = nursery.start(str(tmp_path / "script.py"), cwd=tmp_path)
+    wait_until(lambda: (tmp_path / file).exists() and "ready" in (tmp_path / file).read_text(), "the training", 300)
     require_one_line(process)
 
 
