@@ -130,7 +130,7 @@ LINES: dict[str, int] = {
     "server/swarm": 586,
     "server/tasks": 1_420,
     "simulate": 1_432,
-    "store": 2_571,
+    "store": 2_566,
     "tensors": 1_896,
     "testing": 467,
     "transport": 2_457,

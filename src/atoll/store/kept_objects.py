@@ -21,8 +21,8 @@ from typing import Any
 
 from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
-from atoll.errors import BadRequest, Busy, Conflict, Gone
-from atoll.posix import file_error, usable, write_at
+from atoll.errors import BadRequest, Busy, Conflict, Gone, UsageError
+from atoll.posix import Descriptor, file_error, usable, write_at
 from atoll.tensors.reference import hash_of_secret, new_id, require_secret
 
 LOG = logging.getLogger("atoll.server")
@@ -45,7 +45,7 @@ class Entry:
         inline: whether the object's bytes are sent within its manifest.
         expires_at: expiry time in seconds since 1970.
         digests: part number → BLAKE3, for the parts that are on disk.
-        fd: descriptor of the file while parts arrive; −1 after that.
+        file: the file while parts arrive; closed after that. None if the object was complete from the start.
         touched_s: time of `time.monotonic` at which the last byte arrived.
         own: whether the object is the server's own, such as the payload of a task. Publishers cannot remove it. It has
             no note, so the server's next start removes it.
@@ -59,19 +59,21 @@ class Entry:
     inline: bool
     expires_at: float
     digests: dict[int, bytes] = field(default_factory=dict)
-    fd: int = -1
+    file: Descriptor | None = None
     touched_s: float = 0.0
     own: bool = False
     counts: bool = True
     removed: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether parts may still be written."""
+        return self.file is not None and self.file.number >= 0
 
     def close(self) -> None:
-        """Close the descriptor, so that no more bytes can be written. Idempotent."""
-        with self.lock:
-            fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the file, so that no more bytes can be written. Idempotent."""
+        if self.file is not None:
+            self.file.close()
 
     @property
     def manifest(self) -> Manifest:
@@ -123,7 +125,7 @@ class ObjectStore:
                 "Publish it from your own process, or raise disk.objects_max_bytes at the server.",
             )
         taken = self._taken_bytes()
-        arriving = sum(entry.fd >= 0 for entry in self._objects.values())
+        arriving = sum(entry.is_arriving for entry in self._objects.values())
         if taken + cuts.nbytes > self._max_bytes or len(self._objects) >= MOST_OBJECTS or arriving >= MOST_OPEN:
             busy = Busy(
                 f"The server keeps {len(self._objects)} objects with {taken} bytes ({arriving} of them are still "
@@ -135,7 +137,8 @@ class ObjectStore:
         secret = new_id()
         object_id, fd = self.draft()
         expires_at = time.time() + min(expires_s, self._max_expires_s)
-        entry = Entry(object_id, hash_of_secret(secret), cuts, inline, expires_at, fd=fd, touched_s=time.monotonic())
+        entry = Entry(object_id, hash_of_secret(secret), cuts, inline, expires_at, file=Descriptor(fd))
+        entry.touched_s = time.monotonic()
         self._objects[entry.object] = entry
         return entry, secret
 
@@ -146,15 +149,12 @@ class ObjectStore:
             Gone: the object was removed, or is complete.
             DiskFull, StoreError: the write failed.
         """
+        assert entry.file is not None
         try:
-            with entry.lock:
-                if entry.fd < 0:
-                    raise Gone(f"Object {entry.object[:8]} is complete, or was removed.", "Publish it again.")
-                fd = os.dup(entry.fd)  # during the write the object may be removed, and its descriptor number reused
-            try:
+            with entry.file.used() as fd:  # during the write, the object may be removed
                 write_at(fd, data, offset)
-            finally:
-                os.close(fd)
+        except UsageError:
+            raise Gone(f"Object {entry.object[:8]} is complete, or was removed.", "Publish it again.") from None
         except OSError as error:
             raise file_error(error, self._path(entry, "part")) from error
 
@@ -174,7 +174,7 @@ class ObjectStore:
             raise Conflict(f"Object {entry.object[:8]} lacks {count} of {entry.cuts.count} parts.", "Send them first.")
         if entry.manifest.id != digest:
             raise Conflict(f"The parts of object {entry.object[:8]} do not match its digest.", "Publish it again.")
-        if entry.fd < 0:
+        if not entry.is_arriving:
             return
         note, temporary = self._path(entry, "json"), self._path(entry, "note")
         try:
@@ -309,7 +309,7 @@ class ObjectStore:
             Conflict: the object is still arriving.
         """
         entry = self.find(object_id, secret)
-        if entry.fd >= 0:
+        if entry.is_arriving:
             raise Conflict(
                 f"Object {object_id[:8]} is still being uploaded.",
                 "Fetch it after publish() has returned the reference.",
@@ -342,14 +342,14 @@ class ObjectStore:
         """Remove objects that have expired, and incomplete objects that received no byte for `idle_timeout_s`."""
         now, now_s = time.time(), time.monotonic()
         for entry in list(self._objects.values()):
-            if entry.expires_at <= now or (entry.fd >= 0 and entry.touched_s + self._idle_timeout_s < now_s):
+            if entry.expires_at <= now or (entry.is_arriving and entry.touched_s + self._idle_timeout_s < now_s):
                 LOG.debug("object %s is removed", entry.object[:8])
                 self.drop(entry)
 
     def close(self) -> None:
         """Remove incomplete objects and the server's own objects. Complete objects of publishers stay on disk."""
         for entry in list(self._objects.values()):
-            if entry.fd >= 0 or entry.own:
+            if entry.is_arriving or entry.own:
                 self.drop(entry)
 
     def drop(self, entry: Entry) -> None:

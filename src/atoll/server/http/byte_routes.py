@@ -306,7 +306,7 @@ class PartReceiver:
                 "The request contains no part.", "Send the bytes of the part, then the BLAKE3 digest of these bytes."
             )
         entry = coordinator.objects.find(object, secret)
-        if entry.fd < 0:
+        if not entry.is_arriving:
             raise Conflict(f"Object {object[:8]} is already complete.", "It cannot change: publish a new object.")
         if part >= entry.cuts.count:
             raise BadRequest(f"Object {object[:8]} has no part {part}, only {entry.cuts.count} parts.")
