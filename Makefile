@@ -40,6 +40,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tools/mypy.ini
 	$(BIN)/python tools/plain_words.py
 
 bench: $(VENV)/.demo

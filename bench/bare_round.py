@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import urllib3
@@ -58,7 +58,7 @@ def serve(folder: Path, total: int, workers: int, ready: Any) -> None:
             hasher = blake3()
             for start, stop in spans(span[1] - span[0], RUN):
                 at, count = span[0] + start, (stop - start) // 4
-                memory = [memoryview(x.numpy()).cast("B")[: count * 4] for x in (theta, row)]
+                memory = [bytes_of(x)[: count * 4] for x in (theta, row)]
                 for index, fd in enumerate(spool):
                     os.preadv(fd, [memory[1]], at)
                     acc.copy_(row) if index == 0 else acc.add_(row)
@@ -111,10 +111,16 @@ def serve(folder: Path, total: int, workers: int, ready: Any) -> None:
     asyncio.run(main())
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of an fp32 tensor."""
+    array: Any = tensor.numpy()
+    return memoryview(array).cast("B")
+
+
 def work(port: int, index: int, total: int, rounds: int, told: Any) -> None:
     torch.set_num_threads(1)
     model, base = torch.zeros(total // 4), torch.empty(total // 4)
-    memory, base_memory = (memoryview(x.numpy()).cast("B") for x in (model, base))
+    memory, base_memory = map(bytes_of, (model, base))
     http = urllib3.HTTPConnectionPool("127.0.0.1", port, maxsize=2)
 
     def pull(span: tuple[int, int]) -> None:
@@ -134,12 +140,12 @@ def work(port: int, index: int, total: int, rounds: int, told: Any) -> None:
             for start, stop in spans(span[1] - span[0], RUN):
                 low, high = (span[0] + start) // 4, (span[0] + stop) // 4
                 torch.sub(base[low:high], model[low:high], out=scratch[: high - low])
-                data = memoryview(scratch.numpy()).cast("B")[: stop - start]
+                data = bytes_of(scratch)[: stop - start]
                 hasher.update(data)
                 yield data
 
         headers = {"Content-Length": str(span[1] - span[0])}
-        answer = http.request("PUT", f"/u/{index}?start={span[0]}", body=runs(), headers=headers)
+        answer = http.request("PUT", f"/u/{index}?start={span[0]}", body=cast(Any, runs()), headers=headers)
         assert answer.data.decode() == hasher.hexdigest()
 
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as pool:

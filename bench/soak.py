@@ -264,13 +264,14 @@ def soak(nursery: Nursery, names: list[str], minutes: float, seed: int, kept: Pa
     tallies, chance = {name: Tally() for name in names}, random.Random(seed)
     undisturbed: dict[str, str] = {}
     for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            run_once(nursery, Path(folder), MODES[name], lambda _: None)
-            undisturbed[name] = digest_of(Path(folder), MODES[name])
+        with tempfile.TemporaryDirectory() as temporary:
+            run_once(nursery, Path(temporary), MODES[name], lambda _: None)
+            undisturbed[name] = digest_of(Path(temporary), MODES[name])
     end = time.monotonic() + 60 * minutes
     while time.monotonic() < end:
         name = min(names, key=lambda each: tallies[each].kills)
-        tally, mode, started = tallies[name], MODES[name], []
+        tally, mode = tallies[name], MODES[name]
+        started: list[Disturber] = []
 
         def disturb(targets: list[Kept], started: list[Disturber] = started) -> Disturber:
             started.append(Disturber(targets, chance))
@@ -300,7 +301,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments; what happens in them differs each time")
     parser.add_argument("--dir", type=Path, help="where folders of runs go; those with a fault stay")
     options = parser.parse_args()
-    with Nursery() as nursery:
+    with closing(Nursery()) as nursery:
         tallies = soak(nursery, options.only, options.minutes, options.seed, options.dir)
     print("| mode | runs | kills | stops | accepted | lost | left over | doubled | other bits | failed |")
     print("|" + " --- |" * 10)

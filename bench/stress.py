@@ -144,9 +144,9 @@ def experiments(options: argparse.Namespace) -> None:
         name = f"the same at {max(at):g} GB against {min(at):g} GB, times"
         gates.append(Gate(name, large / small, f"<= {FLAT:g} (flat)", large / small <= FLAT))
     for gb in (0.5, 1.0, 2.0, 4.0):
-        found = take(f"swarm, {gb:g} GB, memory", "swarm", False, gb=gb, workers=3, rounds=1)
-        if found is not None and gb in at:
-            same = found["digest"] == at[gb]["digest"]
+        in_memory = take(f"swarm, {gb:g} GB, memory", "swarm", False, gb=gb, workers=3, rounds=1)
+        if in_memory is not None and gb in at:
+            same = in_memory["digest"] == at[gb]["digest"]
             gates.append(Gate(f"swarm, {gb:g} GB: disk and memory the same bits", float(same), "1", same))
     for placement in ("server", "swarm"):
         take(f"{placement}, 4 × 0.25 GB", placement, True, gb=0.25, workers=4, rounds=6)

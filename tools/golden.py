@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -36,7 +37,7 @@ def main() -> int:
     rows = [row for row in runs() if given.only in name_of(row)]
     names = {name_of(row) for row in runs()}
     new = {name: digest for name, digest in old.items() if name in names and given.only not in name}
-    with Nursery() as nursery, tempfile.TemporaryDirectory() as folder:
+    with closing(Nursery()) as nursery, tempfile.TemporaryDirectory() as folder:
         for number, row in enumerate(rows):
             name = name_of(row)
             new[name] = in_words(digests_of(row, Path(folder) / str(number), lambda: nursery))

@@ -142,6 +142,7 @@ def run(folder: Path, reducer: str, attack: str | None, rounds: int, seed: int) 
         try:
             for number, (index, client) in itertools.product(range(rounds), enumerate(clients)):
                 fl_round = client.next_round()
+                assert fl_round is not None
                 start = fl_round.state_dict()
                 if len(found) == number:
                     found.append(accuracy(model, start, test))

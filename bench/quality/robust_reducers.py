@@ -25,7 +25,7 @@ import torch
 from harness.process_figures import Peaks
 from results import FOLDER, Gate, write
 
-from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateFile, make_version
+from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.outer_state import state_layout
 from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.codecs import NoneCodec
@@ -82,7 +82,7 @@ def one_pass(folder: Path, gb: float, updates: int, threads: int, name: str, beg
         )
         for index in range(updates)
     ]
-    files = {index: UpdateFile(opened(f"update-{index}")) for index in range(updates)}
+    files = {index: UpdateInput(opened(f"update-{index}")) for index in range(updates)}
     told.put(None)
     begin.wait()
     result = make_version(
