@@ -15,15 +15,15 @@ from typing import Any
 
 from harness.processes import Kept, Nursery, Process, free_port, wait_until
 
-from kit.servers import SETTINGS
+from kit.servers import SETTINGS, long
 
 _KIT_ON_PATH = f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
 
 
 def write_run_file(folder: Path, **settings: Any) -> Path:
-    """`run.toml` of the small run in `folder`; the initial model is `build_model`. None takes a key out."""
+    """`run.toml` of the small run in `folder`; the initial model is `build_model`. Settings are those of `serve`."""
     (folder / "kit_model.py").write_text(_KIT_ON_PATH + "from kit.models import build_model, wide_model\n")
-    values = SETTINGS | {"model.source": "kit_model:build_model", "disk.state_dir": "state"} | settings
+    values = SETTINGS | {"model.source": "kit_model:build_model", "disk.state_dir": "state"} | long(settings)
     path = folder / "run.toml"
     path.write_text("".join(f"{key} = {toml(value)}\n" for key, value in values.items() if value is not None))
     return path
@@ -181,16 +181,3 @@ def atoll_worker(
         process.kill()
         with process:  # closes the pipes: a script that outlives it may hold their other ends
             pass
-
-
-def export_model(nursery: Nursery, folder: Path, name: str, *source: str) -> int:
-    """Write `folder`/`name` by `atoll export`; the version that it has written.
-
-    Args:
-        source: `--dir` or `--server` with a value.
-    """
-    process = nursery.start("atoll", "export", name, *source, cwd=folder, log=folder / f"{name}.log")
-    assert process.wait(60) == 0, process.output()
-    said = re.search(r"^version (\d+): ", process.output(), re.MULTILINE)
-    assert said is not None, process.output()
-    return int(said[1])

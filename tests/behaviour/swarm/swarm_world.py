@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.processes import Kept, Nursery, Process, wait_until
-from kit import ForkedServer, ForkedSite, Threads, serve, tensors_digest
+from harness.processes import Kept, Nursery, Process
+from kit import ForkedServer, ForkedSite, Threads, run_to_end, serve, tensors_digest
 from kit.models import local_step, wide_model
 from kit.results import Result
 from torch import nn
@@ -104,26 +103,6 @@ class Sites(Threads):
         return {tensors_digest(dict(model.state_dict())) for model in self.models.values()}
 
 
-class Gate:
-    """Holds sites back before they submit a round, until it is opened."""
-
-    def __init__(self, number: int, names: Iterable[str] = SITES) -> None:
-        self._number, self._names, self._open = number, set(names), threading.Event()
-        self.waiting: set[str] = set()
-
-    def __call__(self, site: str, number: int, model: nn.Module) -> None:
-        if number == self._number and site in self._names:
-            self.waiting.add(site)
-            assert self._open.wait(60)
-
-    def wait(self) -> None:
-        """Return once all of them wait."""
-        wait_until(lambda: self.waiting == self._names, f"round {self._number} at {sorted(self._names)}")
-
-    def open(self) -> None:
-        self._open.set()
-
-
 @contextmanager
 def serve_swarm(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
     """The run, served by this process."""
@@ -135,8 +114,7 @@ def left_by(folder: Path, names: Iterable[str] = SITES, **settings: Any) -> tupl
     """A finished run, and its sites."""
     with serve_swarm(folder, **settings) as server:
         sites = Sites(server.url, folder, names)
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     return Result(folder), sites
 
 

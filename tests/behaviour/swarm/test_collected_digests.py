@@ -72,19 +72,18 @@ class Offer:
 @contextmanager
 def swarm(folder: Path) -> Iterator[tuple[atoll.Server, Site, Site]]:
     """Two sites that reach each other and hold the initial version; the first aggregates."""
-    with serve(
-        folder,
-        **{
-            "swarm.enabled": True,
-            "swarm.aggregators": ["a"],
-            "network.heartbeat_interval_s": 0,
-            "network.heartbeat_timeout_s": 0,
-        },
-    ) as server:
+    no_beats = {"network.heartbeat_interval_s": 0, "network.heartbeat_timeout_s": 0}
+    with serve(folder, **{"swarm.enabled": True, "swarm.aggregators": ["a"]}, **no_beats) as server:
         a, b = Site(server.url, "a"), Site(server.url, "b")
         for _ in range(2):
             a.report(), b.report()
         yield server, a, b
+
+
+def closed(version: int, tickets: list[int], digests: bytes) -> dict[str, Any]:
+    """What an aggregating site says of the version that it has made: its parts have these digests."""
+    parts = base64.b64encode(digests).decode()
+    return {"fragment": 0, "version": version, "tickets": tickets, "digest": "0" * 64, "part_digests": parts}
 
 
 def aggregator(server: atoll.Server) -> str:
@@ -117,14 +116,10 @@ def test_replaces_an_aggregator_with_digests_of_no_version(tmp_path: Path) -> No
         collected = [offer.collected() for offer in offers]
         (close,) = wait_until(lambda: a.report(*collected)["close"], "the round that is to be reduced")
         assert aggregator(server) == "a"
-        closed = {
-            "fragment": 0,
-            "version": close["version"],
-            "tickets": [share["ticket"] for share in close["updates"]],
-            "digest": "0" * 64,
-            "part_digests": base64.b64encode(bytes.fromhex("".join(a.version["part_digests"]))).decode(),
-        }
-        a.report(*collected, closed=[closed])
+        digests = bytes.fromhex("".join(a.version["part_digests"]))
+        a.report(
+            *collected, closed=[closed(close["version"], [share["ticket"] for share in close["updates"]], digests)]
+        )
         assert aggregator(server) == "b"
         assert server.status().version == 0
         server.stop()
@@ -147,7 +142,5 @@ def test_refuses_a_reference_that_leads_elsewhere(tmp_path: Path, place: str) ->
 @pytest.mark.covers("P10")
 def test_takes_a_report_of_a_version_of_many_parts(tmp_path: Path) -> None:
     """20,000 digests are those of 320 GB in parts of 16 MiB."""
-    digests = base64.b64encode(bytes(32 * 20_000)).decode()
     with swarm(tmp_path) as (_, a, _b):
-        closed = {"fragment": 0, "version": 1, "tickets": [1], "digest": "0" * 64, "part_digests": digests}
-        assert a.report(closed=[closed])["stamp"]
+        assert a.report(closed=[closed(1, [1], bytes(32 * 20_000))])["stamp"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import pytest
 from harness.processes import Nursery, free_port
 from kit import DiLoCoSites
 from kit.models import wide_model
+from kit.packages import install
 from kit.results import Result
 from swarm_world import PLAIN, ROUNDS, SITES, SiteProcess, Sites, left_by, serve_swarm
 
@@ -45,12 +45,7 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
     assert [len(summary["workers"]) for summary in ours.history] == workers
 
 
-H = 4
-
-
-ORDER = "abcaacbba"
-
-
+H, ORDER = 4, "abcaacbba"
 DILOCO: dict[str, Any] = PLAIN | {"algorithm.name": "diloco", "diloco.sync_every": H, "async.enabled": True}
 
 
@@ -154,59 +149,36 @@ half = Algorithm(name="half", citation="none", outer="rmsprop", outer_options={"
 '''
 
 
-ENTRY_POINTS = """\
-[atoll.codecs]
-fp16 = swarm_plugin:Fp16Codec
-[atoll.reducers]
-squared = swarm_plugin:Squared
-[atoll.algorithms]
-half = swarm_plugin:half
-"""
-
-
-OURS: dict[str, Any] = {
-    "algorithm.name": "half",
-    "aggregation.reducer.name": "squared",
-    "aggregation.upload_codec.name": "fp16",
-    "algorithm.outer_optimizer.name": None,
-    "algorithm.outer_optimizer.lr": None,
-    "algorithm.outer_optimizer.momentum": None,
-}
+OURS = {"algorithm.name": "half", "aggregation.reducer.name": "squared", "aggregation.upload_codec.name": "fp16"}
+STOCK = {"algorithm.name": "fedavg", "aggregation.reducer.name": "mean", "aggregation.upload_codec.name": "none"}
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package, as an installer leaves it: a module, and beside it what says of it that it is there."""
-    where = tmp_path / "packages"
-    said = where / "swarm_plugin-1.0.dist-info"
-    said.mkdir(parents=True)
-    (where / "swarm_plugin.py").write_text(PACKAGE)
-    (said / "METADATA").write_text("Metadata-Version: 2.1\nName: swarm-plugin\nVersion: 1.0\n")
-    (said / "entry_points.txt").write_text(ENTRY_POINTS)
-    monkeypatch.syspath_prepend(str(where))
-    monkeypatch.delitem(sys.modules, "swarm_plugin", raising=False)
+    points = {
+        "atoll.codecs": {"fp16": "swarm_plugin:Fp16Codec"},
+        "atoll.reducers": {"squared": "swarm_plugin:Squared"},
+        "atoll.algorithms": {"half": "swarm_plugin:half"},
+    }
+    install(monkeypatch, tmp_path / "packages", "swarm_plugin", PACKAGE, points)
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("P10", "D10")
 def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) -> None:
-    ours, _ = left_by(tmp_path / "swarm", **OURS)
-    theirs, _ = left_by(tmp_path / "server", **OURS, **{"swarm.enabled": False})
+    ours, _ = left_by(tmp_path / "swarm", **PLAIN | OURS)
+    theirs, _ = left_by(tmp_path / "server", **PLAIN | OURS, **{"swarm.enabled": False})
     assert ours.without_exports == theirs.without_exports
-    for name, stock in {
-        "algorithm.name": "fedavg",
-        "aggregation.reducer.name": "mean",
-        "aggregation.upload_codec.name": "none",
-    }.items():  # each has a part in them
-        plain, _ = left_by(tmp_path / name, **OURS | {name: stock}, **{"swarm.enabled": False})
-        assert plain.without_exports != ours.without_exports
+    for name, stock in STOCK.items():  # each has a part in them
+        other, _ = left_by(tmp_path / name, **PLAIN | OURS | {name: stock}, **{"swarm.enabled": False})
+        assert other.without_exports != ours.without_exports
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 @pytest.mark.covers("P10", "X3")
 def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, tmp_path: Path) -> None:
-    with serve_swarm(tmp_path, **OURS | {"aggregation.upload_codec.name": "none"}) as server:
+    with serve_swarm(tmp_path, **PLAIN | OURS | {"aggregation.upload_codec.name": "none"}) as server:
         with SiteProcess(nursery, tmp_path, server.url, "c") as site:  # it has not got what is put on this one's path
             assert site.kept.wait() != 0
         assert server.status().workers == []
@@ -216,8 +188,6 @@ def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, t
 
 
 MODEL_BYTES = sum(each.nbytes for each in wide_model().state_dict().values())
-
-
 HEADER = 1024
 """Most bytes of the header of a file, and of the padding of an update."""
 

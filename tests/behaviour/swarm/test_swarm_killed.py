@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
-from kit import DiLoCoSites, flip_bit, tensors_digest
+from kit import DiLoCoSites, Gate, flip_bit, run_to_end, tensors_digest
 from kit.models import wide_model
 from kit.results import Result
 from swarm_world import (
     EVERY_SITE_AND_ROUND,
     IN_TURN,
     SITES,
-    Gate,
     ServerProcess,
     SiteProcess,
     Sites,
@@ -89,9 +88,7 @@ def test_a_run_with_killed_sites_has_the_bits_of_an_undisturbed_one(
 
 
 @pytest.mark.covers("P10")
-def test_a_killed_server_comes_to_the_bits_of_an_undisturbed_run(
-    nursery: Nursery, tmp_path: Path, undisturbed: Result
-) -> None:
+def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_path: Path, undisturbed: Result) -> None:
     """No site trains a round once more because of that; and a finished run that is started again stays as it is."""
     lives = ("accept.before=kill", "swarm.asked=kill", "accept.after=kill@2", "recover.midway=kill", "head.before=kill")
     with ServerProcess(nursery, tmp_path, lives, **IN_TURN) as server:
@@ -131,8 +128,7 @@ def test_a_bit_changes_on_the_disk_of_the_aggregator(
         for path in files_of(tmp_path, "b", what):
             flip_bit(path, path.stat().st_size // 2)  # in place: it is open at b
         gate.open()
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     assert len(sites.digests) == 1
     assert "b no longer aggregates round 2" in caplog.text
     assert said in caplog.text
@@ -240,8 +236,7 @@ def test_replaces_a_worker_that_cannot_aggregate(
             wait_until(lambda: re.search(f"a no longer aggregates {why}", caplog.text), "the change", 60)
         finally:
             enough.set()  # a's threads would outlive the test
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     assert len(sites.digests) == 1
 
 
@@ -270,8 +265,7 @@ def test_status_says_while_no_worker_can_aggregate(tmp_path: Path, monkeypatch: 
         )
         assert "it has moved no byte for " in reason
         room.set()
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     assert len(sites.digests) == 1
 
 
@@ -285,9 +279,7 @@ Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES)
 
 
 @pytest.mark.covers("P10", "D10")
-def test_a_killed_server_of_a_diloco_run_comes_to_the_updates_and_bits_that_it_had(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_a_killed_server_of_a_diloco_run_comes_to_the_same_updates_and_bits(nursery: Nursery, tmp_path: Path) -> None:
     found = []
     for lives in ((), ("accept.after=kill@2", "head.before=kill")):
         (folder := tmp_path / str(len(lives))).mkdir()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery, wait_until
-from kit import flip_bit, tensors_digest
+from kit import Gate, flip_bit, run_to_end, tensors_digest
 from kit.models import wide_model
-from kit.processes import command, export_model
+from kit.processes import command, export
 from kit.results import Result
 from kit.tls import write_certificate
 from safetensors.torch import load_file
@@ -21,7 +21,6 @@ from swarm_world import (
     PLAIN,
     QUICK,
     SITES,
-    Gate,
     SiteProcess,
     Sites,
     serve_swarm,
@@ -46,9 +45,7 @@ def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) ->
         gate.open()
         wait_until(lambda: "waits for a second worker: version 2" in server.status().fragments[0].reason, "the reason")
         again = Sites(server.url, tmp_path, "b")
-        a.join()
-        again.join()
-        server.run()
+        run_to_end(server, a, again)
     assert a.digests == again.digests
 
 
@@ -65,9 +62,7 @@ def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery
         assert "ATOLL_PEER_NAME" in told
         assert server.status().version == 0
         third = Sites(server.url, tmp_path, "c")
-        first.join()
-        third.join()
-        server.run()
+        run_to_end(server, first, third)
     assert first.digests == third.digests
 
 
@@ -85,8 +80,7 @@ def test_updates_that_hold_nan_or_are_too_large_are_refused_by_name_and_the_othe
             torch.nn.init.constant_(model.get_parameter("2.bias"), float("nan"))
 
     with serve_swarm(tmp_path, **{"aggregation.max_update_norm": 22.0, "rounds.min_sites": 1}) as server:
-        Sites(server.url, tmp_path, steps={"a": 2, "b": 3, "c": 1}, during=spoil).join()
-        server.run()
+        run_to_end(server, Sites(server.url, tmp_path, steps={"a": 2, "b": 3, "c": 1}, during=spoil))
     result = Result(tmp_path)
     assert [summary["workers"] for summary in result.history] == [["c"], ["a", "c"], ["a", "c"]]
     refused = {(site, base + 1) for site, base, state in result.tickets if state == "refused"}
@@ -98,9 +92,7 @@ def test_updates_that_hold_nan_or_are_too_large_are_refused_by_name_and_the_othe
 @pytest.mark.slow
 @pytest.mark.covers("P10")
 @pytest.mark.parametrize("damaged", [1, 2], ids=["one", "both"])
-def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
-    nursery: Nursery, tmp_path: Path, damaged: int
-) -> None:
+def test_when_all_die_what_they_hold_counts_where_it_is_whole(nursery: Nursery, tmp_path: Path, damaged: int) -> None:
     with serve_swarm(tmp_path, **IN_TURN) as server:
         never = f"2:{tmp_path / 'never'}"
         running = [SiteProcess(nursery, tmp_path, server.url, site, HOLD=never) for site in SITES]
@@ -117,8 +109,7 @@ def test_all_die_and_what_they_hold_is_believed_where_it_is_whole(
             lost = "no connected worker has version 1, and a and b have lost it: export an older version"
             wait_until(lambda: lost in server.status().fragments[0].reason, "the reason")
             return
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     assert len(sites.digests) == 1
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
 
@@ -133,9 +124,7 @@ def test_late_joiners_and_early_leavers(tmp_path: Path) -> None:
         late = Sites(server.url, tmp_path, "c")
         wait_until(lambda: len(server.status().workers) == 3, "c")
         gate.open()
-        early.join()
-        late.join()
-        server.run()
+        run_to_end(server, early, late)
     assert early.digests == late.digests
     assert {site for site, number in Result(tmp_path).counted() if number > 3} == {"b", "c"}
 
@@ -153,8 +142,7 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
             held = sorted(path.parent.parent.name for path in (tmp_path / "workers").glob("*/*/held.json"))
             assert held == ["a", "b"]
         gate.open()
-        others.join()
-        server.run()
+        run_to_end(server, others)
     result = Result(tmp_path)
     assert (len(others.models), len(others.digests)) == (2, 1)
     assert ("a", 2) in result.counted()
@@ -165,16 +153,15 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
 def test_each_site_has_the_result_and_nothing_else_is_left(nursery: Nursery, tmp_path: Path) -> None:
     with serve_swarm(tmp_path, **PLAIN | {"algorithm.name": "scaffold"}) as server:
         ran = Sites(server.url, tmp_path)
-        ran.join()
-        server.run()
+        run_to_end(server, ran)
     for site in SITES:
         found = load_file(tmp_path / "workers" / site / "model.safetensors")
         assert {tensors_digest(found)} == ran.digests
         assert not list((tmp_path / "workers" / site).glob("*/spool-*"))
     state = server.settings.disk.state_dir
-    export = command(nursery, tmp_path, "export", "out.safetensors", "--dir", str(state))
-    assert export.returncode == Gone.exit_code
-    said = " ".join(export.stderr.split())
+    ended = command(nursery, tmp_path, "export", "out.safetensors", "--dir", str(state))
+    assert ended.returncode == Gone.exit_code
+    said = " ".join(ended.stderr.split())
     assert "version 3 is stored at its sites" in said
     assert "take model.safetensors from a site's folder" in said
     with pytest.raises(UsageError, match=r"so the server cannot evaluate them\. .*versions = "):
@@ -222,17 +209,16 @@ def test_what_does_not_go_with_a_swarm_is_refused_by_name(tmp_path: Path, settin
 
 @pytest.mark.covers("P10")
 def test_the_export_comes_from_the_workers(nursery: Nursery, tmp_path: Path) -> None:
-    gate = Gate(3)
+    gate = Gate(3, SITES)
     with serve_swarm(tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)
         gate.wait()
-        assert export_model(nursery, tmp_path, "out.safetensors", "--server", server.url) == 2
+        assert export(nursery, tmp_path / "out.safetensors", "--server", server.url) == 2
         assert load_file(tmp_path / "out.safetensors").keys() == wide_model().state_dict().keys()
         shown = command(nursery, tmp_path, "status", "--server", server.url)
         assert (shown.returncode, "aggregated by " in shown.stdout) == (0, True)
         gate.open()
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
 
 
 @pytest.mark.covers("P10", "X2")
@@ -249,8 +235,7 @@ def test_workers_and_server_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     with serve_swarm(tmp_path, **tls) as server:
         sites = Sites(server.url.replace("127.0.0.1", "localhost"), tmp_path)
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
         peers = server._require_run().swarm
         assert peers is not None
         assert all(peer.address.startswith("https://localhost:") for peer in peers.view.peers.values())
