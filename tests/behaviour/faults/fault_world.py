@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 import kit.results
 import torch
 from harness.processes import Nursery, Process, wait_until
-from kit import SETTINGS, SITES, DiLoCoSites, FederatedSites, ForkedServer, ForkedSite, Threads, serve, tensors_digest
+from kit import SETTINGS, SITES, ForkedServer, ForkedSite, serve
 from kit.models import wide_model
-from torch import nn
+from kit.sites import DiLoCoSites, FederatedSites, Threads, run_to_end
 
 import atoll
 
@@ -29,15 +29,7 @@ PART_BYTES = SETTINGS["network.part_bytes"]
 ROUNDS = SETTINGS["rounds.total"]
 EVERY_SITE_AND_ROUND = [(site, number) for site in SITES for number in range(1, ROUNDS + 1)]
 
-STREAMING: dict[str, Any] = {
-    "algorithm.name": "diloco",
-    "aggregation.upload_codec.name": "int8",
-    "rounds.total": 2,
-    "diloco.num_fragments": 3,
-    "diloco.sync_every": 6,
-    "diloco.fragment_sync_delay": 1,
-    "diloco.fragment_update_alpha": 0.25,
-}
+STREAMING = dict[str, Any](algorithm="diloco", codec="int8", rounds=2, K=3, H=6, tau=1, alpha=0.25)
 """Three fragments; results are merged a step later."""
 
 QUICK: dict[str, Any] = {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.5}
@@ -54,9 +46,9 @@ StreamingSites = partial(
 """So many steps that each fragment has its two rounds."""
 
 
-def serving(folder: Path, model: nn.Module | None = None, **settings: Any) -> AbstractContextManager[atoll.Server]:
-    """The run, served by this process; of another model where one is given."""
-    return serve(folder, model or wide_model(), **settings)
+def serve_wide(folder: Path, **settings: Any) -> AbstractContextManager[atoll.Server]:
+    """The run, served by this process."""
+    return serve(folder, wide_model(), **settings)
 
 
 class Result(kit.results.Result):
@@ -78,25 +70,18 @@ class Result(kit.results.Result):
 
 def left_undisturbed(folder: Path, sites: Callable[..., Threads] = Sites, **settings: Any) -> Result:
     """What the run leaves if nothing disturbs it."""
-    with serving(folder, **settings) as server:
-        sites(server.url, folder).join()
-        server.run()
+    with serve_wide(folder, **settings) as server:
+        run_to_end(server, sites(server.url, folder))
     result = Result(folder)
     result.require_once()
     return result
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two models have the same bits."""
-    return tensors_digest(dict(one.state_dict())) == tensors_digest(dict(other.state_dict()))
 
 
 @contextlib.contextmanager
 def beside(server: atoll.Server, others: Threads) -> Iterator[None]:
     """Disturb a site within; then the others come to the end of the run, and the server with them."""
     yield
-    others.join()
-    server.run()
+    run_to_end(server, others)
 
 
 class SiteProcess(ForkedSite):
@@ -119,6 +104,13 @@ class SiteProcess(ForkedSite):
         process = self.start(HOLD=f"{number}:{self.never}")
         wait_until(lambda: said(process, "trains", number), f"the training of round {number}")
         return process
+
+
+def parts_sent(requests: Iterable[str], part: int) -> list[int]:
+    """The parts, in their order, that requests bring of the first update of which they bring this one."""
+    found = [line.split("/parts/") for line in requests if "/parts/" in line]
+    update = next(path for path, rest in found if rest.startswith(f"{part} "))
+    return [int(rest.split()[0]) for path, rest in found if path == update]
 
 
 def lines(process: Process) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,6 @@ counts twice.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from fault_world import PART_BYTES, Result, Sites, serving
+from fault_world import PART_BYTES, Result, Sites, parts_sent, serve_wide
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Pace, Proxy
-from kit import SITES, FederatedSites, exported, serve, tensors_digest, together, train_
+from kit import SITES, FederatedSites, Gate, exported, run_to_end, serve, tensors_digest, together, train_
 from kit.client import Client
 from kit.models import wide_model
 from kit.wire import DIGEST_BYTES, WireSite, update_parts, version_parts
@@ -29,19 +28,11 @@ import atoll
 from atoll.errors import Superseded
 
 VERSION, UPDATE = version_parts(wide_model(), PART_BYTES), update_parts(wide_model(), PART_BYTES)
-
-
+"""Six parts of each."""
 VERSION_BYTES, UPDATE_BYTES = VERSION[-1][1], UPDATE[-1][1]
-
-
 LENGTH = UPDATE[2][1] - UPDATE[2][0]
-
-
 DATA = "GET /v1/fragments/0/versions/0/[0-9a-f]{64} "
-
-
-GETS, PUTS = len(VERSION), list(range(len(UPDATE)))
-"""Requests for parts when nothing breaks: six of each, over one connection."""
+ONE: dict[str, Any] = {"sites": 1, "rounds": 1}
 
 
 def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
@@ -60,16 +51,14 @@ def one_round(folder: Path, server: atoll.Server, url: str) -> tuple[int, int]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Result:
     folder = tmp_path_factory.mktemp("undisturbed")
-    with serving(folder, **{"rounds.sites": 1, "rounds.total": 1}) as server:
+    with serve_wide(folder, **ONE) as server:
         assert one_round(folder, server, server.url) == (UPDATE_BYTES, VERSION_BYTES)
     return Result(folder)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(
-        tmp_path, **{"rounds.sites": 1, "rounds.total": 1, "network.connections": 1, "network.idle_timeout_s": 1.0}
-    ) as server:
+    with serve_wide(tmp_path, **ONE, **{"network.connections": 1, "network.idle_timeout_s": 1.0}) as server:
         yield server
 
 
@@ -77,11 +66,6 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 def proxy(server: atoll.Server) -> Iterator[Proxy]:
     with Proxy(server.port) as proxy:
         yield proxy
-
-
-def parts_sent(proxy: Proxy) -> list[int]:
-    """The part of every request that brings one."""
-    return [int(line.split("/parts/")[1].split()[0]) for line in proxy.requests if "/parts/" in line]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +83,7 @@ def test_an_upload_that_breaks_or_is_damaged_is_sent_again_from_that_part(
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
-    assert parts_sent(proxy) == [0, 1, 2, 2, 3, 4, 5]
+    assert parts_sent(proxy.requests, 2) == [0, 1, 2, 2, 3, 4, 5]
     assert UPDATE_BYTES <= up <= UPDATE_BYTES + LENGTH
     assert action != "flip" or up == UPDATE_BYTES + LENGTH
     assert Result(tmp_path).bits == alone.bits
@@ -122,7 +106,7 @@ def test_a_download_that_breaks_or_is_damaged_is_fetched_again_from_that_part(
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
-    assert proxy.count(DATA) == GETS + 1
+    assert proxy.count(DATA) == len(VERSION) + 1
     start, stop = next(part for part in VERSION if part[1] > at)
     if action == "flip":
         assert down == VERSION_BYTES + stop - start
@@ -141,8 +125,7 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
     proxy.faults.append(Fault(request_line, "down", at=BEFORE_HEADER, action="reset"))
     one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
-    again = [3] if "parts/3" in request_line else []
-    assert parts_sent(proxy) == sorted(PUTS + again)
+    assert parts_sent(proxy.requests, 3) == ([0, 1, 2, 3, 3, 4, 5] if "parts/3" in request_line else [0, 1, 2, 3, 4, 5])
     result = Result(tmp_path)
     assert result.bits == alone.bits
     assert result.counted() == [("a", 1)]
@@ -150,7 +133,7 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
 
 @pytest.mark.covers("F17", "F18")
 def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_conflict(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+    with serve_wide(tmp_path) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")  # the round waits for b meanwhile
         update = a.train(1.0).push()
         receipt = update.complete()
@@ -165,7 +148,7 @@ def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_c
 
 @pytest.mark.covers("F19")
 def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_path: Path) -> None:
-    with serving(tmp_path, sites=1, rounds=1) as server:
+    with serve_wide(tmp_path, sites=1, rounds=1) as server:
         older, newer = (Client(server.url, "a", folder=tmp_path / name) for name in ("older", "newer"))
         assert older.next_round() == 1
         model = older.pull()
@@ -183,30 +166,23 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
 def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with_the_head(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cut, healed = threading.Event(), threading.Event()
+    far, near = Gate(1, "a"), Gate(2, "b")
 
-    def far(site: str, number: int) -> None:
+    def during(site: str, number: int) -> None:
         if number == 1:
-            cut.set()
-            assert healed.wait(60)
+            far.wait()  # the deadline must not close the round before there is a partition
+        near(site, number)
 
-    def near(site: str, number: int) -> None:
-        if number == 1:
-            assert cut.wait(60)  # the deadline must not close the round before there is a partition
-        if number == 2:
-            assert healed.wait(60)
-
-    with serving(tmp_path, **{"rounds.quorum": 1, "rounds.deadline_s": 0.3}) as server, Proxy(server.port) as proxy:
+    with serve_wide(tmp_path, **{"rounds.quorum": 1, "rounds.deadline_s": 0.3}) as server, Proxy(server.port) as proxy:
         behind = Sites(proxy.url, tmp_path, during=far, names=["a"])
-        beside = Sites(server.url, tmp_path, during=near, names=["b"])
-        assert cut.wait(30)
+        beside = Sites(server.url, tmp_path, during=during, names=["b"])
+        far.wait()
         proxy.cut()
         wait_until(lambda: server.status().fragments[0].version == 1, "the round without the far one")
         proxy.heal()
-        healed.set()
-        behind.join()
-        beside.join()
-        server.run()
+        far.open()
+        near.open()
+        run_to_end(server, behind, beside)
     assert "round 1 closed without this update" in caplog.text
     counted = Result(tmp_path).counted()
     assert ("a", 1) not in counted
@@ -216,29 +192,15 @@ def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with
 
 PACE = Pace(delay_s=0.1, bytes_per_s=1.2 * 1460 / (0.2 * 0.01**0.5))
 """87,600 bytes/s: 71 such connections fill 50 Mbit/s."""
-
-
-CONNECTIONS, TIMEOUT_S = 8, 2.0
+TIMEOUT_S = 2.0
 
 
 @pytest.mark.covers("F21", "L9")
 def test_parallel_parts_make_up_for_a_slow_connection_and_no_site_is_lost(tmp_path: Path) -> None:
     model = nn.Linear(1024, 416)  # 1.7 MB in 27 parts: 2.4 s each way over eight connections, 19 over one
-    with (
-        serving(
-            tmp_path,
-            model,
-            **{
-                "rounds.sites": 1,
-                "rounds.total": 1,
-                "network.connections": CONNECTIONS,
-                "network.heartbeat_interval_s": 0.5,
-                "network.heartbeat_timeout_s": TIMEOUT_S,
-                "network.idle_timeout_s": 30.0,
-            },
-        ) as server,
-        Proxy(server.port, PACE) as proxy,
-    ):
+    network = {"connections": 8, "heartbeat_timeout_s": TIMEOUT_S, "idle_timeout_s": 30.0}
+    settings = ONE | {f"network.{name}": value for name, value in network.items()}
+    with serve(tmp_path, model, **settings) as server, Proxy(server.port, PACE) as proxy:
         with atoll.join(proxy.url, site="far", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
@@ -351,9 +313,7 @@ def test_a_response_cut_in_its_headers_is_asked_for_again(tmp_path: Path, swarm:
             for site, place in places.items() if name == "cut" else ():
                 through[site].faults += broken(SWARM if swarm else KINDS, place)
             sites = [FederatedSites(through[site].url, tmp_path / name, [site]) for site in places]
-            for each in sites:
-                each.join()
-            server.run()
+            run_to_end(server, *sites)
         assert left(through) == {}
         trained = {key: count for each in sites for key, count in each.trained.items()}
         assert trained == {(site, number): 1 for site in places for number in (1, 2, 3)}
@@ -384,10 +344,7 @@ def test_answers_a_task_once_though_response_headers_are_cut(tmp_path: Path) -> 
 
             worker.run()
 
-    with (
-        workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ["double"]}) as server,
-        ExitStack() as stack,
-    ):
+    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ["double"]}) as server, ExitStack() as stack:
         through = {site: stack.enter_context(Proxy(server.port)) for site in PLACES}
         for site, place in PLACES.items():
             through[site].faults += broken(TASKS, place)

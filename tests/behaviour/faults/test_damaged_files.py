@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import threading
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,19 +12,9 @@ import pytest
 import torch
 from fault_world import Result, ServerProcess, Sites, left_undisturbed
 from harness.processes import Nursery, wait_until
-from kit import (
-    FederatedSites,
-    ForkedServer,
-    Halfway,
-    ask_journal,
-    copy_folder,
-    exported,
-    flip_bit,
-    halfway_run,
-    serve,
-    write_run_file,
-)
+from kit import ForkedServer, Halfway, ask_journal, copy_folder, exported, flip_bit, halfway_run, serve, write_run_file
 from kit import tensors_digest as digest_of
+from kit.sites import FederatedSites, Gate, run_to_end
 from safetensors.torch import load_file
 
 import atoll
@@ -71,14 +60,15 @@ def said(caplog: pytest.LogCaptureFixture, name: str) -> int:
     return len([line for line in caplog.messages if name in line and "damaged" in line])
 
 
+BEST = {"rounds.best_metric": "loss", "rounds.best_mode": "max"}
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Halfway]:
     """Runs with plain and compressed updates and versions, halfway."""
+    plain = halfway_run(tmp_path_factory.mktemp("plain"), **BEST)
     int8 = {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"}
-    return {
-        name: halfway_run(tmp_path_factory.mktemp(name), **settings)
-        for name, settings in {"plain": {}, "compressed": int8}.items()
-    }
+    return {"plain": plain, "compressed": halfway_run(tmp_path_factory.mktemp("compressed"), **int8)}
 
 
 SITE_NOTES: dict[str, tuple[str, list[Callable[[Path], None] | None]]] = {
@@ -110,7 +100,6 @@ def test_a_damaged_note_of_a_site_is_said_and_what_it_told_of_is_pulled_or_train
     copy_folder(image.later / "workers", tmp_path / "workers")
     if damage is not None:
         damage(note(tmp_path, name))
-    caplog.set_level(logging.WARNING, "atoll")
     sites = image.go_on(tmp_path)
     assert said(caplog, name) == (damage in DAMAGES)
     assert name != "outbox.json" or sites.trained["a", 2] == (damage is not None), "sent from the outbox, or trained"
@@ -136,16 +125,10 @@ def control_step(server: atoll.Server, folder: Path, rounds: int) -> None:
 def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {
-        "algorithm.name": "scaffold",
-        "rounds.sites": 1,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "rounds.total": 9,
-    }
+    settings = {"algorithm": "scaffold", "sites": 1, "rounds": 9, "algorithm.outer_optimizer.momentum": 0.0}
     with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
         control_step(server, tmp_path / "workers", 2)
         damage(note(tmp_path, "algorithm.json"))
-        caplog.set_level(logging.WARNING, "atoll")
         with pytest.raises(ConfigError, match="does not have its algorithm's state"):
             control_step(server, tmp_path / "workers", 3)
         assert said(caplog, "algorithm.json") == 1
@@ -162,7 +145,6 @@ def test_a_damaged_note_of_an_object_is_said_and_the_object_gone(
         url = server.url
         kept, lost = (atoll.objects.publish({"w": torch.ones(3)}, server=url) for _ in range(2))
     damage(tmp_path / "state" / "objects" / f"{lost.object}.json")
-    caplog.set_level(logging.WARNING, "atoll")
     with serve(tmp_path, **{"network.port": int(url.rpartition(":")[2])}):
         assert said(caplog, f"{lost.object}.json") == 1
         assert [path.stem for path in (tmp_path / "state" / "objects").glob("*.json")] == [kept.object]
@@ -175,14 +157,13 @@ def test_a_damaged_note_of_the_best_version_is_said_and_made_again(
     tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the version itself is not kept any more: the model's own header says which it is."""
-    with serve(tmp_path, **{"rounds.best_metric": "loss", "rounds.best_mode": "max"}) as server:
+    with serve(tmp_path, **BEST) as server:
         FederatedSites(server.url, tmp_path).join()
     path = tmp_path / "state" / "exports" / "best.json"
     before = json.loads(path.read_text())
     assert before["version"] == 0
     damage(path)
-    caplog.set_level(logging.WARNING, "atoll")
-    with serve(tmp_path, **{"rounds.best_metric": "loss", "rounds.best_mode": "max"}):
+    with serve(tmp_path, **BEST):
         pass
     assert said(caplog, "best.json") == 1
     assert json.loads(path.read_text()) == before
@@ -207,9 +188,7 @@ def swarm_digest(folder: Path, change: Callable[[Path], None] | None) -> set[str
                 a.join()
             change(note(folder, "held.json"))
             a = FederatedSites(server.url, folder, ["a"])
-        a.join()
-        b.join()
-        server.run()
+        run_to_end(server, a, b)
     results = list((folder / "workers").rglob("model.safetensors"))
     assert len(results) == 2
     return {digest_of(load_file(path)) for path in results}
@@ -225,22 +204,16 @@ def swarmed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 def test_a_damaged_note_of_held_versions_is_said_and_a_missing_one_is_not(
     swarmed: set[str], tmp_path: Path, change: Callable[[Path], None], times: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "atoll")
     assert swarm_digest(tmp_path, change) == swarmed
     assert said(caplog, "held.json") == times
 
 
-def waiting_in_round_3(server: ForkedServer, folder: Path) -> tuple[FederatedSites, threading.Event]:
-    """Both sites have pulled the third round's version, and wait for the event before they train."""
-    go_on = threading.Event()
-
-    def during(site: str, number: int) -> None:
-        if number == 3:
-            wait_until(go_on.is_set, "the damage")
-
-    sites = Sites(server.url, folder, during=during)
-    wait_until(lambda: sum(number == 3 for _, number in sites.trained) == 2, "the third round")
-    return sites, go_on
+def waiting_in_round_3(server: ForkedServer, folder: Path) -> tuple[FederatedSites, Gate]:
+    """Both sites have pulled the third round's version, and wait at the gate before they train."""
+    gate = Gate(3)
+    sites = Sites(server.url, folder, during=gate)
+    gate.wait()
+    return sites, gate
 
 
 def slots_of_head(folder: Path) -> tuple[Path, Path]:
@@ -251,31 +224,39 @@ def slots_of_head(folder: Path) -> tuple[Path, Path]:
     return slots / f"version-0-{slot}.safetensors", slots / f"state-0-{state}.safetensors"
 
 
-@pytest.mark.parametrize(("which", "damage"), [(0, "flip"), (1, "flip"), (0, "truncate"), (0, "remove")])
+def finish_from_version_1(
+    nursery: Nursery, server: ForkedServer, sites: FederatedSites, gate: Gate, undisturbed: Result
+) -> Result:
+    """The next server says that version 2 is lost, and the run comes to the models of the undisturbed one."""
+    with ServerProcess(nursery, server.folder, port=server.port) as again:
+        wait_until(lambda: "listening" in again.log.read_text(), "the second start")
+        gate.open()
+        sites.join()
+        assert again.kept.wait() == 0
+        assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
+    result = Result(server.folder)
+    assert (result.exports, result.digests) == (undisturbed.exports, undisturbed.digests)
+    return result
+
+
+def flip(path: Path) -> None:
+    flip_bit(path, 2000)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 1000)
+
+
+@pytest.mark.parametrize(("which", "damage"), [(0, flip), (1, flip), (0, truncate), (0, Path.unlink)])
 @pytest.mark.covers("F41")
 def test_a_damaged_version_falls_back_to_the_one_before_and_the_run_goes_on(
-    nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: str
+    nursery: Nursery, tmp_path: Path, undisturbed: Result, which: int, damage: Callable[[Path], None]
 ) -> None:
     with ServerProcess(nursery, tmp_path) as server:
-        sites, go_on = waiting_in_round_3(server, tmp_path)
-        server.kept.close()
-        victim = slots_of_head(tmp_path)[which]
-        if damage == "flip":
-            flip_bit(victim, 2000)
-        elif damage == "truncate":
-            os.truncate(victim, 1000)
-        else:
-            victim.unlink()
-        with ServerProcess(nursery, tmp_path, port=server.port) as again:
-            wait_until(lambda: "listening" in again.log.read_text(), "the second start")
-            go_on.set()
-            sites.join()
-            assert again.kept.wait() == 0
-            assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
-    result = Result(tmp_path)
-    assert result.exports == undisturbed.exports
+        sites, gate = waiting_in_round_3(server, tmp_path)
+    damage(slots_of_head(tmp_path)[which])
+    result = finish_from_version_1(nursery, server, sites, gate, undisturbed)
     assert [version for _, version, _ in result.versions] == [0, 1, 3, 4]  # no number is used again
-    assert result.digests == undisturbed.digests
     # A site that knew version 2 to be durable had let go of its update, and trained the second round again; perhaps the
     # third too, whose update came before it knew.
     assert all(sites.trained[site, 2] in (1, 2) for site in "ab")
@@ -288,27 +269,21 @@ def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_st
 ) -> None:
     """A bit that the disk has changed does not go into the next version."""
     with ServerProcess(nursery, tmp_path) as server:
-        sites, go_on = waiting_in_round_3(server, tmp_path)
-        flip_bit(slots_of_head(tmp_path)[which], 2000)
-        go_on.set()
+        sites, gate = waiting_in_round_3(server, tmp_path)
+        flip(slots_of_head(tmp_path)[which])
+        gate.open()
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
         assert last.startswith("atoll: Version 2 of fragment 0 was damaged on disk while the server was running: The ")
         assert "start the server again: it continues from the newest undamaged version" in last
-        with ServerProcess(nursery, tmp_path, port=server.port) as again:
-            sites.join()
-            assert again.kept.wait() == 0
-            assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
-    result = Result(tmp_path)
-    assert result.exports == undisturbed.exports
-    assert result.digests == undisturbed.digests
+    finish_from_version_1(nursery, server, sites, gate, undisturbed)
 
 
 @pytest.mark.covers("F41")
 def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nursery, tmp_path: Path) -> None:
     left_undisturbed(tmp_path)
     for path in (tmp_path / "state/slots").glob("version-*"):
-        flip_bit(path, 2000)
+        flip(path)
     with ServerProcess(nursery, tmp_path) as server:
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
@@ -316,31 +291,6 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
         f"atoll: All versions of fragment 0 in {tmp_path / 'state'} are damaged (their digests differ)"
     )
     assert "Restore the whole directory from a backup" in last
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["audit.head", "exports/best.json", "exports/best.safetensors", "exports/model.safetensors"],
-    ids=["audit", "note", "best", "model"],
-)
-def test_names_the_folder_and_goes_on_once_it_is_away(tmp_path: Path, name: str) -> None:
-    settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.total": 2}
-    with serve(tmp_path, **settings):
-        pass
-    path = tmp_path / "state" / name
-    path.unlink(missing_ok=True)
-    path.mkdir(parents=True)
-    for _ in range(2):
-        with pytest.raises(StoreError) as refused, serve(tmp_path, **settings):
-            pass
-        assert str(path) in str(refused.value)
-        assert refused.value.remedy
-    path.rmdir()
-    with serve(tmp_path, **settings) as server:
-        FederatedSites(server.url, tmp_path).join()
-        server.run()
-    assert path.is_file()
-    assert exported(tmp_path)
 
 
 def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: Nursery, tmp_path: Path) -> None:
@@ -353,53 +303,41 @@ def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: 
 
 
 @pytest.mark.covers("F41")
-@pytest.mark.parametrize("name", ["slots/version-0-1.safetensors", "slots/spool-0-0.bin", "objects/id.json"])
-def test_a_folder_in_place_of_a_file_of_the_server_is_named_and_without_it_the_run_goes_on(
-    tmp_path: Path, images: dict[str, Halfway], name: str
-) -> None:
-    image = images["plain"]
-    copy_folder(image.later, tmp_path / "run")
-    path = tmp_path / "run" / "state" / name
-    file = path.rename(tmp_path / "away") if path.exists() else None
-    path.mkdir(parents=True)
-    said = f"{name} cannot be used \\(Is a directory\\).*: move the folder away"
-    for _ in range(2):
-        with pytest.raises(StoreError, match=said), serve(tmp_path / "run"):
-            pass
-    path.rmdir()
-    if file is not None:
-        file.rename(path)
-    image.go_on(tmp_path / "run")
-    assert digest_of(exported(tmp_path / "run")) == image.digest
-
-
-@pytest.mark.covers("F41")
 @pytest.mark.parametrize(
     ("run", "name"),
     [
-        ("plain", "base.safetensors"),
-        ("plain", "base.json"),
-        ("plain", "outbox.bin"),
-        ("plain", "outbox.json"),
-        ("compressed", "residual.json"),
-        ("compressed", "residual-0.bin"),
+        ("plain", "state/audit.head"),
+        ("plain", "state/exports/best.json"),
+        ("plain", "state/exports/best.safetensors"),
+        ("plain", "state/exports/model.safetensors"),
+        ("plain", "state/slots/version-0-1.safetensors"),
+        ("plain", "state/slots/spool-0-0.bin"),
+        ("plain", "state/objects/id.json"),
+        ("plain", "workers/a/*/base.safetensors"),
+        ("plain", "workers/a/*/base.json"),
+        ("plain", "workers/a/*/outbox.bin"),
+        ("plain", "workers/a/*/outbox.json"),
+        ("compressed", "workers/a/*/residual.json"),
+        ("compressed", "workers/a/*/residual-0.bin"),
     ],
 )
-def test_a_folder_in_place_of_a_file_of_a_site_is_named_and_without_it_the_site_goes_on(
+def test_a_folder_in_place_of_a_file_is_named_and_without_it_the_run_goes_on(
     tmp_path: Path, images: dict[str, Halfway], run: str, name: str
 ) -> None:
-    image = images[run]
-    copy_folder(image.later, tmp_path / "run")
-    path = note(tmp_path / "run", name)
-    file = path.rename(tmp_path / "away")
-    path.mkdir()
-    with serve(tmp_path / "run", **{"network.port": image.port}, **image.settings) as server:
-        with pytest.raises(StoreError) as refused:
-            FederatedSites(server.url, tmp_path / "run", ["a"]).join()
-        assert f"{path}" in str(refused.value)
-        assert "is a directory" in str(refused.value).lower()
-        assert "move " in refused.value.remedy
+    """Of the server, which does not start, or of site a, which does not join."""
+    image, folder = images[run], tmp_path / "run"
+    copy_folder(image.later, folder)
+    path = next(folder.glob(name), folder / name)
+    file = path.rename(tmp_path / "away") if path.exists() else None
+    path.mkdir(parents=True)
+    named = rf"(?i){re.escape(str(path))} .*is a (directory|folder).*move "
+    for _ in range(2):
+        with pytest.raises(StoreError, match=named):
+            with serve(folder, **{"network.port": image.port}, **image.settings) as server:
+                FederatedSites(server.url, folder, ["a"]).join()
     path.rmdir()
-    file.rename(path)
-    image.go_on(tmp_path / "run")
-    assert digest_of(exported(tmp_path / "run")) == image.digest
+    if file is not None:
+        file.rename(path)
+    image.go_on(folder)
+    assert digest_of(exported(folder)) == image.digest
+    assert "exports" not in name or path.is_file()

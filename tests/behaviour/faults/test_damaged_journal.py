@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import sqlite3
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,23 +12,10 @@ from pathlib import Path
 import pytest
 import typer
 from harness.processes import Nursery, wait_until
-from kit import (
-    FederatedSites,
-    ForkedServer,
-    Halfway,
-    ask_journal,
-    columns,
-    copy_folder,
-    exported,
-    flip_bit,
-    flip_column,
-    halfway_run,
-    log_frames,
-    rewrite_note,
-    serve,
-    ticket_states,
-)
+from kit import FederatedSites, ForkedServer, Gate, Halfway, ask_journal, copy_folder, exported, halfway_run, serve
 from kit import tensors_digest as digest_of
+from kit.damage import columns, flip_bit, flip_column, log_frames, rewrite_note
+from kit.halfway import ticket_states
 from kit.processes import command
 from typer.testing import CliRunner
 
@@ -86,6 +71,14 @@ def audited(nursery: Nursery) -> Audit:
     return audit
 
 
+def database_of(settled: Path, folder: Path) -> Path:
+    """A copy in `folder` of the journal and the audit head alone; the journal's path."""
+    (folder / "state" / "slots").mkdir(parents=True)
+    for name in (JOURNAL, HEAD):
+        shutil.copy(settled / "state" / name, folder / "state" / name)
+    return folder / "state" / JOURNAL
+
+
 def audited_by(app: typer.Typer, folder: Path) -> bool:
     """Whether `atoll audit` says that something is wrong."""
     outcome = CliRunner().invoke(app, ["audit", str(folder / "state")], standalone_mode=False)
@@ -105,18 +98,13 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
     """Also where the row has a new checksum, and not of the newest alone: the audit log has the weight, too."""
     from atoll.store.journal_tables import write_checksums
 
-    over, settings = threading.Event(), {"rounds.sites": 4, "rounds.total": 1}
-
-    def during(site: str, number: int) -> None:
-        if site == "d":
-            over.wait()
-
+    gate, settings = Gate(1, "d"), {"rounds.sites": 4, "rounds.total": 1}
     with serve(tmp_path / "run", **settings) as server:
-        sites = FederatedSites(server.url, tmp_path / "run", "abcd", during=during)
+        sites = FederatedSites(server.url, tmp_path / "run", "abcd", during=gate)
         accepted = "SELECT ticket FROM tickets WHERE state = 'accepted' ORDER BY ticket"
         wait_until(lambda: len(ask_journal(tmp_path / "run", accepted)) == 3, "three accepted updates")
         copy = copy_folder(tmp_path / "run", tmp_path / "copy")
-        over.set()
+        gate.open()
         sites.join()
     for (ticket,) in ask_journal(copy, accepted):
         folder = copy_folder(copy, tmp_path / str(ticket))
@@ -144,10 +132,7 @@ def test_a_changed_bit_of_any_value_of_the_journal_is_noticed(settled: Path, tmp
     unnoticed, empty = [], []
     for number, (table, column) in enumerate(columns(settled / "state" / JOURNAL)):
         folder = tmp_path / str(number)
-        (folder / "state" / "slots").mkdir(parents=True)
-        for name in (JOURNAL, HEAD):
-            shutil.copy(settled / "state" / name, folder / "state" / name)
-        if not flip_column(folder / "state" / JOURNAL, table, column):
+        if not flip_column(database_of(settled, folder), table, column):
             empty.append(table)
             continue
         try:
@@ -173,10 +158,7 @@ def test_no_changed_bit_of_the_database_file_leads_to_another_model(settled: Pat
     refused = 0
     for offset in range(29, path.stat().st_size, path.stat().st_size // 53):
         folder = tmp_path / str(offset)
-        (folder / "state" / "slots").mkdir(parents=True)
-        for name in (JOURNAL, HEAD):
-            shutil.copy(settled / "state" / name, folder / "state" / name)
-        flip_bit(folder / "state" / JOURNAL, offset, offset % 8)
+        flip_bit(database_of(settled, folder), offset, offset % 8)
         if audited_by(app, folder):
             refused += 1
         else:
@@ -237,9 +219,7 @@ def without_end(halfway: Halfway, folder: Path) -> Path:
 
 
 @pytest.mark.covers("F41")
-def test_refuses_a_journal_without_its_end_where_the_machine_has_run_on(
-    halfway: Halfway, tmp_path: Path, audited: Audit
-) -> None:
+def test_refuses_a_journal_without_its_end_if_the_machine_ran(halfway: Halfway, tmp_path: Path, audited: Audit) -> None:
     folder = without_end(halfway, tmp_path / "run")
     with pytest.raises(StateCorrupt, match="lost its end"), serve(folder):
         pass
@@ -255,7 +235,7 @@ def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epo
 ) -> None:
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
-    with caplog.at_level(logging.WARNING, "atoll.server"), serve(folder, **{"network.port": halfway.port}) as server:
+    with serve(folder, **{"network.port": halfway.port}) as server:
         assert any("lost its last 1 entries" in line for line in caplog.messages)
         assert server.status().epoch == 8
         FederatedSites(server.url, folder).join()
@@ -293,9 +273,7 @@ def test_no_power_loss_explains_a_lost_end_under_power_durability(powered: Halfw
 
 
 @pytest.mark.covers("F42")
-def test_refuses_an_audit_head_of_another_history(
-    halfway: Halfway, powered: Halfway, later: Path, audited: Audit
-) -> None:
+def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway, later: Path, audited: Audit) -> None:
     shutil.copy(powered.earlier / "state" / HEAD, later / "state" / HEAD)
     with pytest.raises(StateCorrupt, match=HEAD), serve(later):
         pass
@@ -315,7 +293,7 @@ def test_says_that_the_audit_head_is_missing_or_damaged_and_makes_it_anew(
     halfway: Halfway, later: Path, damage: Callable[[Path], None], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(later / "state" / HEAD)
-    with caplog.at_level(logging.WARNING, "atoll.server"), serve(later):
+    with serve(later):
         pass
     assert [word in line for line in caplog.messages if HEAD in line] == [True]
     ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")

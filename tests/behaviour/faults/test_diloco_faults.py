@@ -4,19 +4,18 @@ carried over, or lost and named, and nothing counts twice.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fault_world import STREAMING, Result, StreamingSites, left_undisturbed, same, serving
+from fault_world import STREAMING, Result, StreamingSites, left_undisturbed, parts_sent, serve_wide
 from harness.processes import free_port, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit import Threads, ask_journal, local_step, serve
+from kit import Gate, Threads, ask_journal, diloco, run_to_end, serve, take_steps
 from kit.client import Client
+from kit.digests import same
 from kit.models import wide_model
 from safetensors.torch import load_file
 from torch import nn
@@ -24,15 +23,8 @@ from torch import nn
 import atoll
 from atoll.errors import ServerUnreachable
 
-SETTINGS: dict[str, Any] = {
-    "algorithm.name": "diloco",
-    "rounds.sites": 1,
-    "rounds.total": 2,
-    "diloco.sync_every": 2,
-    "aggregation.upload_codec.name": "none",
-    "algorithm.outer_optimizer.lr": 0.5,
-    "algorithm.outer_optimizer.momentum": 0.0,
-}
+HALF: dict[str, Any] = {"algorithm.outer_optimizer.lr": 0.5, "algorithm.outer_optimizer.momentum": 0.0}
+SETTINGS: dict[str, Any] = HALF | {"algorithm": "diloco", "sites": 1, "rounds": 2, "H": 2, "codec": "none"}
 
 
 class Numbers(nn.Module):
@@ -48,14 +40,18 @@ class Numbers(nn.Module):
     def values(self) -> tuple[float, ...]:
         return tuple(each.item() for each in self.parameters())
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        sum(each.sum() for each in self.parameters()).backward()  # type: ignore[union-attr]
-        optimizer.step()
+
+def loop_of(url: str, folder: Path, model: nn.Module, **options: Any) -> atoll.DiLoCo:
+    """Site a's loop, not started; each inner step takes 1 from every number."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return diloco(url, folder, "a", model, optimizer, **{"max_sync_retries": 0} | options)
 
 
-def inner(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1.0)
+def step_(loop: atoll.DiLoCo, steps: int = 1) -> None:
+    for _ in range(steps):
+        for parameter in loop.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        loop.optimizer.step()  # type: ignore[union-attr]
 
 
 def lose_an_answer(proxy: Proxy) -> None:
@@ -78,21 +74,18 @@ def test_local_progress_is_carried_over_to_the_head_before_the_next_update(tmp_p
     """
     with serve(tmp_path, Numbers(8.0), **SETTINGS) as server, Proxy(server.port) as proxy:
         model = Numbers(0.0)
-        optimizer = inner(model)
         seen: list[float] = []
 
         def weight() -> float:
             seen.append(model.x.item())
             return 1.0
 
-        with atoll.DiLoCo(
-            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", max_sync_retries=0, weight=weight
-        ) as diloco:
+        with loop_of(proxy.url, tmp_path, model, weight=weight) as loop:
             lose_an_answer(proxy)
-            for number in range(1, 5):
-                model.step(optimizer)
-                assert number != 2 or (diloco.rounds, diloco.skipped) == (0, 1)
-            assert diloco.finished
+            step_(loop, 2)
+            assert (loop.rounds, loop.skipped) == (0, 1)
+            step_(loop, 2)
+            assert loop.finished
             assert newest_steps(tmp_path) == 2  # those of the first update are not told again
     assert seen == [6.0, 5.0]
     assert model.values == (6.0,)
@@ -103,16 +96,13 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
     """As with a whole model, for two fragments of one number each."""
     with serve(tmp_path, Numbers(8.0, 20.0), K=2, **SETTINGS) as server, Proxy(server.port) as proxy:
         model = Numbers(0.0, 0.0)
-        optimizer = inner(model)
         seen: list[tuple[float, ...]] = []
-        with atoll.DiLoCo(
-            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", max_sync_retries=0
-        ) as diloco:
+        with loop_of(proxy.url, tmp_path, model) as loop:
             lose_an_answer(proxy)
-            while not diloco.finished:
-                model.step(optimizer)
+            while not loop.finished:
+                step_(loop)
                 seen.append(model.values)
-        assert diloco.skipped == 1
+        assert loop.skipped == 1
     # 1: x is taken, the answer is lost. 2: x is asked for again: its base is 8 − 1 = 7, its head 7½, so w = 6 → 6½.
     #    Its round 2 comes after round 1 of y, which is taken instead: w = 18, u = 2, θ1 = 19.
     # 3: x: w = 5½, u = 2, θ2 = 6½. 4: y: w = 18, u = 1, θ2 = 18½ … and the run is finished.
@@ -120,24 +110,19 @@ def test_local_progress_of_a_fragment_is_carried_over_to_its_head(tmp_path: Path
 
 
 @pytest.mark.covers("L25")
-def test_where_the_algorithm_says_reset_local_progress_is_lost_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_reset_local_progress_is_lost_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As above, under FedAvg: steps 3 and 4 are lost, w ← θ1 = 7; after two more w = 5, θ2 = 7 − ½·2 = 6."""
-    settings = SETTINGS | {"algorithm.name": "fedavg", "diloco.sync_every": None}
+    settings = SETTINGS | {"algorithm": "fedavg", "H": None}
     with serve(tmp_path, Numbers(8.0), **settings) as server, Proxy(server.port) as proxy:
         model = Numbers(0.0)
-        optimizer = inner(model)
         seen: list[float] = []
-        with atoll.DiLoCo(
-            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", sync_every=2, max_sync_retries=0
-        ) as diloco:
+        with loop_of(proxy.url, tmp_path, model, sync_every=2) as loop:
             lose_an_answer(proxy)
             for _ in range(6):
-                model.step(optimizer)
+                step_(loop)
                 seen.append(model.x.item())
-                diloco.report(loss=model.x.item())
-            assert diloco.finished
+                loop.report(loss=model.x.item())
+            assert loop.finished
             assert newest_steps(tmp_path) == 2  # neither those that counted nor those that were lost
         # of the last report before the second and the sixth step
         assert [row.metrics for row in server.status().history] == [{"loss": 7.0}, {"loss": 6.0}]
@@ -155,25 +140,18 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
     settings = SETTINGS | {"algorithm.outer_optimizer.lr": 1.0, "network.port": free_port()}
     caplog.set_level("INFO", "atoll")
     model = Numbers(0.0)
-    optimizer = inner(model)
-    with ExitStack() as stack:
-        with serve(tmp_path, Numbers(8.0), **settings) as server:
-            diloco = stack.enter_context(
-                atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w", max_sync_retries=1)
-            )
-            for _ in range(2):
-                model.step(optimizer)
-            assert diloco.rounds == 1
-        for _ in range(4):
-            model.step(optimizer)
-        assert (diloco.skipped, model.values) == (2, (2.0,))
-        assert "synchronisation at step 4 skipped; training continues" in caplog.text
-        with serve(tmp_path, Numbers(8.0), **settings):
-            for _ in range(2):
-                model.step(optimizer)
-            assert (diloco.rounds, diloco.finished, model.values) == (2, True, (0.0,))
-            assert caplog.text.count("a: the server answers again; synchronised at step 8") == 1
-            diloco.stop()
+    with serve(tmp_path, Numbers(8.0), **settings) as server:
+        loop = loop_of(server.url, tmp_path, model, max_sync_retries=1).start()
+        step_(loop, 2)
+        assert loop.rounds == 1
+    step_(loop, 4)
+    assert (loop.skipped, model.values) == (2, (2.0,))
+    assert "synchronisation at step 4 skipped; training continues" in caplog.text
+    with serve(tmp_path, Numbers(8.0), **settings):
+        step_(loop, 2)
+        assert (loop.rounds, loop.finished, model.values) == (2, True, (0.0,))
+        assert caplog.text.count("a: the server answers again; synchronised at step 8") == 1
+        loop.stop()
 
 
 def submit_two_steps(client: Client) -> None:
@@ -190,10 +168,10 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
     The new process begins from 6, trains to 4 and submits 2: θ2 = 4. Had it begun from 8 meanwhile, its update would be
     a round old; had it taken the old update for one that was lost on the way, its base would have moved to 6.
     """
-    changed = {"rounds.sites": 2, "algorithm.outer_optimizer.lr": 1.0}
+    changed = {"sites": 2, "algorithm.outer_optimizer.lr": 1.0}
     with serve(tmp_path, Numbers(8.0), **SETTINGS | changed) as server:
-        b = Client(server.url, "b", folder=tmp_path / "w").register()
-        submit_two_steps(Client(server.url, "a", folder=tmp_path / "w"))
+        b = Client(server.url, "b", folder=tmp_path / "workers").register()
+        submit_two_steps(Client(server.url, "a", folder=tmp_path / "workers"))
 
         def submit_once_a_waits() -> None:
             def waits(each: Any) -> bool:
@@ -204,20 +182,15 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
 
         other = Threads(submit_once_a_waits)
         model = Numbers(0.0)
-        optimizer = inner(model)
-        with atoll.DiLoCo(
-            model, optimizer, server=server.url, site="a", folder=tmp_path / "w", labels={"start": "2"}
-        ) as diloco:
+        with loop_of(server.url, tmp_path, model, labels={"start": "2"}) as loop:
             assert model.values == (6.0,)
-            for _ in range(2):
-                model.step(optimizer)
-            assert diloco.finished
+            step_(loop, 2)
+            assert loop.finished
         other.join()
     assert model.values == (4.0,)
 
 
-ONE_ROUND = SETTINGS | {"rounds.total": 1, "diloco.sync_every": 4}
-LAST_VERSION = "GET .*/versions/1[ /]"
+ONE_ROUND = SETTINGS | {"rounds": 1, "H": 4}
 
 
 def is_result(model: nn.Module, server: atoll.Server) -> bool:
@@ -225,32 +198,26 @@ def is_result(model: nn.Module, server: atoll.Server) -> bool:
     return all(torch.equal(value, result[name]) for name, value in model.state_dict().items())
 
 
-def train_on(loop: atoll.DiLoCo, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Site a's steps from this one on, until it knows that the run is finished."""
-    while not loop.finished:
-        assert steps < 40, "it never learns that the run is finished"
-        local_step(model, optimizer, "a", steps)
-        steps += 1
+def answers_lost(proxy: Proxy, count: int) -> list[Fault]:
+    """The last version, which so many requests for it do not get."""
+    faults = [Fault("GET .*/versions/1[ /]", "down", at=BEFORE_HEADER, action="reset") for _ in range(count)]
+    proxy.faults += faults
+    return faults
 
 
 @pytest.mark.covers("L7", "L10")
 def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> None:
     """Twice: where the result is fetched, and at the next turn, when the server says that all is over."""
-    model = wide_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with serving(tmp_path, **ONE_ROUND, K=2, tau=1) as server, Proxy(server.port) as proxy:
-        with atoll.DiLoCo(
-            model, optimizer, server=proxy.url, site="a", folder=tmp_path / "w", max_sync_retries=0
-        ) as diloco:
-            for step in range(3):  # fragment 0 is taken after 2 steps, merged after 3
-                local_step(model, optimizer, "a", step)
-            lost = [Fault(LAST_VERSION, "down", at=BEFORE_HEADER, action="reset") for _ in range(2)]
-            proxy.faults.extend(lost)
-            train_on(diloco, model, optimizer, 3)
+    with serve_wide(tmp_path, **ONE_ROUND, K=2, tau=1) as server, Proxy(server.port) as proxy:
+        with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as loop:
+            take_steps(loop, 3)  # fragment 0 is taken after 2 steps, merged after 3
+            lost = answers_lost(proxy, 2)
+            take_steps(loop, 40)
+            assert loop.finished
             assert all(fault.reached.is_set() for fault in lost)
-            assert diloco.skipped == 2
+            assert loop.skipped == 2
         server.run()
-        assert is_result(model, server)
+        assert is_result(loop.model, server)
 
 
 @pytest.mark.covers("L7")
@@ -258,24 +225,19 @@ def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> 
 def test_an_asynchronous_run_that_ends_without_us_does_not_end_our_loop_where_its_model_cannot_be_pulled(
     tmp_path: Path, fragments: int
 ) -> None:
-    model, other = wide_model(), wide_model()
-    mine, others = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
-    settings = ONE_ROUND | {"rounds.sites": 2, "async.enabled": True, "diloco.sync_every": 2 * fragments}
-    with serving(tmp_path, **settings, K=fragments) as server, Proxy(server.port) as proxy:
-        a = atoll.DiLoCo(model, mine, server=proxy.url, site="a", folder=tmp_path / "a", max_sync_retries=0)
-        b = atoll.DiLoCo(other, others, server=server.url, site="b", folder=tmp_path / "b")
-        with a:
-            local_step(model, mine, "a", 0)
-            with b:
-                for step in range(2 * fragments):
-                    local_step(other, others, "b", step)
+    settings = ONE_ROUND | {"sites": 2, "async.enabled": True, "H": 2 * fragments, "K": fragments}
+    with serve_wide(tmp_path, **settings) as server, Proxy(server.port) as proxy:
+        with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as a:
+            take_steps(a, 1)
+            with diloco(server, tmp_path, "b", wide_model()) as b:
+                take_steps(b, 2 * fragments, "b")
                 assert b.finished
-            lost = Fault(LAST_VERSION, "down", at=BEFORE_HEADER, action="reset")
-            proxy.faults.append(lost)
-            train_on(a, model, mine, 1)
+            (lost,) = answers_lost(proxy, 1)
+            take_steps(a, 40)
+            assert a.finished
             assert lost.reached.is_set()
         server.run()
-        assert is_result(model, server)
+        assert is_result(a.model, server)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +248,7 @@ def streamed(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
-    with serving(tmp_path, **STREAMING | {"network.connections": 1}) as server:
+    with serve_wide(tmp_path, **STREAMING | {"network.connections": 1}) as server:
         yield server
 
 
@@ -303,11 +265,10 @@ def test_transfers_of_fragments_that_break_resume_at_the_part_and_lost_answers_c
         a.join()
         b.join()
         assert proxy.faults == []
-        hit = next(line for line in proxy.requests if "/parts/1 " in line).split("/parts/")[0]
-        sent = [line.split("/parts/")[1].split()[0] for line in proxy.requests if line.startswith(f"{hit}/parts/")]
+        sent = parts_sent(proxy.requests, 1)
     server.run()
-    assert sent.count("0") == 1
-    assert sent.count("1") >= 2
+    assert sent.count(0) == 1
+    assert sent.count(1) >= 2
     Result(tmp_path).require_same(streamed)
 
 
@@ -357,9 +318,7 @@ def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_o
 
 
 @pytest.mark.covers("L4", "L10")
-def test_submits_a_broken_off_update_while_it_waits_for_a_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submits_a_broken_off_update_while_it_awaits_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """a's update of fragment 0 breaks off twice, and b's of fragment 1: a waits in 1 for b, and b in 0 for a."""
     from atoll.protocol.values import Lost
     from atoll.worker.exchange.exchange import Exchange
@@ -376,13 +335,7 @@ def test_submits_a_broken_off_update_while_it_waits_for_a_result(
 
     monkeypatch.setattr(Exchange, "deliver", breaking_off)
     monkeypatch.setattr(synchroniser, "LOOK_S", 0.2)
-    settings = STREAMING | {
-        "diloco.num_fragments": 2,
-        "diloco.sync_every": 4,
-        "diloco.fragment_sync_delay": 3,
-        "diloco.max_inflight": 2,
-    }
-    with serving(tmp_path, **settings) as server:
+    with serve_wide(tmp_path, **STREAMING | {"K": 2, "H": 4, "tau": 3, "inflight": 2}) as server:
         sites = StreamingSites(server.url, tmp_path, steps=200)
         sites.join(40)
         server.run()
@@ -394,29 +347,15 @@ def test_submits_a_broken_off_update_while_it_waits_for_a_result(
 @pytest.mark.covers("L4")
 def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
     """c comes when fragment 0 has had its first round: it waits with the others, and counts from the next rounds on."""
-    joined = threading.Event()
-    at_step = threading.Barrier(3)
-
-    def during(site: str, step: int) -> None:
-        if step == 3:
-            at_step.wait(30)
-            assert joined.wait(30)
-
-    with serving(tmp_path, **STREAMING | {"rounds.total": 4, "network.connections": 1}) as server:
-        old = StreamingSites(server.url, tmp_path, during=during, steps=60)
-        at_step.wait(30)
-
-        def begun(site: str, step: int) -> None:
-            joined.set()
-
-        new = StreamingSites(server.url, tmp_path, names=["c"], during=begun, steps=60)
-        new.join()
-        old.join()
-        server.run()
+    gate = Gate(3)
+    with serve_wide(tmp_path, **STREAMING | {"rounds": 4, "network.connections": 1}) as server:
+        old = StreamingSites(server.url, tmp_path, during=gate, steps=60)
+        gate.wait()
+        new = StreamingSites(server.url, tmp_path, names=["c"], during=lambda *_: gate.open(), steps=60)
+        run_to_end(server, new, old)
     counted = {(fragment, number) for site, fragment, number in Result(tmp_path).updates if site == "c"}
     assert counted == {(1, 2), (2, 2), (0, 3), (1, 3), (2, 3), (0, 4), (1, 4), (2, 4)}
-    for loop in new.loops.values():
-        assert loop.finished
+    assert new.loops["c"].finished
 
 
 def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server: atoll.Server) -> None:
@@ -436,8 +375,6 @@ def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server
     place.leave()
     again = StreamingSites(server.url, tmp_path, names=["a"], steps=53)
     b = StreamingSites(server.url, tmp_path, names=["b"], steps=53)
-    again.join()
-    b.join()
-    server.run()
+    run_to_end(server, again, b)
     every = [(site, fragment, number) for site in "ab" for fragment in range(3) for number in (1, 2)]
     assert Result(tmp_path).updates == [each for each in every if each != ("a", 2, 1)]

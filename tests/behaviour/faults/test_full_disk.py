@@ -8,15 +8,14 @@ import re
 import resource
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_world import Result, ServerProcess, SiteProcess, Sites, serving
+from fault_world import Result, ServerProcess, SiteProcess, Sites, serve_wide
 from harness.processes import Nursery, wait_until
-from kit import ForkedSite
+from kit import ForkedSite, Gate, run_to_end
 from kit.workflows import workflow_server
 from small_disk_site import Zeros
 
@@ -70,11 +69,10 @@ def test_space_and_open_files_that_lack_are_waited_for(
 
     No attempt leaves a version pinned.
     """
-    with serving(tmp_path) as server, failpoints(points) as times_reached:
+    with serve_wide(tmp_path) as server, failpoints(points) as times_reached:
         versions = server._require_run().store.versions
         sites = Sites(server.url, tmp_path)
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
         for point in points.split(";"):
             place, hits = point.split("=")
             assert times_reached(place) > 20 or times_reached(place) >= int(hits.split(",")[-1].split("@")[-1])
@@ -85,10 +83,8 @@ def test_space_and_open_files_that_lack_are_waited_for(
 
 @pytest.mark.covers("F25")
 def test_says_how_the_run_goes_on_without_a_file_of_a_version(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
-    with serving(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
-        sites = Sites(server.url, tmp_path)
-        sites.join()
-        server.run()
+    with serve_wide(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
+        run_to_end(server, Sites(server.url, tmp_path))
     told = r"not all files of version \d could be written: .* is full.* The run goes on: the next version's are written"
     assert re.search(told, quick.text)
     assert (server.exports / "model-000003.safetensors").exists()
@@ -120,9 +116,7 @@ def fill(disk: Path) -> Path:
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_disk_that_really_is_full(
-    tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, number: int
-) -> None:
+def test_a_full_disk(tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, number: int) -> None:
     """It fills up while the round is trained: in the first there is no room for a spool, in the second for a row."""
     full: list[Path] = []
 
@@ -130,13 +124,12 @@ def test_a_disk_that_really_is_full(
         if (site, at) == ("a", number):
             full.append(fill(tmp_path / "state"))
 
-    with small_disk(tmp_path / "state", 16 * 2**20), serving(tmp_path) as server:
+    with small_disk(tmp_path / "state", 16 * 2**20), serve_wide(tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=during)
         wait_until(lambda: "is full" in quick.text, "a word about it")
         assert server.status().fragments[0].version == number - 1
         full[0].unlink()
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
         Result(tmp_path).require_same(undisturbed, sites)
 
 
@@ -166,7 +159,7 @@ def test_what_is_removed_while_a_round_is_trained_is_named(
             remove_folder(state if what == "state" else state / what)
 
     named = "state(/slots)?" if what == "state" else what
-    with serving(tmp_path, **{"disk.export_every": 1}) as server:
+    with serve_wide(tmp_path, **{"disk.export_every": 1}) as server:
         Sites(server.url, tmp_path, during=during)
         with pytest.raises(StoreError, match=f"{named} was removed while the server was running"):
             server.run()
@@ -176,7 +169,7 @@ def test_what_is_removed_while_a_round_is_trained_is_named(
 @pytest.mark.covers("F25")
 def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path) -> None:
     """Guards against a server that answers every part with 500, says nothing and never ends."""
-    with serving(tmp_path, **{"rounds.sites": 1}) as server:
+    with serve_wide(tmp_path, sites=1) as server:
 
         def during(site: str, at: int) -> None:
             server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
@@ -190,7 +183,7 @@ def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path)
 def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
-    with serving(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
+    with serve_wide(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
         store = server._require_run().store
         asked: list[int] = []
 
@@ -200,8 +193,7 @@ def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
 
         monkeypatch.setattr(store, "free_bytes", free_bytes)
         sites = Sites(server.url, tmp_path)
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     assert asked[:2] == [0, 0]
     assert (
         "The server has 0 MB of disk left, but must keep 1 MB free. Free space; then the run continues by itself"
@@ -251,7 +243,7 @@ def test_a_site_without_space_for_a_payload_says_so_and_goes_on(nursery: Nursery
 
 @pytest.mark.covers("F43")
 def test_releases_and_names_a_worker_with_a_failing_disk(nursery: Nursery, tmp_path: Path) -> None:
-    with serving(tmp_path, **{"rounds.min_sites": 1}) as server:
+    with serve_wide(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start("worker.write=enospc@3")
         assert site.wait() == StoreError.exit_code == 7
@@ -276,23 +268,14 @@ def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
     """Its address space is limited while both sites train in round 2, and they train until it has ended."""
-    limited, ended = threading.Event(), threading.Event()
-    sites_train = threading.Barrier(2)
+    gate = Gate(2)
     with ServerProcess(nursery, tmp_path) as server:
-
-        def during(site: str, number: int) -> None:
-            if number == 2:
-                sites_train.wait(60)
-                if site == "a":
-                    pid = server.kept.now.pid
-                    resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes(pid) + spare_bytes, resource.RLIM_INFINITY))
-                    limited.set()
-                assert ended.wait(100)
-
-        sites = Sites(server.url, tmp_path, during=during)
-        assert limited.wait(60)
+        sites = Sites(server.url, tmp_path, during=gate)
+        gate.wait()
+        pid = server.kept.now.pid
+        resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes(pid) + spare_bytes, resource.RLIM_INFINITY))
         assert server.kept.wait(60) not in (0, None), "it ends by itself, and as one that failed"
-        ended.set()
+        gate.open()
         with ServerProcess(nursery, tmp_path, port=server.port) as again:
             sites.join()
             assert again.kept.wait(60) == 0  # it has exported the model

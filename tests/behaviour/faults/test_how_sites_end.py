@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from fault_world import Result, ServerProcess, SiteProcess, Sites, serving
+from fault_world import Result, ServerProcess, SiteProcess, Sites, serve_wide
 from harness.processes import Nursery, wait_until
 from kit import serve
 
@@ -109,8 +109,6 @@ SIGNALLED = [
     ("sys.exit(143)", 143, "failed", "SIGTERM"),
     ("raise KeyboardInterrupt", -signal.SIGINT, "left", ""),
 ]
-
-
 OPEN = [("pass", 0, "left", "")]
 
 
@@ -153,13 +151,8 @@ def test_a_script_that_exits_with_an_error_code_has_failed(tmp_path: Path, way: 
     script = tmp_path / "script.py"
     tests, imports = str(Path(__file__).parents[2]), TRAINER_IMPORTS if way == "trainer" else ""
     script.write_text(FORKS.format(tests=tests, imports=imports, ends=ends, loop=loop))
-    settings = {
-        "algorithm.name": algorithm,
-        "diloco.sync_every": 100 if algorithm == "diloco" else None,
-        "rounds.sites": len(ends),
-        "aggregation.upload_codec.name": "none",
-    }
-    with serve(tmp_path, **settings) as server:
+    sync_every = 100 if algorithm == "diloco" else None
+    with serve(tmp_path, algorithm=algorithm, H=sync_every, sites=len(ends), codec="none") as server:
         environment = os.environ | {"ATOLL_SERVER": server.url, "ATOLL_DIR": str(tmp_path / "workers")}
         codes = _exit_codes(script, environment)
         wait_until(lambda: all(worker.state != "alive" for worker in server.status().workers), "their ends")
@@ -172,9 +165,7 @@ def test_a_script_that_exits_with_an_error_code_has_failed(tmp_path: Path, way: 
 
 @pytest.mark.covers("F43")
 @pytest.mark.parametrize("fails", [True, False])
-def test_the_summary_names_a_site_that_failed_and_rounds_that_it_missed(
-    nursery: Nursery, tmp_path: Path, fails: bool
-) -> None:
+def test_the_summary_names_failed_sites_and_missed_rounds(nursery: Nursery, tmp_path: Path, fails: bool) -> None:
     """It says nothing of rounds where every site was in all."""
     with ServerProcess(nursery, tmp_path, **{"rounds.min_sites": 1}) as server:
         if fails:
@@ -194,7 +185,7 @@ def test_the_summary_names_a_site_that_failed_and_rounds_that_it_missed(
 def test_an_exception_has_its_traceback_at_the_worker_and_one_line_at_the_server(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serving(tmp_path, **{"rounds.min_sites": 1}) as server:
+    with serve_wide(tmp_path, **{"rounds.min_sites": 1}) as server:
         other = Sites(server.url, tmp_path, names=["b"])
         site = SiteProcess(nursery, tmp_path, server.url, "a").start(FAIL_IN="2")
         assert site.wait() == 1

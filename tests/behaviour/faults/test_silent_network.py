@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +12,17 @@ import pytest
 import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit import DiLoCoSites, FederatedSites, serve
+from kit import DiLoCoSites, FederatedSites, Gate, Threads, run_to_end, serve
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
 
-SETTINGS: dict[str, Any] = {
-    "algorithm.name": "diloco",
-    "diloco.sync_every": 4,
-    "rounds.total": 4,
-    "aggregation.upload_codec.name": "none",
-    "network.heartbeat_interval_s": 2.0,
-    "network.heartbeat_timeout_s": 0,
-    "network.waiting_heartbeat_s": 0.4,
-}
-FEDERATED: dict[str, Any] = {"algorithm.name": "fedavg", "diloco.sync_every": None, "rounds.sites": 1}
-
-
-STREAMED = {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5}
-
-
+HEARTBEATS = {"heartbeat_interval_s": 2.0, "heartbeat_timeout_s": 0, "waiting_heartbeat_s": 0.4}
+SETTINGS: dict[str, Any] = {f"network.{name}": value for name, value in HEARTBEATS.items()}
+SETTINGS |= {"algorithm": "diloco", "H": 4, "rounds": 4, "codec": "none"}
+FEDERATED: dict[str, Any] = {"algorithm": "fedavg", "H": None, "sites": 1}
+STREAMED = {"K": 2, "tau": 1, "alpha": 0.5}
 CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
 
 
@@ -53,7 +44,7 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
     wait_until(lambda: loop.skipped >= turns, f"{turns} turns that are skipped", timeout_s=60)
 
 
-@pytest.mark.parametrize("server", [{"rounds.sites": 1}, {"rounds.sites": 1, **STREAMED}], indirect=True)
+@pytest.mark.parametrize("server", [{"sites": 1}, {"sites": 1, **STREAMED}], indirect=True)
 @pytest.mark.covers("F22", "L10")
 def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tries_once(
     tmp_path: Path, server: atoll.Server, proxy: Proxy
@@ -71,8 +62,7 @@ def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tri
     assert proxy.count(CALLS) - before <= 3
     rounds = sites.loops["a"].rounds
     proxy.heal()
-    sites.join()
-    server.run()
+    run_to_end(server, sites)
     assert sites.loops["a"].rounds > rounds
     assert sites.loops["a"].finished
 
@@ -94,9 +84,7 @@ def test_a_site_that_waits_for_another_notices_when_the_network_falls_silent_and
     wait_for_skipped(far, 2)
     proxy.heal()
     healed.set()
-    far.join()
-    near.join()
-    server.run()
+    run_to_end(server, far, near)
     assert far.loops["a"].finished
 
 
@@ -147,19 +135,13 @@ def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path:
             proxy.heal()
 
     began_from: list[set[float]] = []
-    settings = SETTINGS | {
-        "diloco.sync_every": 2,
-        "rounds.total": 2,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-    }
+    outer = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
+    settings = SETTINGS | {"H": 2, "rounds": 2} | outer
     with serve(tmp_path, Line(), **settings) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault("GET .*/versions/1/", "down", at=BEFORE_HEADER, action="stall", wait=stand_still))
         sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=2, **CLIMBS)
         near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], **CLIMBS)
-        sites.join()
-        near.join()
-        server.run()
+        run_to_end(server, sites, near)
         result = load_file(server.exports / "model.safetensors")
     assert began_from == [{2.0, 4.0}]
     n = sites.loops["a"].step - 2
@@ -169,7 +151,7 @@ def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path:
     assert [values(end) for end in ends] == [{expected}] * 3
 
 
-@pytest.mark.parametrize("server", [FEDERATED | {"rounds.total": 2}], indirect=True)
+@pytest.mark.parametrize("server", [FEDERATED | {"rounds": 2}], indirect=True)
 @pytest.mark.covers("F22")
 def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
     def during(site: str, number: int) -> None:
@@ -183,8 +165,7 @@ def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server:
     begin = proxy.count("/v1/heartbeat ")
     wait_until(lambda: proxy.count("/v1/heartbeat ") >= begin + 6, "heartbeats that are not answered")
     proxy.heal()
-    sites.join()
-    server.run()
+    run_to_end(server, sites)
     assert sites.trained == {("a", 1): 1, ("a", 2): 1}
 
 
@@ -197,10 +178,17 @@ ONE_CALL = {
 
 
 @pytest.mark.parametrize("call", ONE_CALL)
-@pytest.mark.parametrize("loop", ["diloco", "federated"])
+@pytest.mark.parametrize(
+    ("kind", "settings", "cut_at"),
+    [  # after the first synchronisation, or in round 1
+        (partial(DiLoCoSites, steps=10**6), {"sites": 1}, 5),
+        (FederatedSites, FEDERATED, 1),
+    ],
+    ids=["diloco", "federated"],
+)
 @pytest.mark.covers("F22", "L10")
 def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
-    tmp_path: Path, loop: str, call: str
+    tmp_path: Path, kind: Callable[..., Threads], settings: dict[str, Any], cut_at: int, call: str
 ) -> None:
     """The network is back with its old connections dead, as a firewall has forgotten them.
 
@@ -209,17 +197,12 @@ def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
     faults: list[Fault] = []
 
     def during(site: str, at: int) -> None:
-        if at == (5 if loop == "diloco" else 1) and not faults:  # after the first synchronisation, or in round 1
+        if at == cut_at and not faults:
             faults.append(Fault(ONE_CALL[call], "down", BEFORE_HEADER, "stall", wait=proxy.silence))
             proxy.faults += faults
 
-    changed = {"rounds.sites": 1, "rounds.total": 3} if loop == "diloco" else FEDERATED | {"rounds.total": 3}
-    with serve(tmp_path, **SETTINGS | changed) as server, Proxy(server.port) as proxy:
-        sites: Any
-        if loop == "diloco":
-            sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during)
-        else:
-            sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
+    with serve(tmp_path, **SETTINGS | settings | {"rounds": 3}) as server, Proxy(server.port) as proxy:
+        sites = kind(proxy.url, tmp_path, names=["a"], during=during)
         wait_until(lambda: faults and faults[0].reached.is_set(), "the cut")
         before = proxy.count("POST /v1/heartbeat ")
         wait_until(lambda: proxy.count("POST /v1/heartbeat ") > before, "a heartbeat into the silence")
@@ -227,7 +210,7 @@ def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
         sites.join(timeout_s=30)
         server.run()
         assert server.status().version == 3
-        if loop == "diloco":
+        if isinstance(sites, DiLoCoSites):
             assert sites.loops["a"].finished
         else:
             assert sites.trained == {("a", 1): 1, ("a", 2): 1, ("a", 3): 1}
@@ -236,23 +219,16 @@ def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
 @pytest.mark.covers("F22")
 def test_half_open_connections_are_given_up_before_the_worker_is_declared_dead(tmp_path: Path) -> None:
     """They take every byte and answer nothing; the timeout is far below the half minute that a request may take."""
-    trains, go_on = threading.Event(), threading.Event()
-
-    def during(site: str, number: int) -> None:
-        trains.set()
-        assert go_on.wait(60)
-
-    quick = {"heartbeat_interval_s": 0.5, "heartbeat_timeout_s": 8.0, "idle_timeout_s": 1.0}
-    network = {f"network.{name}": value for name, value in quick.items()}
+    gate = Gate(1, "a")
+    network = {"network.heartbeat_timeout_s": 8.0, "network.idle_timeout_s": 1.0}
     with serve(tmp_path, sites=1, rounds=1, **network) as server, Proxy(server.port) as proxy:
-        sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
-        assert trains.wait(30)
+        sites = FederatedSites(proxy.url, tmp_path, ["a"], during=gate)
+        gate.wait()
         wait_until(lambda: proxy.count("/v1/heartbeat"), "a heartbeat")
         proxy.freeze()
         before = proxy.count("/v1/heartbeat")
         wait_until(lambda: proxy.count("/v1/heartbeat") >= before + 4, "heartbeats on another connection")
         assert server.status().deaths == 0
-        go_on.set()
-        sites.join()
-        server.run()
+        gate.open()
+        run_to_end(server, sites)
     assert sites.trained == {("a", 1): 1}

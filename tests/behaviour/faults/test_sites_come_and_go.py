@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fault_world import EVERY_SITE_AND_ROUND, KILLED, QUICK, Result, SiteProcess, Sites, said, serving
+from fault_world import EVERY_SITE_AND_ROUND, KILLED, QUICK, Result, SiteProcess, Sites, said, serve_wide
 from harness.processes import Nursery, free_port, wait_until
-from kit import DiLoCoSites, FederatedSites, copy_folder, serve
+from kit import DiLoCoSites, FederatedSites, Gate, copy_folder, run_to_end, serve
 from kit.models import wide_model
 from kit.wire import WireSite
 from torch import nn
@@ -25,7 +24,6 @@ HOSPITALS = ("a", "b", "c")
 @pytest.fixture
 def warned(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
     """The server's warnings in its log with these words."""
-    caplog.set_level(logging.WARNING, "atoll.server")
     return lambda words: [each.message for each in caplog.records if words in each.message]
 
 
@@ -39,31 +37,21 @@ def killed_site(nursery: Nursery, folder: Path, server: atoll.Server, number: in
 
 @pytest.mark.covers("F33")
 def test_a_late_joiner_counts_from_the_next_round_on(tmp_path: Path) -> None:
-    late, begun = threading.Event(), threading.Event()
-
-    def early(site: str, number: int) -> None:
-        if number == 1:
-            begun.set()
-            assert late.wait(30)
-
-    with serving(tmp_path, **{"rounds.sites": 1}) as server:
-        first = Sites(server.url, tmp_path, during=early, names=["a"])
-        assert begun.wait(30)
+    gate = Gate(1, "a")
+    with serve_wide(tmp_path, sites=1) as server:
+        first = Sites(server.url, tmp_path, during=gate, names=["a"])
+        gate.wait()
         second = Sites(server.url, tmp_path, names=["b"])
         wait_until(lambda: len(server.status().workers) == 2, "the late joiner")
         assert [missing.site for missing in server.status().fragments[0].waiting_for] == ["a"]
-        late.set()
-        first.join()
-        second.join()
-        server.run()
+        gate.open()
+        run_to_end(server, first, second)
     assert Result(tmp_path).counted() == [("a", 1), ("a", 2), ("a", 3), ("b", 2), ("b", 3)]
 
 
 @pytest.mark.covers("F34", "L13")
-def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    with serving(tmp_path, **QUICK) as server:
+def test_when_all_sites_die_the_run_waits_says_why_and_goes_on_with_them(nursery: Nursery, tmp_path: Path) -> None:
+    with serve_wide(tmp_path, **QUICK) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in "ab"]
         for process in [site.start(HOLD=f"2:{tmp_path}/never") for site in sites]:
             wait_until(lambda process=process: said(process, "trains", 2), "the second round")
@@ -80,45 +68,34 @@ def test_all_workers_die_the_run_waits_says_why_and_goes_on_when_they_are_back(
 
 @pytest.mark.covers("F35")
 def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
-    with serving(
-        tmp_path, **{"rounds.min_sites": 2, "rounds.quorum": 2, "rounds.deadline_s": 0.2, "rounds.total": 1}
-    ) as server:
+    settings = {"rounds.min_sites": 2, "rounds.quorum": 2, "rounds.deadline_s": 0.2}
+    with serve_wide(tmp_path, rounds=1, **settings) as server:
         silent = WireSite(server.url, "b")
         alone = Sites(server.url, tmp_path, names=["a"])
-        wait_until(
-            lambda: "the deadline has passed, 1 of 2 updates are in" in server.status().fragments[0].reason, "it"
-        )
+        passed = "the deadline has passed, 1 of 2 updates are in"
+        wait_until(lambda: passed in server.status().fragments[0].reason, "the deadline")
         assert server.status().fragments[0].version == 0
         silent.leave()
         wait_until(lambda: "waits for another" in server.status().fragments[0].reason, "the word about it")
         assert server.status().fragments[0].version == 0
         back = Sites(server.url, tmp_path, names=["b"])
-        alone.join()
-        back.join()
-        server.run()
+        run_to_end(server, alone, back)
     assert Result(tmp_path).counted() == [("a", 1), ("b", 1)]
 
 
 def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
     """It gets its open ticket again each time; every lease that it gave back is refused."""
-    with serving(tmp_path, **{"rounds.total": 1, "rounds.min_sites": 1}) as server:
-        steady, done = threading.Event(), threading.Event()
-
-        def during(site: str, number: int) -> None:
-            steady.set()
-            assert done.wait(60)
-
-        other = Sites(server.url, tmp_path, during=during, names=["a"])
-        tickets = set()
+    with serve_wide(tmp_path, **{"rounds.total": 1, "rounds.min_sites": 1}) as server:
+        gate, tickets = Gate(1, "a"), set()
+        other = Sites(server.url, tmp_path, during=gate, names=["a"])
         for _ in range(20):
             guest = WireSite(server.url, "b")
             tickets.add(guest.ticket()["id"])
-            assert steady.wait(30)
+            gate.wait()
             guest.leave()
         assert len(tickets) == 1
-        done.set()
-        other.join()
-        server.run()
+        gate.open()
+        run_to_end(server, other)
     assert Result(tmp_path).counted() == [("a", 1)]
 
 
@@ -126,7 +103,7 @@ def test_a_worker_that_comes_and_goes_disturbs_no_other(tmp_path: Path) -> None:
 def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
     nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]]
 ) -> None:
-    with serving(tmp_path, **QUICK, sites=3) as server:
+    with serve_wide(tmp_path, **QUICK, sites=3) as server:
         others = Sites(server.url, tmp_path, "ab")
         site = killed_site(nursery, tmp_path, server, 2)
         wait_until(lambda: not server.status().fragments[0].waiting_for, "the updates of the others")
@@ -156,7 +133,7 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
 def test_asks_for_as_many_sites_as_are_needed_and_for_none_with_another_model(
     tmp_path: Path, names: str, ended: str, remedy: str
 ) -> None:
-    with serving(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
+    with serve_wide(tmp_path, sites=len(names), **{"rounds.min_sites": 1}) as server:
         *others, wrong = [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in names]
         with pytest.raises(SchemaMismatch), wrong:
             next(iter(wrong)).load_into(nn.Linear(2, 1))
@@ -178,15 +155,10 @@ def test_asks_for_as_many_sites_as_are_needed_and_for_none_with_another_model(
         ({"rounds.min_sites": 1}, 1),
     ],
 )
-def test_the_fewest_updates_of_a_federated_round_follow_from_the_settings(
-    tmp_path: Path, settings: dict[str, object], floor: int
-) -> None:
+def test_settings_decide_how_few_updates_are_enough(tmp_path: Path, settings: dict[str, object], floor: int) -> None:
     """All three sites join and leave again in the first round: the status tells how many a round needs."""
-    with serving(
-        tmp_path,
-        **{"rounds.sites": 3},
-        **{"algorithm.outer_optimizer.name": None, "algorithm.outer_optimizer.momentum": None, **settings},
-    ) as server:
+    outer = {"algorithm.outer_optimizer.name": None, "algorithm.outer_optimizer.momentum": None}
+    with serve_wide(tmp_path, sites=3, **outer, **settings) as server:
         for worker in [atoll.join(server.url, site=site, folder=tmp_path / "workers") for site in HOSPITALS]:
             with worker:
                 pass
@@ -200,13 +172,11 @@ def test_a_round_without_one_of_the_sites_is_reported_with_its_name(
     nursery: Nursery, tmp_path: Path, warned: Callable[[str], list[str]], place: str
 ) -> None:
     settings, later = ({"rounds.min_sites": 2}, "ab") if place == "empty" else ({}, "abd")
-    with serving(tmp_path, **QUICK, **settings, sites=3) as server:
+    with serve_wide(tmp_path, **QUICK, **settings, sites=3) as server:
         others = Sites(server.url, tmp_path, "ab")
         killed_site(nursery, tmp_path, server, 2)
         replacement = Sites(server.url, tmp_path, set(later) - set("ab"))
-        others.join()
-        replacement.join()
-        server.run()
+        run_to_end(server, others, replacement)
         status = server.status()
     assert ["".join(sorted(each.workers)) for each in status.history] == ["abc", later, later]
     assert [each.expected for each in status.history] == [3, 3, 3]
@@ -228,7 +198,7 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, warned: Callabl
             over.wait()
 
     settings = {"rounds.sample_fraction": 0.5, "rounds.quorum": 2, "rounds.deadline_s": 1.0}
-    with serving(tmp_path, **QUICK, **settings, sites=6, rounds=4) as server:
+    with serve_wide(tmp_path, **QUICK, **settings, sites=6, rounds=4) as server:
         Sites(server.url, tmp_path, "abcdef", during=during)
         assert server.wait(60)
         status = server.status()
@@ -242,103 +212,66 @@ def test_a_site_that_was_not_drawn_is_not_missed(tmp_path: Path, warned: Callabl
 
 @pytest.mark.covers("L9")
 def test_a_diloco_run_goes_on_without_a_dead_worker_and_reports_it(nursery: Nursery, tmp_path: Path) -> None:
-    with serving(tmp_path, **QUICK, algorithm="diloco", H=2, codec="none") as server:
+    with serve_wide(tmp_path, **QUICK, algorithm="diloco", H=2, codec="none") as server:
         other = DiLoCoSites(server.url, tmp_path, steps=6, names=["a"], build=wide_model)
         killed_site(nursery, tmp_path, server, 1)
-        other.join()
-        server.run()
+        run_to_end(server, other)
         status = server.status()
     assert [each.workers for each in status.history] == [["a"]] * 3
     assert ["without c" in told for told in status.warnings] == [True]
 
 
-class Late(FederatedSites):
-    """Site a, which waits before it loads the model of a round.
-
-    Attributes:
-        has_round: set when it has a ticket for that.
-        go_on: lets it load.
-        rounds: that it has trained.
-    """
-
-    def __init__(
-        self, url: str, folder: Path, *, late_in: int, during: Callable[[str, int], None] | None = None
-    ) -> None:
-        self.has_round, self.go_on = threading.Event(), threading.Event()
-        self.rounds: list[int] = []
-
-        def before(site: str, number: int) -> None:
-            if number == late_in and not self.has_round.is_set():
-                self.has_round.set()
-                assert self.go_on.wait(60)
-
-        def trains(site: str, number: int) -> None:
-            self.rounds.append(number)
-            if during is not None:
-                during(site, number)
-
-        super().__init__(url, folder, ["a"], before=before, during=trains)
-
-
 @pytest.mark.covers("F23", "L10")
 def test_a_site_late_for_its_pull_takes_the_newest_round(tmp_path: Path) -> None:
-    resumed = threading.Event()
+    late, resumed = Gate(1, "a"), Gate(5, "b")
 
     def during(site: str, number: int) -> None:
         if number == 1:
-            assert late.has_round.wait(60)
-        if number == 5:
-            assert resumed.wait(60)
+            late.wait()
+        resumed(site, number)
 
     with serve(tmp_path, **{"rounds.quorum": 1, "rounds.deadline_s": 0.3, "rounds.total": 6}) as server:
-        late = Late(server.url, tmp_path, late_in=1)
-        other = FederatedSites(server.url, tmp_path, ["b"], during=during)
+        a = FederatedSites(server.url, tmp_path, ["a"], before=late)
+        b = FederatedSites(server.url, tmp_path, ["b"], during=during)
         wait_until(lambda: server.status().fragments[0].version == 4, "four rounds without the late site")
-        late.go_on.set()
-        wait_until(lambda: late.rounds, "a round of the late site")
-        resumed.set()
-        late.join()
-        other.join()
-        server.run()
-    assert late.rounds[0] == 5
+        late.open()
+        wait_until(lambda: a.trained, "a round of the late site")
+        resumed.open()
+        run_to_end(server, a, b)
+    assert min(number for _, number in a.trained) == 5
 
 
 @pytest.mark.covers("F42")
 def test_a_site_between_ticket_and_pull_goes_on_with_a_server_restored_from_an_old_backup(tmp_path: Path) -> None:
     """The backup has version 1, and nothing of round 2; site a has a ticket for round 4 when it is restored."""
     state, backup, port = tmp_path / "state", tmp_path / "backup", free_port()
-    backed_up, restored = threading.Event(), threading.Event()
+    backed_up, late, restored = Gate(2), Gate(4, "a"), Gate(4, "b")
 
     def during(site: str, number: int) -> None:
-        assert number != 2 or backed_up.wait(60)
-        assert number != 4 or restored.wait(60)
+        backed_up(site, number)
+        restored(site, number)
 
     with serve(tmp_path, **{"network.port": port, "rounds.total": 4}) as server:
-        late = Late(server.url, tmp_path, late_in=4, during=during)
-        other = FederatedSites(server.url, tmp_path, ["b"], during=during)
+        sites = FederatedSites(server.url, tmp_path, before=late, during=during)
         wait_until(lambda: server.status().fragments[0].version == 1, "the first version")
     copy_folder(state, backup)
     with serve(tmp_path, **{"network.port": port, "rounds.total": 4}) as server:
-        backed_up.set()
-        assert late.has_round.wait(60)
-        wait_until(lambda: other.trained["b", 4], "the last round at the other site")
+        backed_up.open()
+        late.wait()
+        restored.wait()
     state.rename(tmp_path / "newer")
     backup.rename(state)
     with serve(tmp_path, **{"network.port": port, "rounds.total": 4}) as server:
         assert server.status().fragments[0].version == 1
-        late.go_on.set()
-        restored.set()
-        late.join()
-        other.join()
-        server.run()
-    assert late.rounds == [1, 2, 3, 2, 3, 4]
-    assert other.trained["b", 4] == 2
+        late.open()
+        restored.open()
+        run_to_end(server, sites)
+    assert [sites.trained["a", number] for number in (1, 2, 3, 4)] == [1, 2, 2, 1]
+    assert sites.trained["b", 4] == 2
 
 
 @pytest.mark.covers("F20")
-def test_clocks_that_jump_by_a_day_forwards_and_backwards_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clocks_that_jump_by_a_day_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that counts, a round would close with one site, and the other would be declared dead."""
     real, jumps_s = time.time, {1: 86_400.0, 2: -86_400.0, 3: 0.0}
 
@@ -346,7 +279,7 @@ def test_clocks_that_jump_by_a_day_forwards_and_backwards_change_nothing(
         monkeypatch.setattr(time, "time", lambda: real() + jumps_s[number])
 
     settings = {"network.heartbeat_interval_s": 0.1, "rounds.quorum": 1, "rounds.deadline_s": 3600.0}
-    with serving(tmp_path, **settings) as server:
+    with serve_wide(tmp_path, **settings) as server:
         Sites(server.url, tmp_path, during=during).join()
         status = server.status()
         server.run()

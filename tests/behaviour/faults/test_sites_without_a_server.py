@@ -4,18 +4,15 @@ ATOLL_GIVE_UP_S says, and says so.
 
 from __future__ import annotations
 
-import logging
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from fault_world import QUICK, SiteProcess, lines, serving
+from fault_world import QUICK, SiteProcess, lines, serve_wide
 from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Proxy
-from kit import FederatedSites, build_model, serve
-from kit.client import Client
+from kit import FederatedSites, diloco, run_to_end, serve
 
 import atoll
 from atoll.errors import ConfigError, ServerLost
@@ -24,31 +21,22 @@ AFTER_15_S = 7
 """Attempts that earlier were all that a site made."""
 
 
-def join(url: str, folder: Path) -> object:
-    return atoll.join(url, site="a", folder=folder)
-
-
-def diloco(url: str, folder: Path) -> object:
-    model = build_model()
-    return atoll.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), server=url, site="a", folder=folder).start()
-
-
-def tasks(url: str, folder: Path) -> object:
-    return atoll.tasks(url, "a")
-
-
-def client(url: str, folder: Path) -> object:
-    return Client(url, site="a", folder=folder).register()
-
-
-@pytest.mark.parametrize("start", [join, diloco, tasks, client])
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda url, folder: atoll.join(url, site="a", folder=folder),
+        lambda url, folder: diloco(url, folder).start(),
+        lambda url, _: atoll.tasks(url, "a"),
+    ],
+    ids=["join", "diloco", "tasks"],
+)
 @pytest.mark.covers("L10")
 def test_a_site_gives_up_when_the_setting_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Callable[..., object]
 ) -> None:
     monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.2")
     url = f"http://127.0.0.1:{free_port()}"
-    with caplog.at_level(logging.WARNING, "atoll"), pytest.raises(ServerLost, match=url) as caught:
+    with pytest.raises(ServerLost, match=url) as caught:
         start(url, tmp_path)
     assert caught.value.exit_code == 5
     said = [record.getMessage() for record in caplog.records if record.name == "atoll"]
@@ -62,24 +50,21 @@ def test_a_site_waits_for_its_server_by_default(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(session_module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(session_module, "LONGEST_BACKOFF_S", 0.01)
-    with serve(tmp_path, **{"rounds.sites": 1, "rounds.total": 1}) as server, Proxy(server.port) as proxy:
+    with serve(tmp_path, sites=1, rounds=1) as server, Proxy(server.port) as proxy:
         proxy.cut()
         sites = FederatedSites(proxy.url, tmp_path, ["a"])
         wait_until(lambda: len(proxy.moved_bytes) > 3 * AFTER_15_S, "further attempts")
         proxy.heal()
-        sites.join()
-        server.run()
+        run_to_end(server, sites)
     assert sites.trained == {("a", 1): 1}
 
 
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("loop", ["federated", pytest.param("diloco", marks=pytest.mark.long)])
-def test_a_site_that_was_stopped_while_its_run_ended_ends_in_bounded_time(
-    nursery: Nursery, tmp_path: Path, loop: str
-) -> None:
+def test_a_site_stopped_while_its_run_ended_ends_in_bounded_time(nursery: Nursery, tmp_path: Path, loop: str) -> None:
     algorithm = {"algorithm": "fedavg"} if loop == "federated" else {"algorithm": "diloco", "H": 2, "codec": "none"}
     short = {"ATOLL_GIVE_UP_S": "1.5", "ATOLL_MAX_SYNC_RETRIES": "0", "STEPS": "1000000"}
-    with serving(tmp_path, **QUICK, **algorithm, rounds=40, **{"rounds.min_sites": 1}) as server:
+    with serve_wide(tmp_path, **QUICK, **algorithm, rounds=40, **{"rounds.min_sites": 1}) as server:
         a, b = (SiteProcess(nursery, tmp_path, server.url, site, loop).start(**short) for site in "ab")
         wait_until(lambda: len(list(lines(a))) > 4, "that a trains", 60)
         a.send(signal.SIGSTOP)

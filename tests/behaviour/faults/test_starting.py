@@ -7,13 +7,13 @@ import socket
 from pathlib import Path
 
 import pytest
-from fault_world import EVERY_SITE_AND_ROUND, Result, Sites, serving
+from fault_world import EVERY_SITE_AND_ROUND, Result, Sites, serve_wide
 from harness.processes import Nursery
-from kit import FederatedSites, serve, write_run_file
+from kit import FederatedSites, run_to_end, serve, write_run_file
 from kit.tls import write_certificate
 
 import atoll
-from atoll.errors import AuthError, ServerUnreachable, StateLocked
+from atoll.errors import AuthError, ServerUnreachable
 from atoll.testing.run import status
 
 
@@ -51,26 +51,8 @@ def test_a_folder_that_cannot_be_made_is_exit_code_7(nursery: Nursery, tmp_path:
 
 
 @pytest.mark.covers("F29")
-def test_a_second_server_on_one_state_directory_is_exit_code_4_and_the_first_goes_on(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    with serve(tmp_path) as server:
-        code, output = start(nursery, tmp_path, **{"network.port": 0})
-        assert code == 4
-        assert len(output.splitlines()) == 1
-        assert output.startswith(
-            f"atoll: The state directory {tmp_path / 'state'} is in use by process {os.getpid()} on "
-        )
-        assert output.endswith("Stop that server, or set another disk.state_dir for this one.")
-        sites = FederatedSites(server.url, tmp_path)
-        sites.join()
-        server.run()
-    assert sites.trained == dict.fromkeys(EVERY_SITE_AND_ROUND, 1)
-
-
-@pytest.mark.covers("F29")
 @pytest.mark.parametrize("lock", ["there", "removed", "another file"])
-def test_refuses_a_second_server_on_a_state_directory(tmp_path: Path, lock: str) -> None:
+def test_a_second_server_on_a_state_directory_is_exit_code_4(nursery: Nursery, tmp_path: Path, lock: str) -> None:
     with serve(tmp_path) as server:
         path = tmp_path / "state" / "lock"
         assert str(os.getpid()) in path.read_text()
@@ -78,9 +60,12 @@ def test_refuses_a_second_server_on_a_state_directory(tmp_path: Path, lock: str)
             path.unlink()
         if lock == "another file":
             path.write_text("process 1 on nowhere\n")
-        with pytest.raises(StateLocked), serve(tmp_path):
-            pass
-        FederatedSites(server.url, tmp_path).join()
+        code, output = start(nursery, tmp_path, **{"network.port": 0})
+        assert (code, len(output.splitlines())) == (4, 1)
+        assert output.startswith(f"atoll: The state directory {tmp_path / 'state'} is in use by ")
+        assert lock != "there" or f"process {os.getpid()} on " in output
+        assert output.endswith("Stop that server, or set another disk.state_dir for this one.")
+        run_to_end(server, FederatedSites(server.url, tmp_path))
     with serve(tmp_path):  # the lock has ended with its server
         assert str(os.getpid()) in path.read_text()
 
@@ -107,9 +92,7 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("export_dir", [None, "results"])
-def test_a_new_run_does_not_replace_the_exports_of_another_run(
-    nursery: Nursery, tmp_path: Path, export_dir: str | None
-) -> None:
+def test_a_new_run_replaces_no_exports_of_another_run(nursery: Nursery, tmp_path: Path, export_dir: str | None) -> None:
     exports = Path(export_dir or "state/exports")
     (tmp_path / exports).mkdir(parents=True)
     files = {"metrics.jsonl": b'{"round": 1}\n', "model.safetensors": b"of another run"}
@@ -125,22 +108,9 @@ def test_a_new_run_does_not_replace_the_exports_of_another_run(
     assert {path.name: path.read_bytes() for path in (tmp_path / exports).iterdir()} == files
 
 
-def test_a_run_that_continues_keeps_its_own_exports(tmp_path: Path) -> None:
-    metrics = tmp_path / "state" / "exports" / "metrics.jsonl"
-    with serve(tmp_path) as server:
-        FederatedSites(server.url, tmp_path).join()
-        server.run()
-    before = metrics.read_text()
-    assert before
-    with serve(tmp_path):
-        assert metrics.read_text() == before
-
-
 @pytest.mark.covers("X2")
 @pytest.mark.parametrize("flags", [(), ("--set", "network.insecure=false")])
-def test_beyond_loopback_without_tls_and_token_is_refused(
-    nursery: Nursery, tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_refuses_other_machines_without_tls_and_token(nursery: Nursery, tmp_path: Path, flags: tuple[str, ...]) -> None:
     code, output = start(nursery, tmp_path, *flags, **{"network.port": 0, "network.host": "0.0.0.0"})
     assert code == 2
     assert (
@@ -163,16 +133,13 @@ def secured(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.covers("X2")
-def test_a_whole_run_over_tls_with_a_token(
-    tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(tmp_path, **secured) as server:
+def test_a_run_over_tls_with_a_token(tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_wide(tmp_path, **secured) as server:
         assert server.url.startswith("https://")
         monkeypatch.setenv("ATOLL_TOKEN_FILE", str(tmp_path / "token"))
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
         asked: list[bool] = []
-        Sites(server.url, tmp_path, during=lambda *_: asked.append(status(server.url).finished)).join()
-        server.run()
+        run_to_end(server, Sites(server.url, tmp_path, during=lambda *_: asked.append(status(server.url).finished)))
     assert asked == [False] * len(EVERY_SITE_AND_ROUND)
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
 
@@ -181,7 +148,7 @@ def test_a_whole_run_over_tls_with_a_token(
 def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
     tmp_path: Path, secured: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(tmp_path, **secured) as server:
+    with serve_wide(tmp_path, **secured) as server:
         monkeypatch.setenv("ATOLL_TLS_CA", str(tmp_path / "ca.pem"))
         with pytest.raises(AuthError, match=r"requires a token.*ATOLL_TOKEN"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
@@ -199,7 +166,7 @@ def test_a_certificate_of_another_authority_is_refused_before_the_token_is_sent(
 ) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    with serving(tmp_path, **secured) as server:
+    with serve_wide(tmp_path, **secured) as server:
         monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
         write_certificate(other)
         monkeypatch.setenv("ATOLL_TLS_CA", str(other / "ca.pem"))
