@@ -17,8 +17,8 @@ from atoll.errors import DiskFull, StateLocked, StoreError, UsageError
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
-from atoll.tensors.layout import Layout, Piece, Segment, update_layout, version_header, version_layout
-from atoll.tensors.module_tensors import Marked, schema_of
+from atoll.tensors.layout import TILE, Layout, Piece, Segment, update_layout, version_header, version_layout
+from atoll.tensors.module_tensors import schema_of
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.apply_version import advance_base_, load_, merge_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
@@ -28,11 +28,12 @@ from atoll.worker.exchange.local_state import Owner, Residuals
 CODECS: dict[str, Codec] = {"none": NoneCodec(), "bf16": Bf16Codec()}
 
 
-def base_with(folder: Path, tensors: dict[str, Tensor], version: int = 0, name: str = "base") -> BaseFile:
+def base_with(
+    folder: Path, tensors: dict[str, Tensor], version: int = 0, name: str = "base", part_bytes: int = 2**24
+) -> BaseFile:
     """A complete base file that holds `tensors`."""
     schema = schema_of(tensors)
-    layout = version_layout(schema)
-    base = BaseFile(folder, layout, name)
+    base = BaseFile(folder, version_layout(schema, part_bytes), name)
     stream = version_header(schema) + b"".join(
         bytes(bytes_of(run_of(tensors[spec.name], 0, spec.numel))) for spec in schema.tensors
     )
@@ -48,17 +49,8 @@ def form_update(
     return UpdateFormer(outbox, base, local, codecs, RunTable(outbox.layout, CHUNK_ELEMENTS), **how).form()
 
 
-def raw_layout(tensors: dict[str, Tensor], codec: str = "none") -> Layout:
-    def encoding(spec: object) -> object:
-        return CODECS[codec if spec.group == "params" else "none"]  # type: ignore[attr-defined]
-
-    return update_layout(schema_of(tensors).tensors, encoding)  # type: ignore[arg-type]
-
-
-def formed_in(folder: Path, start: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[Outbox, Formed]:
-    """The outbox with the update that leads from `start` to `local`."""
-    outbox = Outbox(folder, raw_layout(start))
-    return outbox, form_update(outbox, base_with(folder, start), local)
+def layout_of(tensors: dict[str, Tensor], codec: str = "none") -> Layout:
+    return encoded_layout(schema_of(tensors), codec, CODECS, 2**24)
 
 
 def read(outbox: Outbox, name: str, dtype: torch.dtype) -> Tensor:
@@ -87,53 +79,14 @@ def is_described_by(outbox: Outbox, formed: Formed) -> bool:
 def test_params_travel_as_base_minus_local_and_buffers_as_they_are(tmp_path: Path) -> None:
     start = {"w": torch.tensor([1.0, 2.0, 3.0]), "a.running_mean": torch.tensor([5.0]), "n": torch.tensor(7)}
     local = {"w": torch.tensor([0.5, 2.0, 4.0]), "a.running_mean": torch.tensor([6.0]), "n": torch.tensor(9)}
-    outbox, formed = formed_in(tmp_path, start, local)
+    outbox = Outbox(tmp_path, layout_of(start))
+    formed = form_update(outbox, base_with(tmp_path, start), local)
     # base − local = [1 − ½, 2 − 2, 3 − 4]
     assert read(outbox, "w", torch.float32).tolist() == [0.5, 0.0, -1.0]
     assert not formed.is_zero
     assert read(outbox, "a.running_mean", torch.float32).tolist() == [6.0]
     assert read(outbox, "n", torch.int64).tolist() == [9]
     assert is_described_by(outbox, formed)
-
-
-def test_bytes_between_segments_are_zero_whatever_was_there(tmp_path: Path) -> None:
-    start = {"a": torch.ones(3), "b": torch.ones(3)}  # 12 bytes each: 52 bytes of padding behind both
-    base = base_with(tmp_path, start)
-    layout = raw_layout(start)
-    outbox = Outbox(tmp_path, layout)
-    outbox.write(0, memoryview(b"\xff" * layout.nbytes))
-    form_update(outbox, base, {"a": torch.zeros(3), "b": torch.zeros(3)})
-    content = whole(outbox)
-    assert content[12:64] == bytes(52)
-    assert content[76:128] == bytes(52)
-
-
-def test_runs_of_every_dtype_follow_each_other_in_one_buffer(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    start = {
-        "odd": torch.randn(3, dtype=torch.float64),
-        "wide": torch.randn(600_000, dtype=torch.float64),
-        "a": torch.randn(5),
-        "b": torch.randn(300_001),
-        "half": torch.randn(70_001).half(),
-        "flags": torch.tensor([True]),
-    }
-    local = {name: tensor * 2 if tensor.is_floating_point() else ~tensor for name, tensor in start.items()}
-    base = base_with(tmp_path, start)
-    for codec in ("none", "bf16"):
-        layout = raw_layout(start, codec)
-        outbox = Outbox(tmp_path, layout)
-        formed = form_update(outbox, base, local)
-        assert is_described_by(outbox, formed)
-        for name, tensor in start.items():
-            if not tensor.is_floating_point():
-                continue
-            dtype = torch.bfloat16 if codec == "bf16" else tensor.dtype
-            # the difference is taken in at least fp32, then written in the dtype that travels
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            expected = (tensor.to(wide) - local[name].to(wide)).to(dtype)
-            assert torch.equal(read(outbox, name, dtype), expected), (codec, name)
-        outbox.close()
 
 
 @dataclass(frozen=True)
@@ -181,8 +134,7 @@ def test_many_small_neighbours_are_formed_as_each_alone(tmp_path: Path, codec: s
 def test_a_pseudo_gradient_is_zero_only_where_no_parameter_moved(tmp_path: Path) -> None:
     """Buffers do not count; one element of the last tensor does."""
     start = {"a": torch.ones(5000), "b": torch.ones(3), "x.running_mean": torch.zeros(2)}
-    base, layout = base_with(tmp_path, start), raw_layout(start)
-    outbox = Outbox(tmp_path, layout)
+    base, outbox = base_with(tmp_path, start), Outbox(tmp_path, layout_of(start))
     still = {**start, "x.running_mean": torch.ones(2)}
     assert form_update(outbox, base, still).is_zero
     moved = {**start, "b": torch.tensor([1.0, 1.0, 1.5])}
@@ -276,17 +228,6 @@ def test_a_base_that_ends_early_is_named(tmp_path: Path) -> None:
     base.close()
 
 
-def test_an_update_larger_than_the_buffer_and_a_part_is_formed_whole(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    start = {"big": torch.randn(5_000_000), "strided": torch.randn(700, 300).t()}
-    local = {"big": start["big"] + 1.0, "strided": (start["strided"] * 2.0)}
-    outbox, _ = formed_in(tmp_path, start, local)
-    assert len(outbox.layout.parts) == 2  # 20 MB + 0.84 MB in parts of 16 MiB
-    assert torch.equal(read(outbox, "big", torch.float32), start["big"] - local["big"])
-    expected = (start["strided"] - local["strided"]).contiguous().reshape(-1)
-    assert torch.equal(read(outbox, "strided", torch.float32), expected)
-
-
 def test_rebase_carries_local_steps_over_to_the_new_head(tmp_path: Path) -> None:
     base = base_with(tmp_path, {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(4)})
     head = base_with(tmp_path, {"w": torch.tensor([10.0, 20.0]), "n": torch.tensor(6)}, 3, "base-next")
@@ -317,7 +258,7 @@ def test_what_was_submitted_is_local_progress_only_once(tmp_path: Path) -> None:
     """A lost acknowledgement: the update of w = 1.5 counted, training went on to 1.75, the head moved to 9."""
     start = {"w": torch.tensor([1.0])}
     base = base_with(tmp_path, start)
-    outbox = Outbox(tmp_path, raw_layout(start))
+    outbox = Outbox(tmp_path, layout_of(start))
     form_update(outbox, base, {"w": torch.tensor([1.5])})
     advance_base_(base, outbox, CODECS)
     head = base_with(tmp_path, {"w": torch.tensor([9.0])}, 1, "base-next")
@@ -326,10 +267,13 @@ def test_what_was_submitted_is_local_progress_only_once(tmp_path: Path) -> None:
     assert local["w"].item() == 9.25  # 9 + (1.75 − 1.5), not 9 + (1.75 − 1)
 
 
+THREE_TILES = {"w": torch.arange(3 * TILE, dtype=torch.float32)}
+"""In three parts of 20,000 bytes, for a tile has 16,384."""
+
+
 @pytest.mark.covers("F1")
 def test_a_pull_that_broke_off_resumes_at_the_part(tmp_path: Path) -> None:
-    tensors = {"w": torch.arange(9_000_000, dtype=torch.float32)}  # 36 MB: three parts
-    base = base_with(tmp_path, tensors)
+    base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     note = BaseNote("run", 0, 5, "f" * 64, digests_of(base), complete=False)
     assert [part.index for part in base.begin(note)] == [0, 1, 2]  # another version: nothing is kept
     base.write(base.layout.parts[1].start, memoryview(b"\0" * 100))  # what the interrupted pull had not yet written
@@ -353,7 +297,7 @@ def test_a_version_is_not_held_while_it_is_pulled(tmp_path: Path) -> None:
 @pytest.mark.covers("F1")
 def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
     """Digests are always of all parts: of two parts looked at, the right one is not taken for wrong."""
-    base = base_with(tmp_path, {"w": torch.arange(9_000_000, dtype=torch.float32)})  # three parts
+    base = base_with(tmp_path, THREE_TILES, part_bytes=20_000)
     first, second, third = base.layout.parts
     digests = digests_of(base)
     base.write(second.start, memoryview(b"\xff" * 100))
@@ -366,8 +310,9 @@ def test_of_some_parts_only_the_wrong_ones_are_found(tmp_path: Path) -> None:
 @pytest.mark.covers("F3")
 def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_path: Path) -> None:
     start = {"w": torch.ones(4)}
-    outbox, formed = formed_in(tmp_path, start, {"w": torch.zeros(4)})
-    layout = outbox.layout
+    layout = layout_of(start)
+    outbox = Outbox(tmp_path, layout)
+    formed = form_update(outbox, base_with(tmp_path, start), {"w": torch.zeros(4)})
     assert Outbox(tmp_path, layout).note is None
     digests = [digest.hex() for digest in formed.part_digests]
     note = OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, formed.digest, digests, 2.0, 10, {"loss": 1.5})
@@ -377,13 +322,8 @@ def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_p
     assert is_described_by(again, formed)
     again.clear()
     assert Outbox(tmp_path, layout).note is None
-
-
-def test_an_outbox_of_another_layout_is_scrap(tmp_path: Path) -> None:
-    start = {"w": torch.ones(4)}
-    layout = raw_layout(start)
-    Outbox(tmp_path, layout).seal(OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, "0" * 64, [], 1.0, 1))
-    assert Outbox(tmp_path, raw_layout(start, "bf16")).note is None
+    again.seal(note)
+    assert Outbox(tmp_path, layout_of(start, "bf16")).note is None  # nothing of it is of use there
 
 
 @pytest.mark.covers("X3")
@@ -401,7 +341,7 @@ ODD = {"scalar": (), "empty": (0,), "one": (1,), "block": (256,), "more": (257,)
 
 @pytest.mark.covers("L16", "P4")
 @pytest.mark.parametrize("part_bytes", [4096, 70_000, 2**24])
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "topk"])
+@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "int4", "topk"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_odd_tensors_are_encoded_as_if_each_were_alone(
     tmp_path: Path, dtype: torch.dtype, codec: str, part_bytes: int
@@ -419,14 +359,14 @@ def test_odd_tensors_are_encoded_as_if_each_were_alone(
     residuals = Residuals(tmp_path, schema, owner=Owner("a", "r")) if codecs[codec].feedback else None
     form_update(outbox, base, local, codecs, residuals=residuals)
     for spec in schema.tensors:
-        wide = accumulate_dtype(spec.dtype)
+        wide, rule = accumulate_dtype(spec.dtype), codecs[layout.by_name[spec.name].codec]
         delta = (start[spec.name].to(wide) - local[spec.name].to(wide)).reshape(-1)
-        encoded = torch.zeros(codecs[codec].encoded_bytes(spec.numel, spec.dtype), dtype=torch.uint8)
-        codecs[codec].encode_(delta, encoded, spec.dtype)
+        encoded = torch.zeros(rule.encoded_bytes(spec.numel, spec.dtype), dtype=torch.uint8)
+        rule.encode_(delta, encoded, spec.dtype)
         assert torch.equal(read(outbox, spec.name, torch.uint8) if spec.numel else encoded, encoded)
         if residuals is not None:
             decoded = torch.empty_like(delta)
-            codecs[codec].decode_(encoded, decoded, spec.dtype)
+            rule.decode_(encoded, decoded, spec.dtype)
             lost = residuals._files[1].values(residuals._segments[spec.name], 0, spec.numel)
             assert torch.equal(lost, delta - decoded)
     if residuals is not None:
@@ -448,20 +388,14 @@ def tensors(seed: int) -> dict[str, Tensor]:
     }
 
 
-def version_of(values: dict[str, Tensor], folder: Path) -> BaseFile:
-    layout = version_layout(schema_of(Marked(values, {"mean": True, "count": True})))
-    file = BaseFile(folder, layout)
-    for segment in layout.segments:
-        file.write(segment.offset, bytes_of(values[segment.spec.name].contiguous()))
-    return file
-
-
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
 def test_every_element_is_mixed_in_the_dtype_of_accumulation(tmp_path: Path, alpha: float) -> None:
     held, local = tensors(1), tensors(2)
+    if alpha == 0:
+        local["single"].fill_(float("nan"))  # of which nothing is left
     before = {name: value.clone() for name, value in local.items()}
-    merge_(local, version_of(held, tmp_path), alpha)
+    merge_(local, base_with(tmp_path, held), alpha)
     for name, value in local.items():
         assert value.stride() == before[name].stride()
         if alpha in (0, 1) or not value.is_floating_point():
@@ -471,14 +405,6 @@ def test_every_element_is_mixed_in_the_dtype_of_accumulation(tmp_path: Path, alp
         mixed = held[name].to(wide) * (1 - alpha) + before[name].to(wide) * alpha
         error = (value.to(wide) - mixed).abs().max()
         assert error <= {torch.float64: 1e-15, torch.bfloat16: 2e-2}.get(value.dtype, 1e-6), name
-
-
-@pytest.mark.covers("L7")
-def test_with_alpha_0_nothing_local_is_left_though_it_is_nan(tmp_path: Path) -> None:
-    held, local = tensors(1), tensors(2)
-    local["single"].fill_(float("nan"))
-    merge_(local, version_of(held, tmp_path), 0.0)
-    assert all(torch.equal(local[name], held[name]) for name in held)
 
 
 # -- what encoding loses
