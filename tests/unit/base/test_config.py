@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from torch import nn
 
-from atoll import Server, Settings, Simulation
+from atoll import Settings
 from atoll.config import FIELDS, NOT_SETTINGS, set_values, variable_of
 from atoll.config.settings import Async, Rounds
 from atoll.errors import ConfigError
@@ -89,6 +88,9 @@ def test_a_path_takes_the_place_of_the_name_in_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_with_rounds_says_how_it_trains_and_how_long(settings: dict[str, Any], message: str) -> None:
+    nn = pytest.importorskip("torch.nn")  # the rest of this file runs without torch, too
+    from atoll import Server, Simulation
+
     for run in (Server, Simulation):
         with pytest.raises(ConfigError, match=message):
             run(nn.Linear(1, 1), settings, **({"script": "train.py:train"} if run is Simulation else {}))
