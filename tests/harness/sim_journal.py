@@ -15,9 +15,9 @@ from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import Ticket
 
 
-def initial(rules: Rules, heads: tuple[int, ...] = ()) -> State:
-    """A run without members; `heads` are the versions that it starts from, 0 by default."""
-    return restore(rules, Snapshot(tuple(map(FragmentSnapshot, heads or (0,) * rules.fragments))), 0.0)[0]
+def initial(rules: Rules) -> State:
+    """A run that has version 0 and no members."""
+    return restore(rules, Snapshot((FragmentSnapshot(0),) * rules.fragments), 0.0)[0]
 
 
 def snapshot(state: State) -> Snapshot:

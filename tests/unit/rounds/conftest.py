@@ -12,9 +12,9 @@ from atoll.rounds.state import Rules
 def story() -> Callable[..., Story]:
     """`story(sites=3, ...)` begins one; `story("abc", ...)` one of three sites that have joined."""
 
-    def begin(sites: int | str, heads: tuple[int, ...] | None = None, **rules: object) -> Story:
+    def begin(sites: int | str, **rules: object) -> Story:
         joined = sites if isinstance(sites, str) else ""
-        run = Story(Rules(len(sites) if isinstance(sites, str) else sites, **rules), heads)  # type: ignore[arg-type]
+        run = Story(Rules(len(sites) if isinstance(sites, str) else sites, **rules))  # type: ignore[arg-type]
         for site in joined:
             run.join(site)
         return run

@@ -11,10 +11,10 @@ from atoll.rounds.state import Rules
 class Story:
     """Runs events through the machine, and after each compares what a restart would make of the journal."""
 
-    def __init__(self, rules: Rules, heads: tuple[int, ...] | None = None) -> None:
+    def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.now_s = 0.0
-        self.state = initial(rules, heads)
+        self.state = initial(rules)
         self.journal = SimJournal.of(self.state)
 
     def send(self, event: events.Event) -> tuple[events.Effect, ...]:
