@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_world import OPENED, first
+from store_world import OPENED, new_run
 
 from atoll.runtime import switch_failpoints_on
 from atoll.store.journal import Journal
@@ -22,7 +22,7 @@ def _closed() -> Iterator[None]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return first(tmp_path)
+    return new_run(tmp_path)
 
 
 @pytest.fixture

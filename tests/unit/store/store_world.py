@@ -140,7 +140,7 @@ def freeze(store: Store, base_version: int, tickets: Mapping[int, str]) -> None:
     store.run_log.freeze(0, base_version, tuple(tickets))
 
 
-def play_round(store: Store, base_version: int, *, commit: bool = True) -> tuple[int, int]:
+def run_round(store: Store, base_version: int, *, commit: bool = True) -> tuple[int, int]:
     """A whole round of two sites; tickets are 1 and 2, 3 and 4, …"""
     tickets = (2 * base_version + 1, 2 * base_version + 2)
     freeze(store, base_version, dict(zip(tickets, SITES, strict=True)))
@@ -149,20 +149,20 @@ def play_round(store: Store, base_version: int, *, commit: bool = True) -> tuple
     return tickets
 
 
-def first(directory: Path, rounds: int = 0, **options: Any) -> Store:
+def new_run(directory: Path, rounds: int = 0, **options: Any) -> Store:
     """A run with two members and version 0, and so many rounds."""
     store, _ = begin(directory, **options)
     for lease, site in enumerate(SITES, 1):
         store.run_log.put_member(site, lease)
     write_version(store, 0)
-    play_rounds(store, range(rounds))
+    run_rounds(store, range(rounds))
     return store
 
 
-def play_rounds(store: Store, bases: Iterable[int], *, durable: bool = False) -> None:
+def run_rounds(store: Store, bases: Iterable[int], *, durable: bool = False) -> None:
     """Rounds from these versions; with `durable` each new version is made so."""
     for base in bases:
-        play_round(store, base)
+        run_round(store, base)
         if durable:
             store.versions.write_durable()
 
@@ -206,7 +206,7 @@ def slot_files(directory: Path) -> list[str]:
     return sorted(path.name for path in (directory / "slots").iterdir())
 
 
-def killed(directory: Path, failpoints: str, action: str) -> None:
+def kill_during(directory: Path, failpoints: str, action: str) -> None:
     """Do `action` (an expression over `store_world` and `directory`) in a process that a failpoint kills."""
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     done = subprocess.run(

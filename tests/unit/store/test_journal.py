@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from store_world import audited, begin, first, killed, play_round, reopen, submit, write_version
+from store_world import audited, begin, kill_during, new_run, reopen, run_round, submit, write_version
 
 from atoll.errors import DiskFull, StateCorrupt, StateLocked, StoreError, SyncFailed
 from atoll.rounds import events
@@ -193,7 +193,7 @@ def test_a_second_store_is_refused_and_the_holder_named(store: Store) -> None:
 
 
 def test_every_start_raises_the_epoch_also_after_a_kill(tmp_path: Path) -> None:
-    killed(tmp_path, "accept.before=kill", "submit(first(directory), 1, 'a', 0)")
+    kill_during(tmp_path, "accept.before=kill", "submit(new_run(directory), 1, 'a', 0)")
     for epoch in (2, 3):
         store, _ = begin(tmp_path)
         assert store.run_log.epoch == epoch
@@ -207,20 +207,19 @@ def test_the_run_is_created_once(store: Store) -> None:
 
 
 @pytest.mark.covers("F41")
-@pytest.mark.parametrize("damage", ["garbage", "truncated", "newer", "no text"])
+@pytest.mark.parametrize("damage", ["truncated", "newer", "no text"])
 def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, damage: str) -> None:
-    store = first(tmp_path, 3)
+    store = new_run(tmp_path, 3)
     store.close()
     path = tmp_path / "journal.sqlite"
     data = path.read_bytes()
     if damage == "newer":
-        db = sqlite3.connect(path)
-        db.execute("PRAGMA user_version = 99")
-        db.close()
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("PRAGMA user_version = 99")
     elif damage == "no text":  # in the definition of a table, which SQLite's message quotes
         path.write_bytes(data.replace(b"ticket INTEGER NOT", b"ticket INTEGER\xa0NOT"))
     else:
-        path.write_bytes(b"x" * len(data) if damage == "garbage" else data[: len(data) // 2 + 100])
+        path.write_bytes(data[: len(data) // 2 + 100])
     with pytest.raises(StateCorrupt, match="version 99" if damage == "newer" else "damaged"):
         begin(tmp_path)
 
@@ -256,7 +255,7 @@ def test_a_file_that_is_no_database_is_refused_and_unchanged(tmp_path: Path, siz
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("how", ["emptied", "removed"])
 def test_a_lost_journal_does_not_begin_a_new_run_over_the_files_of_the_old_one(store: Store, how: str) -> None:
-    play_round(store, 0)
+    run_round(store, 0)
     store.close()
     journal, files = store.journal.path, sorted(store.slots.folder.iterdir())
     journal.write_bytes(b"") if how == "emptied" else journal.unlink()
@@ -276,7 +275,7 @@ def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 
 def test_the_audit_log_lists_each_update_with_its_site_and_outcome(store: Store) -> None:
-    play_round(store, 0)
+    run_round(store, 0)
     store.tickets.issue(3, "a", 0, 1)
     store.tickets.refuse(3, "NaN in w")
     # committed 0; accepted 1 and 2; committed 1; refused 3

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from store_world import accept, first, send_part, submit, update_of
+from store_world import accept, new_run, send_part, submit, update_of
 from typer.testing import CliRunner
 
 from atoll.cli.main import app
@@ -109,7 +109,7 @@ ALLOWED = [
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     """Version 1 is the head, its round is open; ticket 3 of site a is accepted in it."""
-    store = first(tmp_path, 1)
+    store = new_run(tmp_path, 1)
     store.run_log.open_round(0, 1, ["a", "b"])
     store.tickets.issue(3, "a", 0, 1)
     for part in (0, 1):
@@ -195,7 +195,7 @@ CHANGES: dict[str, Any] = {
 @pytest.fixture
 def state(tmp_path: Path) -> Path:
     """Seven entries: committed 0; accepted 1, 2; committed 1; accepted 3, 4; committed 2."""
-    store = first(tmp_path, 2)
+    store = new_run(tmp_path, 2)
     store.close()
     assert said(tmp_path) == ""
     return tmp_path
@@ -330,7 +330,7 @@ def test_a_changed_row_is_found_where_its_checksum_was_made_anew(state: Path, ta
 
 
 def test_what_the_log_tells_of_refused_expired_and_reopened_tickets_agrees_with_them(tmp_path: Path) -> None:
-    store = first(tmp_path)
+    store = new_run(tmp_path)
     store.run_log.open_round(0, 0, ["a", "b"])
     submit(store, 1, "a", 0)
     store.tickets.issue(2, "b", 0, 0)

@@ -14,14 +14,14 @@ from store_world import (
     audited,
     begin,
     content,
-    first,
     flip,
     freeze,
-    killed,
+    kill_during,
     lose,
-    play_round,
+    new_run,
     read,
     reopen,
+    run_round,
     send_part,
     send_parts,
     slot_files,
@@ -51,7 +51,7 @@ def test_a_new_directory_has_nothing(tmp_path: Path) -> None:
 
 
 def test_everything_is_found_again(tmp_path: Path) -> None:
-    store = first(tmp_path, 1)
+    store = new_run(tmp_path, 1)
     store.run_log.open_round(0, 1, ("a", "b"))
     submit(store, 3, "a", 1)
     store.tickets.issue(4, "b", 0, 1)
@@ -74,7 +74,7 @@ def test_everything_is_found_again(tmp_path: Path) -> None:
 @pytest.mark.covers("D4")
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     """Killed while it wrote version 1: the draft's slots and the spare ones go, what rows refer to stays."""
-    killed(tmp_path, "head.before=kill@2", "play_round(first(directory), 0)")
+    kill_during(tmp_path, "head.before=kill@2", "run_round(new_run(directory), 0)")
     assert "version-0-1.safetensors" in slot_files(tmp_path)
     (tmp_path / "slots" / "spool-0-77.bin").write_bytes(b"left")
     (tmp_path / "slots" / "notes.txt").write_text("not ours")
@@ -85,7 +85,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "header", "state"])
 def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: str) -> None:
-    store = first(tmp_path, 2)
+    store = new_run(tmp_path, 2)
     store.versions.write_durable()
     store.run_log.open_round(0, 2, ("a", "b"))
     submit(store, 5, "a", 2)
@@ -124,7 +124,7 @@ def test_the_number_of_a_lost_version_is_not_used_again(tmp_path: Path) -> None:
 
     Guards against windows of numbers, `head − 1` and `head − keep_versions`, where there is a gap.
     """
-    store = first(tmp_path, 1)
+    store = new_run(tmp_path, 1)
     for lost in (2, 3):
         freeze(store, 1, {10 * lost: "a", 10 * lost + 1: "b"})
         write_version(store, lost, (10 * lost, 10 * lost + 1))
@@ -156,7 +156,7 @@ def test_the_header_of_a_slot_is_verified_where_no_digest_covers_it(tmp_path: Pa
 
 @pytest.mark.covers("F41")
 def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Path) -> None:
-    store = first(tmp_path, 1)
+    store = new_run(tmp_path, 1)
     for version in (0, 1):
         flip(path_of(store, "version", version), 12)
     store.close()
@@ -169,8 +169,8 @@ def test_a_run_of_which_nothing_verifies_is_refused_and_left_alone(tmp_path: Pat
 
 @pytest.mark.covers("F13")
 def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
-    store = first(tmp_path)
-    play_round(store, 0, commit=False)
+    store = new_run(tmp_path)
+    run_round(store, 0, commit=False)
     store, one = reopen(store)
     assert store.recover() == one
     store, two = reopen(store)
@@ -179,7 +179,7 @@ def test_recovering_again_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.covers("F41")
 def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
-    store = first(tmp_path)
+    store = new_run(tmp_path)
     send_parts(store, 1, "a", 0)
     path = store.tickets.spool(1).slot.path
     flip(path, 18)  # part 1 begins at byte 16
@@ -194,7 +194,7 @@ def test_a_damaged_part_of_an_open_ticket_is_sent_again(tmp_path: Path) -> None:
 def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
     tmp_path: Path, damage: str, frozen: bool
 ) -> None:
-    store = first(tmp_path)
+    store = new_run(tmp_path)
     store.run_log.open_round(0, 0, ("a", "b"))
     submit(store, 1, "a", 0)
     submit(store, 2, "b", 0)
@@ -218,7 +218,7 @@ def test_a_damaged_accepted_update_expires_and_its_round_is_open_again(
 
 
 def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
-    store = first(tmp_path)
+    store = new_run(tmp_path)
     store.tickets.issue(1, "a", 0, 0)
     store.tickets.spool(1).begin_part(0).write(b"half")
     path = store.tickets.spool(1).slot.path
@@ -237,7 +237,7 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_files_of_another_model_are_refused(tmp_path: Path, shapes: object, complaint: str) -> None:
-    first(tmp_path).close()
+    new_run(tmp_path).close()
     store = Store(tmp_path)
     with pytest.raises(ConfigError, match=f"started with another model.*{complaint}.*another disk.state_dir"):
         store.slots.shape([shapes])  # type: ignore[list-item]

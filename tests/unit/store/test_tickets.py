@@ -18,11 +18,10 @@ from store_world import (
     accept,
     audited,
     freeze,
-    play_round,
     read,
     reopen,
+    run_round,
     send_part,
-    send_parts,
     slot_files,
     submit,
     update_of,
@@ -63,21 +62,18 @@ def write_under_way(
 
 
 @pytest.mark.covers("F17")
-def test_the_same_update_again_gets_the_same_row(store: Store) -> None:
-    row = submit(store, 1, "a", 0)
+def test_the_same_update_again_gets_the_same_row_and_later_its_version(store: Store) -> None:
+    tickets = run_round(store, 0, commit=False)
+    row = store.tickets.get(1)
     assert (row.state, row.weight, row.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
     assert accept(store, 1) == row
-    assert [entry.what for entry in audited(store)].count("accepted") == 1
-
-
-@pytest.mark.covers("F17")
-def test_the_same_update_again_after_it_was_counted_gets_its_version(store: Store) -> None:
-    play_round(store, 0)
+    assert [entry.what for entry in audited(store)].count("accepted") == 2  # of both sites
+    write_version(store, 1, tickets)
     row = accept(store, 1)
     assert (row.state, row.version) == ("counted", 1)
 
 
-def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store) -> None:
+def test_a_ticket_is_what_the_journal_has_also_after_a_change_was_undone(store: Store) -> None:
     with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
         store.tickets.issue(1, "a", 0, 0)
         assert store.tickets.get(1).slot is None
@@ -99,22 +95,14 @@ def test_neither_a_ticket_nor_its_slot_outlives_what_was_undone(store: Store) ->
     assert store.tickets.get(1) == journals()
     assert store.tickets.get(1).slot == spool.slot.number
 
-
-def test_a_ticket_is_what_the_journal_has_after_a_change_was_undone(store: Store) -> None:
-    send_parts(store, 1, "a", 0)
-    assert store.tickets.get(1).state == "open"
-
+    for part in (0, 1):
+        send_part(store, 1, part, update_of("b", 0))
     with pytest.raises(ZeroDivisionError), store.journal.transaction():  # noqa: PT012
         accept(store, 1)
         assert store.tickets.get(1).state == "accepted"
         raise ZeroDivisionError
     assert store.tickets.get(1).state == "open"
     assert accept(store, 1) == store.tickets.get(1)
-    assert store.tickets.get(1).state == "accepted"
-
-
-def test_a_ticket_is_nothing_any_more_when_the_store_is_closed(store: Store) -> None:
-    assert submit(store, 1, "a", 0) == store.tickets.get(1)
     store.close()
     for asked in (store.tickets.get, store.tickets.spool):
         with pytest.raises(StoreError):
@@ -177,7 +165,7 @@ def test_an_accepted_update_cannot_be_written_any_more(store: Store) -> None:
 
 
 def test_what_became_of_the_ticket_before(store: Store) -> None:
-    play_round(store, 0)
+    run_round(store, 0)
     before = store.tickets.last_of("a", 0)
     assert before is not None
     assert (before.ticket, before.state, before.version) == (1, "counted", 1)
@@ -271,28 +259,17 @@ def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store
         store.tickets.spool(1).begin_part(2)
 
 
-def test_a_spool_slot_is_not_reused_while_its_last_write_is_under_way(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.tickets.issue(1, "a", 0, 0)
-    first_slot = store.tickets.spool(1).slot
-    with write_under_way(monkeypatch, store.tickets.spool(1).begin_part(0)):
-        store.tickets.expire([1], "the round closed")
-        store.tickets.issue(2, "b", 0, 0)
-        assert store.tickets.spool(2).slot is not first_slot
-    store.tickets.issue(3, "c", 0, 0)
-    assert store.tickets.spool(3).slot is first_slot  # rewritten, not made anew
-
-
-def test_a_spool_slot_is_not_reused_while_it_is_read(store: Store) -> None:
+@pytest.mark.parametrize("use", ["write", "read"])
+def test_a_spool_slot_is_not_reused_while_it_is_in_use(store: Store, monkeypatch: pytest.MonkeyPatch, use: str) -> None:
     store.tickets.issue(1, "a", 0, 0)
     spool = store.tickets.spool(1)
-    with spool.pool.held(spool.slot, READER):
+    reading = spool.pool.held(spool.slot, READER)
+    with reading if use == "read" else write_under_way(monkeypatch, spool.begin_part(0)):
         store.tickets.expire([1], "the round closed")
         store.tickets.issue(2, "b", 0, 0)
-        assert store.tickets.spool(2).slot.number == 1
+        assert store.tickets.spool(2).slot is not spool.slot
     store.tickets.issue(3, "c", 0, 0)
-    assert store.tickets.spool(3).slot.number == 0
+    assert store.tickets.spool(3).slot is spool.slot  # rewritten, not made anew
 
 
 @pytest.mark.covers("D4")
@@ -364,40 +341,24 @@ def test_two_threads_that_ask_for_a_spool_get_the_same(store: Store) -> None:
 
 @pytest.mark.covers("P10")
 def test_a_frozen_round_and_its_tickets_are_open_again(store: Store) -> None:
-    tickets = play_round(store, 0, commit=False)
+    """Also for a restart; another update may come then. What has counted stays so."""
+    tickets = run_round(store, 0, commit=False)
     store.tickets.reopen(0, 0, tickets, "it has gone")
-    assert [store.tickets.get(ticket).state for ticket in tickets] == ["open", "open"]
-    assert [store.tickets.get(ticket).digest for ticket in tickets] == [None, None]
-    (row,) = store.run_log.rounds()
-    assert (row.state, row.tickets) == ("open", ())
-    assert audited(store)[-1].what == "reopened"
-    again, _ = reopen(store)  # a restart finds it so
-    assert again.run_log.rounds()[0].state == "open"
-    for ticket, site in zip(tickets, ("a", "b"), strict=True):
+    for restarted in (False, True):
+        found = reopen(store)[0] if restarted else store
+        assert [(row.state, row.digest) for row in map(found.tickets.get, tickets)] == [("open", None)] * 2
+        assert [(row.state, row.tickets) for row in found.run_log.rounds()] == [("open", ())]
+    assert audited(found)[-1].what == "reopened"
+    for ticket, site in zip(tickets, ("z", "b"), strict=True):
         for part in (0, 1):
-            send_part(again, ticket, part, update_of(site, 0))
-        accept(again, ticket)
-    again.run_log.freeze(0, 0, tickets)
-    assert again.run_log.rounds()[0].state == "frozen"
-
-
-@pytest.mark.covers("P10")
-def test_another_update_may_come_under_a_ticket_that_is_open_again(store: Store) -> None:
-    store.run_log.open_round(0, 0, ("a", "b"))
-    submit(store, 1, "a", 0)
-    store.tickets.reopen(0, 0, (1,), "it has gone")
-    for part in (0, 1):
-        send_part(store, 1, part, update_of("z", 0))
-    assert accept(store, 1, update_of("z", 0)).state == "accepted"
-
-
-@pytest.mark.covers("P10")
-def test_the_same_again_and_what_has_counted_change_nothing(store: Store) -> None:
-    tickets = play_round(store, 0)
-    entries = audited(store)
-    store.tickets.reopen(0, 0, tickets, "it has gone")
-    assert audited(store) == entries
-    assert [store.tickets.get(ticket).state for ticket in tickets] == ["counted", "counted"]
+            send_part(found, ticket, part, update_of(site, 0))
+        assert accept(found, ticket, update_of(site, 0)).state == "accepted"
+    found.run_log.freeze(0, 0, tickets)
+    write_version(found, 1, tickets)
+    entries = audited(found)
+    found.tickets.reopen(0, 0, tickets, "it has gone")
+    assert audited(found) == entries
+    assert [found.tickets.get(ticket).state for ticket in tickets] == ["counted", "counted"]
 
 
 # -- slots: the lowest free one is taken

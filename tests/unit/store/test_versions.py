@@ -1,4 +1,4 @@
-"""Versions: the commit, pins, what is durable, exports, and the difference that goes down in place of a version."""
+"""Versions: the commit, pins, what is durable, exports, and the difference that a site pulls in place of a version."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from store_world import (
     delta_content,
     digests,
     export,
-    first,
     flip,
     freeze,
-    killed,
+    kill_during,
     lose,
-    play_round,
-    play_rounds,
+    new_run,
     read,
     reopen,
+    run_round,
+    run_rounds,
     slot_files,
     state_content,
     submit,
@@ -46,16 +46,17 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the system was asked to bring to disk, in order: kinds of slots, and folders."""
     asked, fsync = list[str](), os.fsync
 
-    def told(fd: int) -> None:
+    def noted(fd: int) -> None:
         fsync(fd)
         asked.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name.partition("-")[0])
 
-    monkeypatch.setattr(os, "fsync", told)
+    monkeypatch.setattr(os, "fsync", noted)
     return asked
 
 
 def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store: Store) -> None:
-    play_round(store, 0)
+    assert (store.versions.state_file(), store.versions.head().state_slot) == (None, None)  # of version 0
+    run_round(store, 0)
     head = store.versions.head()
     assert (head.version, head.digest) == (1, blake3(content(1)).hexdigest())
     assert read(store.versions.state_file()) == state_content(1)
@@ -69,13 +70,8 @@ def test_a_commit_moves_the_head_counts_the_tickets_and_frees_their_spools(store
     assert (store.run_log.totals().versions, store.run_log.totals().counted, store.run_log.totals().bytes) == (2, 2, 48)
 
 
-def test_version_0_has_no_outer_state(store: Store) -> None:
-    assert store.versions.state_file() is None
-    assert store.versions.head().state_slot is None
-
-
 def test_nothing_of_a_draft_is_seen_before_its_commit(store: Store) -> None:
-    tickets = play_round(store, 0, commit=False)
+    tickets = run_round(store, 0, commit=False)
     draft = store.versions.begin(0, 1)
     os.pwrite(draft.slot.fd, content(1), 0)
     assert store.versions.head().version == 0
@@ -87,19 +83,18 @@ def test_nothing_of_a_draft_is_seen_before_its_commit(store: Store) -> None:
     write_version(store, 1, tickets)
 
 
-def test_the_next_version_is_the_head_and_one(store: Store) -> None:
+@pytest.mark.parametrize("version", [0, 2])
+def test_the_next_version_is_the_head_and_one(store: Store, version: int) -> None:
     with pytest.raises(StoreError, match="cannot follow 0"):
-        store.versions.begin(0, 2)
-    with pytest.raises(StoreError, match="cannot follow 0"):
-        store.versions.begin(0, 0)
+        store.versions.begin(0, version)
 
 
 @pytest.mark.covers("F25")
 @pytest.mark.parametrize("nth", [1, 2])
 def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Callable[[str], object], nth: int) -> None:
     """The first slot made is the version's; the outer state has one from version 0."""
-    play_round(store, 0)
-    tickets = play_round(store, 1, commit=False)
+    run_round(store, 0)
+    tickets = run_round(store, 1, commit=False)
     before = slot_files(store.directory)
     arm(f"slot.create=enospc@{nth}")
     with pytest.raises(DiskFull):
@@ -111,27 +106,23 @@ def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Call
     assert write_version(store, 2, tickets).version == 2
 
 
-def test_slots_are_rewritten_and_not_made_anew(store: Store) -> None:
-    play_rounds(store, range(4), durable=True)
-    inodes = {path: path.stat().st_ino for path in (store.slots.folder).iterdir()}
-    play_rounds(store, range(4, 10), durable=True)
-    assert {path: path.stat().st_ino for path in (store.slots.folder).iterdir()} == inodes
-
-
-def test_old_versions_are_dropped_and_say_what_to_pull(store: Store) -> None:
-    play_rounds(store, range(4), durable=True)
+def test_old_versions_are_dropped_and_say_what_to_pull_and_their_slots_are_rewritten(store: Store) -> None:
+    run_rounds(store, range(4), durable=True)
     assert [row.version for row in store.versions.kept()] == [3, 4]
     with pytest.raises(Gone, match=r"Version 1 .* The newest version is 4"):
         store.versions.pin(0, 1)
+    inodes = {path: path.stat().st_ino for path in store.slots.folder.iterdir()}
+    run_rounds(store, range(4, 10), durable=True)
+    assert {path: path.stat().st_ino for path in store.slots.folder.iterdir()} == inodes
 
 
 def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> None:
     """It reads a byte a round: every one is of the version it pinned, long after that fell out of what is kept."""
-    store = first(tmp_path, 1, keep_versions=1, max_pins=2)
+    store = new_run(tmp_path, 1, keep_versions=1, max_pins=2)
     pin = store.versions.pin(0, 1)
     seen = b""
     for base in range(1, 31):
-        play_rounds(store, [base], durable=True)
+        run_rounds(store, [base], durable=True)
         seen += os.pread(pin.fd, 1, len(seen))
     assert seen == content(1)[:30]
     assert not pin.revoked.is_set()
@@ -145,14 +136,13 @@ def test_a_slow_reader_never_sees_bytes_of_another_version(tmp_path: Path) -> No
 
 def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Path) -> None:
     """keep 1 + pins 2: with versions 0, 1 and 2 held and 3 the head, version 4 needs the place of version 0."""
-    store = first(tmp_path, keep_versions=1, max_pins=2)
+    store = new_run(tmp_path, keep_versions=1, max_pins=2)
     pins = []
     for base in range(3):
         pins.append(store.versions.pin(0, base))
-        play_round(store, base)
-        store.versions.write_durable()
+        run_rounds(store, [base], durable=True)
     assert not any(pin.revoked.is_set() for pin in pins)
-    play_round(store, 3)
+    run_round(store, 3)
     assert [pin.revoked.is_set() for pin in pins] == [True, False, False]
     with pytest.raises(Gone, match="The newest version is 4"):
         store.versions.pin(0, 0)
@@ -160,25 +150,24 @@ def test_the_oldest_pull_is_revoked_when_too_many_versions_are_held(tmp_path: Pa
     (slot,) = pins[0].slots
     pins[0].release()
     assert slot.free
-    play_round(store, 4)  # version 1 has lost its outer state meanwhile
+    run_round(store, 4)  # version 1 has lost its outer state meanwhile
     assert [pin.revoked.is_set() for pin in pins] == [True, True, False]
     assert [read(pin.fd) for pin in pins[1:]] == [content(1), content(2)]
 
 
 def test_a_revoked_slot_is_not_rewritten_before_its_reader_lets_go(tmp_path: Path) -> None:
-    store = first(tmp_path, keep_versions=1, max_pins=1)
+    store = new_run(tmp_path, keep_versions=1, max_pins=1)
     pin = store.versions.pin(0, 0)
     other = None
     for base in range(6):
-        play_rounds(store, [base], durable=True)
+        run_rounds(store, [base], durable=True)
         other = other or store.versions.pin(0, 1)
     assert pin.revoked.is_set()
     assert read(pin.fd) == content(0)
     (revoked,) = pin.slots
     pin.release()
     assert revoked.free
-    for base in range(6, 9):
-        play_round(store, base)
+    run_rounds(store, range(6, 9))
     assert other is not None
     assert read(other.fd) == content(1)
     # Head, the held one and the one that was written last or comes next: keep 1 + pins 1 + 1.
@@ -196,16 +185,16 @@ def test_of_the_versions_that_workers_will_pull_the_newest_are_kept(tmp_path: Pa
     """Keep 1 + pins 2: at the last commit, beside versions 4 and 3, the newest and the durable one, there is room for
     one of the wanted versions.
     """
-    store = first(tmp_path, keep_versions=1, max_pins=2)
+    store = new_run(tmp_path, keep_versions=1, max_pins=2)
     store.versions.wanted = lambda fragment: {0, 1, 2}
-    play_rounds(store, range(4), durable=True)
+    run_rounds(store, range(4), durable=True)
     assert [row.version for row in store.versions.kept()] == [2, 4]
 
 
 def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> None:
-    play_rounds(store, range(4), durable=True)
+    run_rounds(store, range(4), durable=True)
     with store.versions.pin(0, 3):
-        play_round(store, 4)
+        run_round(store, 4)
         store.versions.write_durable()
         # Version 3 is being read, but nothing would ever go on from it.
         kept = [(row.version, row.state_slot is not None) for row in store.versions.kept()]
@@ -215,10 +204,9 @@ def test_outer_state_is_kept_of_the_head_and_the_one_before(store: Store) -> Non
 
 def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> None:
     assert store.versions.durable() is None
-    play_round(store, 0)
+    run_round(store, 0)
     assert store.versions.write_durable() == 1
-    for base in range(1, 5):
-        play_round(store, base)
+    run_rounds(store, range(1, 5))
     assert [row.version for row in store.versions.kept()] == [1, 4, 5]
     assert store.versions.get(0, 1).state_slot is not None
     assert store.versions.write_durable() == 5
@@ -228,7 +216,7 @@ def test_the_durable_version_stays_until_the_next_is_recorded(store: Store) -> N
 def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
     store: Store, synced: list[str]
 ) -> None:
-    play_round(store, 0)
+    run_round(store, 0)
     store.journal._db.set_trace_callback(
         lambda sql: (
             synced.append(" ".join(sql.split()[:4])) if "synchronous" in sql or "durable_version =" in sql else None
@@ -249,12 +237,12 @@ def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
 
 @pytest.mark.covers("F26")
 def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, arm: Callable[[str], object]) -> None:
-    play_round(store, 0)
+    run_round(store, 0)
     arm("fsync=eio")
     with pytest.raises(SyncFailed, match="fsync of"):
         store.versions.write_durable()
     assert store.versions.durable() is None
-    for action in (store.versions.write_durable, lambda: play_round(store, 1), store.run_log.finish):
+    for action in (store.versions.write_durable, lambda: run_round(store, 1), store.run_log.finish):
         with pytest.raises(SyncFailed):
             action()
     store, _ = reopen(store)
@@ -265,7 +253,7 @@ def test_a_failed_fsync_is_fatal_and_never_tried_again(store: Store, arm: Callab
 def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
     tmp_path: Path, synced: list[str], arm: Callable[[str], object]
 ) -> None:
-    with first(tmp_path, durability="power") as store:
+    with new_run(tmp_path, durability="power") as store:
         assert store.journal.value("PRAGMA synchronous") == 2  # FULL
         assert store.versions.durable() == 0
         store.run_log.open_round(0, 0, ("a",))
@@ -285,12 +273,11 @@ def test_with_durability_power_nothing_is_acknowledged_before_it_is_on_disk(
 
 
 def test_an_export_is_a_file_of_its_own(store: Store, tmp_path: Path) -> None:
-    play_round(store, 0)
+    run_round(store, 0)
     target = tmp_path / "out" / "model.safetensors"
     target.parent.mkdir()
     assert export(store, target) == target
-    for base in range(1, 5):
-        play_round(store, base)
+    run_rounds(store, range(1, 5))
     assert target.read_bytes() == content(1)
     slot_inodes = {path.stat().st_ino for path in store.slots.folder.iterdir()}
     assert target.stat().st_ino not in slot_inodes
@@ -324,8 +311,8 @@ def test_an_export_is_its_header_and_what_is_made_of_the_files(store: Store, tmp
         for fd, offset, nbytes in ((version, 8, 4), (version, 0, 8), (state, 6, 2), (version, 8, 4)):
             yield memoryview(os.pread(fd, nbytes, offset))
 
-    play_round(store, 0)
-    play_round(store, 1)
+    run_round(store, 0)
+    run_round(store, 1)
     target = store.export(tmp_path / "tied", (1,), b"tied:", contents, with_state=True)
     assert target.read_bytes() == b"tied:" + b"BBBB" + HEADER + b"bb" + b"BBBB"
 
@@ -346,9 +333,11 @@ def test_a_failed_export_leaves_the_old_file_and_nothing_else(
 
 @pytest.mark.covers("D4")
 def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
-    first(tmp_path / "state").close()
+    new_run(tmp_path / "state").close()
     (tmp_path / "out").mkdir()
-    killed(tmp_path / "state", "export.write=kill", "export(begin(directory)[0], directory.parent / 'out' / 'model')")
+    kill_during(
+        tmp_path / "state", "export.write=kill", "export(begin(directory)[0], directory.parent / 'out' / 'model')"
+    )
     assert len(list((tmp_path / "out").iterdir())) == 1
     begin(tmp_path / "state")[0].close()
     assert list((tmp_path / "out").iterdir()) == []
@@ -356,8 +345,7 @@ def test_what_a_killed_export_left_is_removed_at_the_next_start(tmp_path: Path) 
 
 @pytest.mark.covers("D4")
 def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(store: Store) -> None:
-    for base in range(3):
-        play_round(store, base)
+    run_rounds(store, range(3))
     store.versions.write_durable()
     store.run_log.finish()
     store.close()
@@ -370,12 +358,11 @@ def test_a_finished_run_leaves_its_journal_its_last_version_and_outer_state(stor
 @pytest.mark.covers("F26")
 def test_a_version_is_held_while_it_is_brought_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two commits happen during the fsync, and one version is kept: without a hold, the slot would be rewritten."""
-    store = first(tmp_path, 1, keep_versions=1)
+    store = new_run(tmp_path, 1, keep_versions=1)
     sync, rounds = Journal.sync, iter((1, 2))
 
     def slow(self: Journal, fd: int, what: str) -> None:
-        for base in rounds:
-            play_round(store, base)
+        run_rounds(store, rounds)
         sync(self, fd, what)
 
     monkeypatch.setattr(Journal, "sync", slow)
@@ -392,11 +379,11 @@ def test_the_epoch_of_a_start_survives_a_power_loss(tmp_path: Path, monkeypatch:
     order: list[str] = []
     transaction, sync = Journal.transaction, Journal.sync
 
-    def told(self: Journal, *, synced: bool = False):  # type: ignore[no-untyped-def]
+    def noted(self: Journal, *, synced: bool = False):  # type: ignore[no-untyped-def]
         order.append(f"synced={synced}")
         return transaction(self, synced=synced)
 
-    monkeypatch.setattr(Journal, "transaction", told)
+    monkeypatch.setattr(Journal, "transaction", noted)
     monkeypatch.setattr(Journal, "sync", lambda self, fd, what: (order.append(what), sync(self, fd, what))[1])
     Store(tmp_path / "s").close()
     assert order[:2] == ["synced=True", str(tmp_path / "s")]
@@ -404,9 +391,8 @@ def test_the_epoch_of_a_start_survives_a_power_loss(tmp_path: Path, monkeypatch:
 
 @pytest.mark.covers("F41")
 def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
-    store = first(tmp_path)
-    for base in (0, 1):
-        play_round(store, base)
+    store = new_run(tmp_path)
+    run_rounds(store, (0, 1))
     assert store.versions.write_durable() == 2
     store, _ = lose(store, 2)
     assert store.versions.durable() == 1
@@ -424,10 +410,9 @@ def test_a_fall_back_lowers_the_durable_version(tmp_path: Path) -> None:
 def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_durable(
     tmp_path: Path, durable: bool
 ) -> None:
-    store = first(tmp_path, 1)
+    store = new_run(tmp_path, 1)
     store.versions.write_durable()
-    for base in (1, 2):
-        play_round(store, base)
+    run_rounds(store, (1, 2))
     if durable:
         store.versions.write_durable()
     store.run_log.finish()
@@ -441,8 +426,8 @@ def test_the_durable_version_of_a_finished_run_goes_only_when_the_last_one_is_du
 # -- differences
 
 
-def test_it_is_there_with_its_version_and_names_its_base(tmp_path: Path) -> None:
-    with first(tmp_path, 1, shapes=WITH_DELTA) as store:
+def test_a_difference_comes_with_its_version_and_names_its_base(tmp_path: Path) -> None:
+    with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         assert store.versions.delta(0, 0) is None  # the first version has no base
         row = store.versions.delta(0, 1)
         assert row is not None
@@ -463,7 +448,7 @@ def test_a_pull_without_a_file_descriptor_holds_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: int
 ) -> None:
     """A pull of a difference needs two: of the version and of the difference."""
-    with first(tmp_path, 1, shapes=WITH_DELTA) as store:
+    with new_run(tmp_path, 1, shapes=WITH_DELTA) as store:
         unread, dup, calls = store.slots.holds(), os.dup, itertools.count()
 
         def lacking(fd: int) -> int:
@@ -479,26 +464,23 @@ def test_a_pull_without_a_file_descriptor_holds_nothing(
             assert read(pin.fd) == delta_content(1)
 
 
-def test_it_goes_with_its_version_unless_it_is_being_read(tmp_path: Path) -> None:
+def test_a_difference_goes_with_its_version_unless_it_is_being_read(tmp_path: Path) -> None:
     """With keep_versions = 2: version 1 is dropped by version 3, once its difference is not read any more."""
-    with first(tmp_path, 2, shapes=WITH_DELTA) as store:
+    with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         store.versions.write_durable(0)
         pin = store.versions.pin_delta(0, 1)
-        play_round(store, 2)
-        store.versions.write_durable(0)
-        play_round(store, 3)
-        store.versions.write_durable(0)
+        run_rounds(store, (2, 3), durable=True)
         assert [version for version in range(5) if store.versions.delta(0, version)] == [1, 3, 4]
         assert read(pin.fd) == delta_content(1)
         pin.release()
         assert store.versions.delta(0, 1) is None
         names = [name for name in store.slots.holds() if name.startswith("delta")]
-        play_round(store, 4)
+        run_round(store, 4)
         assert [name for name in store.slots.holds() if name.startswith("delta")] == names  # the slot is written again
 
 
-def test_a_damaged_one_is_forgotten_at_a_start_and_its_version_stays(tmp_path: Path) -> None:
-    with first(tmp_path, 2, shapes=WITH_DELTA) as store:
+def test_a_damaged_difference_is_forgotten_at_a_start_and_its_version_stays(tmp_path: Path) -> None:
+    with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         row = store.versions.delta(0, 2)
         assert row is not None
     flip(tmp_path / "slots" / f"delta-0-{row.slot}.bin", 9)
@@ -507,14 +489,14 @@ def test_a_damaged_one_is_forgotten_at_a_start_and_its_version_stays(tmp_path: P
         assert store.versions.delta(0, 1) is not None
         assert store.versions.delta(0, 2) is None
         assert f"delta-0-{row.slot}.bin" not in slot_files(tmp_path)
-        play_round(store, 2)
+        run_round(store, 2)
         found = store.versions.delta(0, 3)
         assert found is not None
         assert found.base_version == 2
 
 
-def test_one_of_a_version_that_was_lost_is_gone_with_it(tmp_path: Path) -> None:
-    with first(tmp_path, 2, shapes=WITH_DELTA) as store:
+def test_the_difference_of_a_lost_version_is_gone_with_it(tmp_path: Path) -> None:
+    with new_run(tmp_path, 2, shapes=WITH_DELTA) as store:
         slot = store.versions.head().slot
     flip(tmp_path / "slots" / f"version-0-{slot}.safetensors", 30)
     with begin(tmp_path, WITH_DELTA)[0] as store:
@@ -527,8 +509,8 @@ def test_one_of_a_version_that_was_lost_is_gone_with_it(tmp_path: Path) -> None:
         assert (found.base_version, found.base_digest) == (1, blake3(content(1)).hexdigest())
 
 
-def test_its_digests_are_needed_and_the_run_keeps_its_way_down(tmp_path: Path) -> None:
-    with first(tmp_path, shapes=WITH_DELTA) as store:
+def test_a_run_that_sends_differences_needs_their_digests_and_goes_on_so(tmp_path: Path) -> None:
+    with new_run(tmp_path, shapes=WITH_DELTA) as store:
         draft = store.versions.begin(0, 1)
         with pytest.raises(UsageError, match="The draft of version 1 got the wrong number of digests"):
             store.versions.commit(
