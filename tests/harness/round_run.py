@@ -252,19 +252,11 @@ class _Conductor:
         child.go()
 
     def _worker(self, index: int, server: _Child, url: str) -> _Child:
-        bench = self.bench
-        options = {
-            "index": index,
-            "workers": bench.workers,
-            "rounds": bench.rounds,
-            "total_bytes": bench.total_bytes,
-            "tensors": bench.tensors,
-            "codec": bench.codec,
-            "downlink_codec": bench.downlink_codec,
-        }
+        of_the_bench = ("workers", "rounds", "total_bytes", "tensors", "codec", "downlink_codec")
+        options = {"index": index, **{key: getattr(self.bench, key) for key in of_the_bench}}
         name = f"worker-{index:03d}"
         more = {"ATOLL_SERVER": url, "ATOLL_SITE": name, "ATOLL_DIR": str(self.folder / "workers")}
-        if bench.tls:
+        if self.bench.tls:
             more["ATOLL_TLS_CA"] = str(self.folder / "ca.pem")
         return self._spawn(name, "work", options, threads=1, server=server, **more)
 

@@ -130,7 +130,7 @@ class World:
         self._crashes = iter(schedule.crashes)
         self._next_crash = next(self._crashes, None)
         self._writes = 0
-        self.server = SimServer(schedule.rules(mutant), self, self, self.checks, mutant)
+        self.server = SimServer(schedule.rules(mutant), self, self.checks, mutant)
         self.sites = [Site(f"site-{number}", number) for number in range(schedule.workers)]
         self.workers = [[self._worker(site)] for site in self.sites]
         for fault in schedule.faults:

@@ -70,21 +70,19 @@ class Crash(Exception):
     """The server's process ends here."""
 
 
-class Disk(Protocol):
-    """Decides at each journal write whether the process survives it."""
-
-    def crashes(self) -> str:
-        """`before` or `after` the next write, or an empty string."""
-        ...
-
-
 class Surroundings(Protocol):
-    """What the server sees of the world."""
+    """What server and workers see of the world. A request may be lost, late or doubled; so may its reply."""
 
     now_s: float
     wall_jump_s: float
 
     def after(self, seconds: float, action: Callable[[], None]) -> None: ...
+
+    def send(self, request: Request, receive: Callable[[Reply], None]) -> None: ...
+
+    def crashes(self) -> str:
+        """Where the server's process ends, as seen from its next write: `before`, `after`, or an empty string."""
+        ...
 
 
 @dataclass
@@ -98,8 +96,8 @@ class RunJournal(SimJournal):
 class SimServer:
     """One server over one journal; `handle` answers a request, or does not, because it crashed."""
 
-    def __init__(self, rules: Rules, world: Surroundings, disk: Disk, checks: Checks, mutant: Mutant) -> None:
-        self.rules, self.world, self.disk, self.checks, self.mutant = rules, world, disk, checks, mutant
+    def __init__(self, rules: Rules, world: Surroundings, checks: Checks, mutant: Mutant) -> None:
+        self.rules, self.world, self.checks, self.mutant = rules, world, checks, mutant
         self._event: events.Event | None = None
         self.ledger = self._new_ledger()
         self.ledger.restore(snapshot(initial(rules)))
@@ -178,7 +176,7 @@ class SimServer:
         self._run(events.TimePassed())
 
     def _write(self, row: Callable[[], None]) -> None:
-        fate = self.disk.crashes()
+        fate = self.world.crashes()
         if fate == "before":
             raise Crash
         row()

@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Protocol
 
 from atoll.rounds import events
 from harness.sim_checks import Checks, MadeUpdate
-from harness.sim_server import Receipt, Rejected, Reply, Request, Submit
+from harness.sim_server import Receipt, Rejected, Reply, Submit, Surroundings
 
 POLL_S = 4.0
 BEAT_S = 10.0
 TRAIN_S = 5.0
-
-
-class Surroundings(Protocol):
-    """What a worker sees of the world. A request may be lost, late or doubled; so may its reply."""
-
-    now_s: float
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None: ...
-
-    def send(self, request: Request, receive: Callable[[Reply], None]) -> None: ...
 
 
 @dataclass

@@ -139,14 +139,16 @@ async def ended(reader: asyncio.StreamReader) -> None:
         assert await reader.read() == b""
 
 
-def talk(host: Host, *turns: tuple[bytes, list[tuple[int, bytes]]]) -> None:
-    """Send bytes over one connection, and await the answers to them, turn by turn."""
+def talk(host: Host, *turns: tuple[bytes, list[tuple[int, bytes]]], ends: bool = False) -> None:
+    """Send bytes over one connection, and await the answers to them, turn by turn; then its end, if it is to end."""
 
     async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for data, answers in turns:
             writer.write(data)
             await writer.drain()
             assert [await answer(reader) for _ in answers] == answers
+        if ends:
+            await ended(reader)
 
     run(host, story)
 
@@ -286,7 +288,6 @@ def test_nothing_of_a_part_is_read_before_its_turn(tmp_path: Path) -> None:
 
 def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) -> None:
     """The end of a part says nothing about what aiohttp can take."""
-    host = Host(tmp_path, refuse)
     reading: list[bool] = []
 
     async def hold(request: web.Request, host: Host) -> web.StreamResponse:
@@ -301,9 +302,7 @@ def test_what_aiohttp_holds_back_stays_held_back_after_a_part(tmp_path: Path) ->
         reading.append(transport.is_reading())
         return web.Response(text="held")
 
-    host._take = hold
-
-    talk(host, (part(content_of(10)), [(200, b"held")]))
+    talk(Host(tmp_path, hold), (part(content_of(10)), [(200, b"held")]))
     assert reading == [False, True]
 
 
@@ -424,12 +423,7 @@ def test_a_client_that_leaves_within_a_part_ends_it(tmp_path: Path) -> None:
 
 def test_a_part_that_stands_still_is_broken_off(tmp_path: Path) -> None:
     host = Host(tmp_path, keep, 5000, idle_s=0.05)
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(5000))[:2000])
-        await ended(reader)
-
-    run(host, story)
+    talk(host, (part(content_of(5000))[:2000], []), ends=True)
     assert not host.sinks[0].complete
 
 
@@ -452,14 +446,7 @@ def test_a_peer_that_withholds_the_rest_of_a_refused_part_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_body, "DISCARD_S", 0.05)
-    host = Host(tmp_path, refuse, 5000)
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(5000))[:2000])
-        assert (await answer(reader))[0] == 409
-        await ended(reader)
-
-    run(host, story)
+    talk(Host(tmp_path, refuse, 5000), (part(content_of(5000))[:2000], [(409, b"refused")]), ends=True)
 
 
 def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -> None:
@@ -471,13 +458,7 @@ def test_a_part_of_which_something_else_has_read_is_broken_off(tmp_path: Path) -
         front.data_received(b"x")
         return await keep(request, host)
 
-    host = Host(tmp_path, meddle, 3001)
-
-    async def story(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(part(content_of(3001)))
-        await ended(reader)
-
-    run(host, story)
+    talk(Host(tmp_path, meddle, 3001), (part(content_of(3001)), []), ends=True)
 
 
 def test_a_reader_that_once_fell_behind_may_be_idle_later() -> None:
