@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.models import Tied
 from torch import Tensor, nn
 
 from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec
@@ -22,6 +23,7 @@ from atoll.tensors import chunks
 from atoll.tensors.arrays import as_tensor
 from atoll.tensors.byte_runs import MOST_BUFFERS, MOST_RUN_BYTES, ByteRun, Move, RunTable, joined, read_pieces
 from atoll.tensors.chunks import ROOM_BYTES, Scatter, assign_run_, bytes_of, run_of, runs_of
+from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import TILE, Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import fits, memory_of, named_tensors, schema_of
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
@@ -92,15 +94,6 @@ def test_scatter_fills_every_kind_of_tensor_from_one_stream() -> None:
         assert targets[name].stride() == torch.zeros_like(tensor).stride()
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(5, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.head = nn.Linear(3, 5, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def test_tensors_that_begin_at_one_place_are_tied_only_where_they_are_the_same_elements() -> None:
     row = torch.arange(12.0)
     tensors = {
@@ -124,17 +117,11 @@ def test_tensors_that_begin_at_one_place_are_tied_only_where_they_are_the_same_e
 def test_tied_tensors_travel_once_and_groups_follow_the_module() -> None:
     model = Tied()
     owners, aliases = named_tensors(model)
-    assert aliases == {"head.weight": "embed.weight"}
-    assert owners["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
-    groups = {spec.name: spec.group for spec in schema_of(model).tensors}
-    assert groups == {
-        "embed.weight": "params",
-        "norm.weight": "params",
-        "norm.bias": "params",
-        "norm.running_mean": "buffers",
-        "norm.running_var": "buffers",
-        "norm.num_batches_tracked": "buffers",
-    }
+    assert aliases == {"head.weight": "embedding.weight"}
+    assert owners["embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
+    schema = schema_of(model)
+    assert {spec.name for spec in schema.tensors if spec.group == BUFFERS} == dict(model.named_buffers()).keys()
+    assert {spec.name for spec in schema.tensors} == model.state_dict().keys() - {"head.weight"}
 
 
 def test_on_a_device_that_tells_no_addresses_what_shares_memory_is_one_tensor_and_nothing_else_is() -> None:
@@ -162,23 +149,23 @@ def test_a_model_fits_the_schema_that_it_has_and_no_other() -> None:
     fitting = fits(model, schema)
     assert fitting is not None
     assert list(fitting) == list(named_tensors(model)[0])
-    assert fitting["embed.weight"].data_ptr() == model.embed.weight.data_ptr()
+    assert fitting["embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
     assert fits(Tied().double(), schema) is None
     assert fits(nn.Sequential(Tied()), schema) is None
     untied = Tied()
-    untied.head.weight = nn.Parameter(torch.zeros(5, 3))
+    untied.head.weight = nn.Parameter(torch.zeros(10, 4))
     assert fits(untied, schema) is None
     other_group = Tied()
-    other_group.norm.running_mean = nn.Parameter(other_group.norm._buffers.pop("running_mean"))
+    norm = other_group.body[1]
+    norm.running_mean = nn.Parameter(norm._buffers.pop("running_mean"))
     assert fits(other_group, schema) is None
     # a mapping: groups and ties as the schema says, with and without the further names
-    mapping = {spec.name: torch.zeros(spec.shape) for spec in schema.tensors}
-    mapping["norm.num_batches_tracked"] = torch.tensor(0)
-    for more in ({}, {"head.weight": torch.zeros(5, 3)}):
+    mapping = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype)) for spec in schema.tensors}
+    for more in ({}, {"head.weight": torch.zeros(10, 4)}):
         fitting = fits({**mapping, **more}, schema)
         assert fitting is not None
         assert list(fitting) == list(mapping)
-    assert fits({**mapping, "norm.bias": torch.zeros(4)}, schema) is None
+    assert fits({**mapping, "body.1.bias": torch.zeros(5)}, schema) is None
     assert fits({**mapping, "more": torch.zeros(4)}, schema) is None
     assert fits({name: mapping[name] for name in reversed(mapping)}, schema) is not None  # in another order
 

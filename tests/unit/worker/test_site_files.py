@@ -122,9 +122,7 @@ def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
 ) -> None:
     """A power loss takes the file that was written last, and mostly the update with it."""
     mine = counted_residuals(tmp_path / "w")
-    mine.begin()
-    mine.write("w", 0, torch.tensor([5.0, 6.0]))
-    mine.belongs_to(8, version=4)
+    submit_next(mine)
     mine.close()
     file = tmp_path / "w" / "residual-0.bin"
     if how == "gone":
@@ -149,16 +147,15 @@ def residuals(folder: Path, owner: Owner = OWNER) -> Residuals:
     return Residuals(folder, Schema.build([TensorSpec("w", "F16", (2,))]), owner=owner)
 
 
-def left_in(folder: Path, owner: Owner = OWNER) -> list[float]:
-    """What a start finds of residuals."""
-    found = residuals(folder, owner)
-    values: list[float] = found.read("w", 0, 2).tolist()
-    found.close()
-    return values
+def submit_next(mine: Residuals) -> None:
+    """Update 8, from version 4: 5 and 6 are left of it."""
+    mine.begin()
+    mine.write("w", 0, torch.tensor([5.0, 6.0]))
+    mine.belongs_to(8, version=4)
 
 
 def counted_residuals(folder: Path) -> Residuals:
-    """Of an update from version 3 that counted: 1 and 2 were left."""
+    """Of update 7, from version 3, which counted: 1 and 2 were left."""
     mine = residuals(folder)
     mine.write("w", 0, torch.tensor([1.0, 2.0]))
     mine.belongs_to(7, version=3)
@@ -176,9 +173,7 @@ def test_a_server_that_went_back_takes_it_along(
 ) -> None:
     """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
     mine = again = counted_residuals(tmp_path / "w")
-    mine.begin()
-    mine.write("w", 0, torch.tensor([5.0, 6.0]))
-    mine.belongs_to(8, version=4)
+    submit_next(mine)
     mine.settle(outcome("counted"))
     mine.follow(5, "a")
     assert mine.read("w", 0, 2).tolist() == [5.0, 6.0]
@@ -198,9 +193,7 @@ def test_what_is_left_after_a_take_back_is_of_the_update_before(
 ) -> None:
     """Update 8, from version 4, is taken back: another one from version 4 still adds what update 7 left."""
     mine = counted_residuals(tmp_path / "w")
-    mine.begin()
-    mine.write("w", 0, torch.tensor([5.0, 6.0]))
-    mine.belongs_to(8, version=4)
+    submit_next(mine)
     mine.settle(outcome("counted"))
     mine.take_back(8)
     mine.follow(4, "a")
@@ -209,27 +202,23 @@ def test_what_is_left_after_a_take_back_is_of_the_update_before(
     mine.close()
 
 
-@pytest.mark.parametrize("owner", [Owner("b", "r"), Owner("a", "s")], ids=["site", "run"])
-def test_what_another_site_or_run_has_left_over_is_dropped(tmp_path: Path, owner: Owner) -> None:
-    counted_residuals(tmp_path / "w").close()
-    assert left_in(tmp_path / "w", owner) == [0.0, 0.0]
-
-
 @pytest.mark.covers("F41")
-def test_files_without_their_note_are_not_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["another site", "another run", "no note", "damaged"])
+def test_only_what_the_site_left_in_this_run_undamaged_is_believed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
     counted_residuals(tmp_path / "w").close()
-    (tmp_path / "w" / "residual.json").unlink()
-    assert left_in(tmp_path / "w") == [0.0, 0.0]
-
-
-@pytest.mark.covers("F41")
-def test_what_the_disk_has_damaged_is_not_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    mine = counted_residuals(tmp_path / "w")
-    mine.close()
     path = tmp_path / "w" / "residual-1.bin"
-    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
-    assert left_in(tmp_path / "w") == [0.0, 0.0]
-    assert "residual-1.bin is damaged, because its digest differs, and is not used" in caplog.text
+    if case == "no note":
+        (tmp_path / "w" / "residual.json").unlink()
+    elif case == "damaged":
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    owner = {"another site": Owner("b", "r"), "another run": Owner("a", "s")}.get(case, OWNER)
+    found = residuals(tmp_path / "w", owner)
+    assert found.read("w", 0, 2).tolist() == [0.0, 0.0]
+    found.close()
+    damage = "residual-1.bin is damaged, because its digest differs, and is not used"
+    assert (damage in caplog.text) is (case == "damaged")
 
 
 def test_zeros_count_where_nothing_was_written(tmp_path: Path) -> None:
