@@ -103,12 +103,7 @@ def test_reports_a_change_that_cannot_be_carried_as_an_overflow(
 # -- an outer step whose result the dtype cannot hold
 
 
-ONE_STEP: dict[str, Any] = {
-    "algorithm.name": "fedavg",
-    "algorithm.outer_optimizer.momentum": 0.0,
-    "rounds.sites": 1,
-    "rounds.total": 3,
-}
+THREE_ROUNDS = FEDAVG | {"rounds.total": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +177,7 @@ CASES: dict[str, tuple[torch.dtype, float, float, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_ends_before_a_version_that_the_dtype_cannot_hold(tmp_path: Path, case: str) -> None:
     dtype, first, trained, name, settings = CASES[case]
-    with serve(tmp_path, Model(dtype, first), **ONE_STEP | settings) as server:
+    with serve(tmp_path, Model(dtype, first), **THREE_ROUNDS | settings) as server:
         train_to(server, tmp_path, trained, dtype)
         with pytest.raises(RunFailed) as ended:
             together(server.run)
@@ -193,7 +188,7 @@ def test_ends_before_a_version_that_the_dtype_cannot_hold(tmp_path: Path, case: 
 
 def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_path: Path) -> None:
     """The first round moves by 20,000 to 60,000. In the second the momentum alone moves by 18,000 more."""
-    settings = ONE_STEP | {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.9}
+    settings = THREE_ROUNDS | {"algorithm.outer_optimizer.momentum": 0.9}
     with serve(tmp_path, Model(), **settings) as server:
         train_to(server, tmp_path, 60_000.0)
         with pytest.raises(RunFailed) as first:
@@ -209,7 +204,7 @@ def test_a_restarted_server_says_it_again_and_keeps_the_last_good_version(tmp_pa
 
 def test_a_swarm_ends_when_its_sites_find_the_overflow(tmp_path: Path) -> None:
     """Both sites reduce the round, the second after the first could not; then there is none left to ask."""
-    settings = ONE_STEP | {"algorithm.outer_optimizer.lr": 2.0, "rounds.sites": 2, "swarm.enabled": True}
+    settings = THREE_ROUNDS | {"algorithm.outer_optimizer.lr": 2.0, "rounds.sites": 2, "swarm.enabled": True}
     with serve(tmp_path, Model(), **settings) as server:
         for site in ("a", "b"):
             train_to(server, tmp_path, 60_000.0, site=site)
@@ -220,8 +215,7 @@ def test_a_swarm_ends_when_its_sites_find_the_overflow(tmp_path: Path) -> None:
 
 def test_publishes_the_largest_value_that_the_dtype_can_hold(tmp_path: Path) -> None:
     """65,504 is the largest fp16, and 65,519 still rounds to it."""
-    with serve(tmp_path, Model(), **ONE_STEP | {"rounds.total": 1}, **{"algorithm.outer_optimizer.lr": 1.0}) as server:
+    with serve(tmp_path, Model(), **FEDAVG) as server:
         train_to(server, tmp_path, 65_504.0)
         server.run()
-    found = load_file(tmp_path / "state" / "exports" / "model.safetensors")
-    assert found["moved"].tolist() == [65_504.0] * 3
+    assert exported(tmp_path)["moved"].tolist() == [65_504.0] * 3
