@@ -172,16 +172,6 @@ class Proxy:
                 link.end(reset=True)
             link.start()
 
-    # -- called by the links
-
-    def _saw(self, request: str) -> None:
-        with self._lock:
-            self.requests.append(request)
-
-    def _gone(self, link: _Link) -> None:
-        with self._lock:
-            self._links.discard(link)
-
     def _fault(self, request: str, direction: str, start: int, stop: int) -> Fault | None:
         """The fault that hits bytes [start, stop) of this message; it will not happen again."""
         with self._lock:
@@ -233,7 +223,8 @@ class _Link:
                 for begins, offset, piece in messages.split(data):
                     if begins and direction == "up":
                         self.request = piece.split(b"\r\n", 1)[0].decode("latin-1")
-                        self._proxy._saw(self.request)
+                        with self._proxy._lock:
+                            self._proxy.requests.append(self.request)
                         self.posted = bytearray()
                         if self.request.startswith("POST "):
                             self._proxy.posted.append((self.request, self.posted))
@@ -250,7 +241,8 @@ class _Link:
             self.end(reset=True)
         finally:
             if direction == "down":
-                self._proxy._gone(self)
+                with self._proxy._lock:
+                    self._proxy._links.discard(self)
 
     def _read(self, source: socket.socket) -> bytes:
         """What there is next. Looks now and then: a socket that closes before the wait begins does not end it."""

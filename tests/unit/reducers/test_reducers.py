@@ -118,16 +118,16 @@ def test_the_share_of_a_total_weight_by_hand():
         Share().weigh(facts([1.0, math.nan], population_weight=3.0))
 
 
-@pytest.mark.parametrize("options", [{"trim": 0.5}, {"trim": -0.1}, {"trim": math.nan}])
-def test_a_share_that_is_none_is_refused(options):
-    with pytest.raises(ConfigError, match="share"):
-        TrimmedMean(**options)
-
-
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.inf, math.nan])
-def test_a_bound_that_is_none_is_refused(bound):
-    with pytest.raises(ConfigError, match="L2"):
-        ClippedMean(bound)
+@pytest.mark.parametrize(
+    ("reducer", "words", "value"),
+    [
+        *((TrimmedMean, "share", value) for value in (0.5, -0.1, math.nan)),
+        *((ClippedMean, "L2", value) for value in (0.0, -1.0, math.inf, math.nan)),
+    ],
+)
+def test_refuses_a_share_or_a_bound_that_is_none(reducer, words, value):
+    with pytest.raises(ConfigError, match=words):
+        reducer(value)
 
 
 def test_buffers_are_reduced_as_robustly_where_that_means_something():

@@ -31,70 +31,70 @@ def counted(journal: Journal) -> dict[str, int]:
     return dict(journal.rows("SELECT name, value FROM counters"))
 
 
-def fail_after(journal: Journal, *names: str, told: list[str]) -> None:
+def fail_after(journal: Journal, *names: str, seen: list[str]) -> None:
     """A transaction that counts, and fails."""
     with journal.transaction():
         for name in names:
             journal.count(name)
-        journal.after_commit(lambda: told.append("committed"))
-        journal.after_rollback(lambda: told.append("undone"))
+        journal.after_commit(lambda: seen.append("committed"))
+        journal.after_rollback(lambda: seen.append("undone"))
         raise Undone
 
 
 def test_transactions_inside_another_are_one_with_it(journal: Journal) -> None:
-    told: list[str] = []
+    seen: list[str] = []
     with journal.transaction():
         for name in ("a", "b"):
             with journal.transaction():
                 journal.count(name)
-                journal.after_commit(lambda name=name: told.append(name))  # type: ignore[misc]
-        assert told == []
-    assert (counted(journal), told) == ({"a": 1, "b": 1}, ["a", "b"])
+                journal.after_commit(lambda name=name: seen.append(name))  # type: ignore[misc]
+        assert seen == []
+    assert (counted(journal), seen) == ({"a": 1, "b": 1}, ["a", "b"])
 
 
 def test_a_transaction_that_fails_is_undone_with_its_parts(journal: Journal) -> None:
-    told: list[str] = []
+    seen: list[str] = []
     with pytest.raises(Undone), journal.transaction():  # noqa: PT012
         with journal.transaction():
             journal.count("a")
-            journal.after_commit(lambda: told.append("never"))
-            journal.after_rollback(lambda: told.append("undone"))
+            journal.after_commit(lambda: seen.append("never"))
+            journal.after_rollback(lambda: seen.append("undone"))
         raise Undone
-    assert (counted(journal), told) == ({}, ["undone"])
+    assert (counted(journal), seen) == ({}, ["undone"])
 
 
 def test_a_part_that_fails_before_it_changes_anything_is_forgotten(journal: Journal) -> None:
-    told: list[str] = []
+    seen: list[str] = []
     with journal.transaction():
         journal.count("a")
         with pytest.raises(Undone):
-            fail_after(journal, told=told)
-    assert (counted(journal), told) == ({"a": 1}, ["undone"])
+            fail_after(journal, seen=seen)
+    assert (counted(journal), seen) == ({"a": 1}, ["undone"])
 
 
 def test_after_a_part_that_failed_later_nothing_is_committed_even_if_its_error_was_caught(journal: Journal) -> None:
-    told: list[str] = []
+    seen: list[str] = []
     with pytest.raises(StoreError, match="so all its changes were undone"), journal.transaction():  # noqa: PT012
         journal.count("a")
-        journal.after_rollback(lambda: told.append("a undone"))
+        journal.after_rollback(lambda: seen.append("a undone"))
         for names in (["b"], []):  # the second has changed nothing
             with pytest.raises(Undone):
-                fail_after(journal, *names, told=told)
+                fail_after(journal, *names, seen=seen)
         with journal.transaction():
             journal.count("c")
-    assert (counted(journal), told) == ({}, ["undone", "undone", "a undone"])
+    assert (counted(journal), seen) == ({}, ["undone", "undone", "a undone"])
     with journal.transaction():
         journal.count("a")
     assert counted(journal) == {"a": 1}
 
 
 def test_a_transaction_of_another_thread_waits_and_is_its_own(journal: Journal) -> None:
-    begins, told = threading.Event(), list[str]()
+    begins, seen = threading.Event(), list[str]()
 
     def count_beside() -> None:
         begins.set()
         with journal.transaction():
-            told.append("beside")
+            seen.append("beside")
             journal.count("beside")
 
     beside = threading.Thread(target=count_beside)
@@ -102,10 +102,10 @@ def test_a_transaction_of_another_thread_waits_and_is_its_own(journal: Journal) 
         beside.start()
         assert begins.wait(60.0)
         journal.count("a")
-        told.append("within")
+        seen.append("within")
         raise Undone
     beside.join()
-    assert (told, counted(journal)) == (["within", "beside"], {"beside": 1})
+    assert (seen, counted(journal)) == (["within", "beside"], {"beside": 1})
 
 
 def test_a_disk_that_fails_inside_a_part_is_reported_as_such(journal: Journal) -> None:
@@ -128,7 +128,7 @@ def test_nothing_is_changed_after_sqlite_has_ended_a_transaction(journal: Journa
     assert counted(journal) == {}
 
 
-def test_a_lock_of_another_program_is_told_with_its_remedy(journal: Journal) -> None:
+def test_a_lock_of_another_program_is_reported_with_its_remedy(journal: Journal) -> None:
     journal.row("PRAGMA busy_timeout = 0")
     other = sqlite3.connect(journal.path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

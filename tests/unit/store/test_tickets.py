@@ -316,7 +316,7 @@ def test_a_round_is_frozen_in_the_order_it_was_given(store: Store) -> None:
     assert [row.tickets for row in store.run_log.rounds()] == [(2, 1)]
 
 
-def test_members_leases_fence(store: Store) -> None:
+def test_an_old_lease_ends_no_member(store: Store) -> None:
     store.run_log.put_member("a", 7, host="h", labels_json='{"gpu": "no"}')
     store.run_log.end_member("a", 1, "dead", "silent")  # an old lease
     assert store.run_log.member("a").state == "alive"

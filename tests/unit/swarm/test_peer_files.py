@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kit import SETTINGS
 from kit.models import wide_model
 
 from atoll import Settings
@@ -32,22 +33,14 @@ from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Version
 
-SETTINGS = {
-    "algorithm.name": "fedavg",
-    "algorithm.outer_optimizer.name": "sgd",
-    "algorithm.outer_optimizer.lr": 0.7,
-    "algorithm.outer_optimizer.momentum": 0.9,
-    "swarm.enabled": True,
-    "rounds.sites": 3,
-    "network.part_bytes": 2**16,
-}
+SWARM = SETTINGS | {"swarm.enabled": True, "rounds.sites": 3}
 
 
 class Peer:
     """One worker: its files, what it serves, and what it pulls."""
 
     def __init__(self, folder: Path) -> None:
-        self.plan: Plan = plan_of(Settings.build(SETTINGS | {"disk.state_dir": folder}), wide_model(), None)
+        self.plan: Plan = plan_of(Settings.build(SWARM | {"disk.state_dir": folder}), wide_model(), None)
         self.planned, self.folder, self.moved = self.plan.fragments[0], folder, 0
         folder.mkdir()
         self.http = Http("http://127.0.0.1:1")  # of the server, of which nothing is asked here
@@ -311,7 +304,7 @@ def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> No
 
 @pytest.mark.covers("P10", "D10")
 def test_all_settings_that_a_plan_is_made_of_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = SETTINGS | {"disk.state_dir": tmp_path}
+    given = SWARM | {"disk.state_dir": tmp_path}
     plan = plan_of(Settings.build(given), wide_model(), None)
     settings = Settings.build(given | {"async.enabled": True, "async.staleness_weight": "inverse_sqrt"})
     groups, asked = {kind: group for group, kind in GROUPS.items()}, set[str]()
