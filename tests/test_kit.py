@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from harness.processes import Nursery, wait_until
+from harness.processes import Nursery
 from kit import (
     DiLoCoSites,
     FederatedSites,
@@ -16,7 +16,6 @@ from kit import (
     copy_folder,
     exported,
     serve,
-    stop_group,
     tensors_digest,
 )
 from kit.models import wide_model
@@ -100,23 +99,6 @@ def test_a_copied_folder_has_the_same_bytes_and_keeps_holes(tmp_path: Path) -> N
     assert (copy / "note").read_bytes() == b"note"
     assert (copy / "slots" / "sparse").read_bytes() == (source / "slots" / "sparse").read_bytes()
     assert os.stat(copy / "slots" / "sparse").st_blocks < 2**20 // 512
-
-
-def test_a_stopped_group_writes_nothing_until_it_goes_on(tmp_path: Path, nursery: Nursery) -> None:
-    script = tmp_path / "counts.py"
-    script.write_text("import time\nn = 0\nwhile n < 10_000:\n    n += 1\n    print(n)\n    time.sleep(0.001)\n")
-    process = nursery.start(str(script), cwd=tmp_path)
-    wait_until(lambda: "5\n" in process.output(), "some lines")
-    with stop_group(process.pid):
-        wait_until(lambda: _state(process.pid) == "T", "the stop")
-        before = process.output()
-        assert process.output() == before
-    wait_until(lambda: process.output() != before, "further lines")
-    process.kill()
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_a_site_on_the_wire_trains_as_one_that_has_joined(tmp_path: Path) -> None:

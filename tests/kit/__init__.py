@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from kit.damage import columns, flip_bit, flip_column, log_frames, rewrite_note
 from kit.digests import exported, tensors_digest
-from kit.folders import copy_folder, stop_group
+from kit.folders import copy_folder
 from kit.halfway import Halfway, ask_journal, halfway_run, ticket_states
 from kit.models import SITES, build_model, local_step, train_
 from kit.processes import ForkedServer, ForkedSite, atoll_worker, write_run_file
@@ -49,7 +49,6 @@ __all__ = [
     "rewrite_note",
     "run_to_end",
     "serve",
-    "stop_group",
     "take_steps",
     "tensors_digest",
     "ticket_states",

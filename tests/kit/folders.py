@@ -1,28 +1,11 @@
-"""Stop processes where they are, and copy what lies on disk: what a loss of power would leave of the files."""
+"""Copies of folders, and the files that this process has open."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-
-
-@contextmanager
-def stop_group(pid: int) -> Iterator[None]:
-    """Within, the process and all of its group are stopped (SIGSTOP); afterwards they go on.
-
-    Processes of the nursery lead a group of their own, so their children stop with them.
-    """
-    group = os.getpgid(pid)
-    assert group != os.getpgid(0), "the test's own group would be stopped"
-    os.killpg(group, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.killpg(group, signal.SIGCONT)
 
 
 def open_paths() -> list[str]:
