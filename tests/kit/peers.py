@@ -57,6 +57,7 @@ class Peer:
     Args:
         serve: what to do with a connection.
         receive_bytes: of the buffers of its sockets; 0: as large as usual.
+        port: 0: any free one.
 
     Attributes:
         connections: all that there were.
@@ -64,7 +65,7 @@ class Peer:
         ended: set when the peer ends. What stands still waits for it.
     """
 
-    def __init__(self, serve: Callable[[Connection], Any], receive_bytes: int = 0) -> None:
+    def __init__(self, serve: Callable[[Connection], Any], receive_bytes: int = 0, port: int = 0) -> None:
         self._serve = serve
         self.connections: list[Connection] = []
         self.requests: list[Request] = []
@@ -72,7 +73,7 @@ class Peer:
         self._listener = socket.socket()
         if receive_bytes:
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self._listener.bind(("127.0.0.1", 0))
+        self._listener.bind(("127.0.0.1", port))
         self._listener.listen()
         self.port: int = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -115,3 +116,4 @@ class Peer:
         with sock, contextlib.suppress(OSError):
             self.connections.append(Connection(sock))
             self._serve(self.connections[-1])
+            sock.shutdown(socket.SHUT_RDWR)  # its file would keep the connection open

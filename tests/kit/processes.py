@@ -129,6 +129,23 @@ class ForkedSite:
         )
 
 
+def wait_for_words(process: Process, pattern: str) -> re.Match[str]:
+    """Wait until a process has said what matches; the first match."""
+
+    def look() -> Any:
+        ended = process.poll() is not None
+        found = re.search(pattern, process.output())
+        assert found or not ended, f"{pattern!r} was never said:\n{process.output()}"
+        return found
+
+    return wait_until(look, repr(pattern), 60)
+
+
+def url_of(server: Process) -> str:
+    """The address of a server that starts, as soon as it listens."""
+    return wait_for_words(server, r"listening on ([^\s;]+)[\s;]")[1]
+
+
 def run_commands(
     nursery: Nursery, folder: Path, serve: Sequence[str], work: Sequence[str], sites: Iterable[str] = "ab"
 ) -> Process:
@@ -137,11 +154,10 @@ def run_commands(
     The server gets any free port, and the worker's words its address, the site and this Python.
     """
     server = nursery.start(*serve, "--port=0", cwd=folder)
-    found = wait_until(lambda: re.search(r"listening on (\S+)", server.output()), "the server's address", 60)
-    workers = []
+    url, workers = url_of(server), []
     for site in sites:
         words = [*work]
-        words[words.index("--server") + 1], words[words.index("--site") + 1] = found[1], site
+        words[words.index("--server") + 1], words[words.index("--site") + 1] = url, site
         words[words.index("python")] = sys.executable
         workers.append(nursery.start(*words, cwd=folder, env={"OMP_NUM_THREADS": "1"}))
     assert [worker.wait(100) for worker in workers] == [0] * len(workers), [worker.output() for worker in workers]

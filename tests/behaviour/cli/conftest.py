@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness.processes import Nursery
 from kit import serve
+from kit.peers import Connection, Peer, Request
 from kit.processes import Outcome, command
 from kit.requests import get
 
@@ -65,33 +65,6 @@ STATUS: dict[str, Any] = {
 }
 
 
-class Canned:
-    """Answers GET by path: (status, body). `asked` has the Authorization header of every request."""
-
-    def __init__(self, run: dict[str, Any]) -> None:
-        self.answers: dict[str, tuple[int, str]] = {
-            "/v1/run": (200, json.dumps(run)),
-            "/v1/status": (200, json.dumps(STATUS)),
-        }
-        self.asked: list[str | None] = []
-        canned = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                canned.asked.append(self.headers.get("Authorization"))
-                status, body = canned.answers.get(self.path, (404, "nothing here"))
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body.encode())))
-                self.end_headers()
-                self.wfile.write(body.encode())
-
-            def log_message(self, *args: object) -> None:
-                return
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-
 @pytest.fixture(scope="session")
 def run_info(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a server says of its run."""
@@ -100,27 +73,26 @@ def run_info(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def canned(run_info: dict[str, Any]) -> Iterator[Canned]:
-    server = Canned(run_info)
-    thread = threading.Thread(target=server.server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
-    thread.join()
+def canned(run_info: dict[str, Any]) -> Iterator[SimpleNamespace]:
+    """A server of canned answers: path → (status, body)."""
+    answers = {"/v1/run": (200, json.dumps(run_info)), "/v1/status": (200, json.dumps(STATUS))}
 
+    def answer(connection: Connection, request: Request) -> None:
+        status, body = answers.get(request.path, (404, "nothing here"))
+        connection.answer(status, body.encode())
 
-Command = Callable[..., Outcome]
+    with Peer.answering(answer) as peer:
+        yield SimpleNamespace(url=peer.url, answers=answers, requests=peer.requests)
 
 
 @pytest.fixture
-def atoll_command(nursery: Nursery, tmp_path: Path) -> Command:
+def atoll_command(nursery: Nursery, tmp_path: Path) -> Callable[..., Outcome]:
     """Run `atoll ARGS` in an empty folder, with further environment variables as keywords."""
     return partial(command, nursery, tmp_path)
 
 
 @pytest.fixture
-def script(nursery: Nursery, tmp_path: Path) -> Command:
+def script(nursery: Nursery, tmp_path: Path) -> Callable[..., Outcome]:
     """Run a script of the project, by its path from the root, in an empty folder."""
 
     def run(path: str, *args: str) -> Outcome:

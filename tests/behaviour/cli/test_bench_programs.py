@@ -138,7 +138,6 @@ def test_a_bench_says_in_words_what_it_found_too(script, tmp_path: Path) -> None
 def test_a_bench_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     words = ["--gb", "0.05", "--workers", "1", "--rounds", "1000", "--dir", str(tmp_path)]
     process = subprocess.Popen([sys.executable, BENCH / "round.py", *words], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
     assert "the rounds begin" in process.stderr.readline()
     process.terminate()
     process.communicate(timeout=60)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 
 import atoll
 from atoll import Settings
+from atoll.testing.run import history
 
 COMMANDS = ["server", "worker", "simulate", "status", "export", "evaluate", "audit", "new"]
 
@@ -49,10 +49,18 @@ def test_ctrl_c_is_130(nursery, tmp_path) -> None:
 WRONG = [
     ("server --roudns 5", "--rounds"),
     ("server --port 0 --set algorithm.name=diloco", "my_models:build"),
+    ("server --set rounds.total=many", "command line: rounds.total = 'many'"),
+    ("server --set algorithm.outer_optimizer=lr=1", "Write algorithm.outer_optimizer={key = 1}"),
+    ("server --set rounds.min_sites=5", "rounds.min_sites is 5, but rounds.sites is 1"),
+    ("server missing.toml", "The run file 'missing.toml' does not exist. `atoll new` writes one."),
     ("worker --server {url} --restarts 1 -- true", "--site"),
     ("worker --server {url} -- no-such-command", "no-such-command"),
     *((f"status --server {address}", repr(address)) for address in ("h:8512", "ftp://h", "http://", "http://h:port")),
+    ("status --dir state", "There is no run in 'state'."),
+    ("status --dir state --server http://127.0.0.1:1", "--dir cannot be combined with --server"),
     ("export x.safetensors --server http://127.0.0.1:9 --dir state", "Use only one of them"),
+    ("export x.safetensors --dir .", "There is no run in '.'"),
+    ("evaluate --server http://127.0.0.1:9 --out .", "'.' is a folder, not a file. Give a file name: evaluation.md."),
     (f"export {256 * 'x'}.safetensors --dir state", "xxx.safetensors' has more than 255 bytes. Give a shorter one."),
     (f"new {256 * 'x'}", "xxx' has more than 255 bytes. Give a shorter one."),
     ("audit .", "There is no run in"),
@@ -64,10 +72,11 @@ WRONG = [
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("words", "said"), WRONG, ids=[words.split(" --")[0][:40] + said[:9] for words, said in WRONG])
-def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, words: str, said: str) -> None:
+def test_a_wrong_command_line_is_exit_2_and_says_why(canned, atoll_command, tmp_path, words: str, said: str) -> None:
     outcome = atoll_command(*words.format(url=canned.url).split())
     assert outcome.returncode == 2
     assert said in " ".join(outcome.stderr.split())
+    assert not list(tmp_path.glob("*.*"))  # neither a model nor a journal
 
 
 @pytest.mark.covers("X3")
@@ -137,7 +146,7 @@ def test_new_files_run_by_the_commands_that_it_prints_and_the_result_can_be_expo
     server = run_commands(nursery, folder, [*serve, "--rounds=3", *flags], work)
     assert "round 3: version 3 from 2 updates (a, b)" in server.output()
     assert "finished at version 3" in server.output()
-    rows = [json.loads(line) for line in (exports / "metrics.jsonl").read_text().splitlines()]
+    rows = history(folder / "atoll-run")
     assert [(row["version"], row["workers"]) for row in rows] == [(number, ["a", "b"]) for number in (1, 2, 3)]
     assert rows[-1]["metrics"]["loss"] < rows[0]["metrics"]["loss"]
     assert "1.weight" in load_file(exports / "model.safetensors")
@@ -196,26 +205,25 @@ def test_new_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("X3")
-def test_new_names_a_folder_that_cannot_be_written_in_one_line(atoll_command, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("new taken/mine", "taken/mine cannot be written: Not a directory. Give another folder"),
+        (
+            "evaluate --server http://127.0.0.1:9 --out taken/found.md",
+            "The folder taken cannot be made (File exists). Give a file in a folder that this user may write.",
+        ),
+    ],
+    ids=["new", "evaluate"],
+)
+def test_a_folder_that_cannot_be_written_is_named_before_anything_is_asked_for(
+    atoll_command, tmp_path: Path, words: str, said: str
+) -> None:
     (tmp_path / "taken").write_text("a file")
-    outcome = atoll_command("new", "taken/mine")
+    outcome = atoll_command(*words.split())
     assert outcome.returncode == 7
-    assert outcome.stderr.startswith("atoll: taken/mine cannot be written: Not a directory. Give another folder")
+    assert outcome.stderr.startswith(f"atoll: {said}")
     assert outcome.stderr.count("\n") == 1
-
-
-@pytest.mark.covers("X3")
-def test_evaluate_names_a_folder_that_cannot_be_written_before_it_asks_for_anything(atoll_command, tmp_path) -> None:
-    (tmp_path / "taken").write_text("a file")
-    outcome = atoll_command("evaluate", "--server", "http://127.0.0.1:9", "--out", "taken/found.md")
-    assert outcome.returncode == 7
-    assert outcome.stderr == (
-        "atoll: The folder taken cannot be made (File exists). Give a file in a folder that this user may write.\n"
-    )
-    (tmp_path / "folder").mkdir()
-    outcome = atoll_command("evaluate", "--server", "http://127.0.0.1:9", "--out", "folder")
-    assert outcome.returncode == 2
-    assert outcome.stderr == "atoll: 'folder' is a folder, not a file. Give a file name: folder/evaluation.md.\n"
 
 
 def test_new_quotes_a_name_that_toml_would_misread(atoll_command, tmp_path: Path) -> None:

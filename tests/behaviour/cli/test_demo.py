@@ -100,15 +100,8 @@ def test_the_federated_demo_trains_and_leaves_only_files(script, tmp_path) -> No
     assert "from the start of the processes to their end" in lines[time_line + 1]
     assert "data-parallel training would have sent" in outcome.stdout
     folder = tmp_path / "demo"
-    names = {path.name for path in folder.iterdir()}
-    assert names == {
-        "model.safetensors",
-        "metrics.jsonl",
-        "loss.png",
-        "server.log",
-        "site-1.log",
-        "site-2.log",
-    }
+    files = {"model.safetensors", "metrics.jsonl", "loss.png", "server.log", "site-1.log", "site-2.log"}
+    assert {path.name for path in folder.iterdir()} == files
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["round"] for line in lines] == [1, 2, 3]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import serve
+from kit.peers import Connection, Peer
 from torch import nn
 
 import atoll
@@ -45,7 +44,7 @@ def test_the_script_finds_its_server_in_the_environment_and_its_own_arguments(ca
     }
     assert arguments == ["--site", "x", "--help"]
     assert outcome.stderr == f"atoll: {canned.url} answers, run canned; starting {sys.executable}\n"
-    assert canned.asked == ["Bearer secret"]
+    assert [request.headers["authorization"] for request in canned.requests] == ["Bearer secret"]
     said = atoll_command("worker", "--help").stdout.replace("ATOLL_TOKEN", "").replace("A token comes", "")
     assert "token" not in said  # no flag takes one
 
@@ -85,7 +84,7 @@ def test_a_restart_waits_for_the_server_and_counts_one_that_is_away(atoll_comman
 
 
 def test_something_else_than_atoll_is_told(canned, atoll_command) -> None:
-    canned.answers = {"/v1/run": (200, "<html>hello</html>")}
+    canned.answers["/v1/run"] = (200, "<html>hello</html>")
     outcome = atoll_command("worker", "--server", canned.url, "--", "true")
     assert outcome.returncode == 6
     assert canned.url in outcome.stderr
@@ -132,7 +131,6 @@ def started(
     finally:
         for number, action in before.items():
             signal.signal(number, action)
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield process
     process.wait(20)
@@ -168,25 +166,6 @@ def test_a_killed_wrapper_does_not_leave_its_command(canned) -> None:
 # -- a server that does not answer: why, and again when the reason changes
 
 
-@contextmanager
-def closes_every_connection(port: int) -> Iterator[None]:
-    """What a TLS server does with plain HTTP."""
-    with socket.create_server(("127.0.0.1", port)) as listener:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                connection.recv(65536)
-                connection.close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield
-        listener.shutdown(socket.SHUT_RDWR)
-
-
 def words(address: str) -> tuple[str, ...]:
     return ("worker", "--server", address, "--", "touch", "ran")
 
@@ -207,7 +186,7 @@ def test_prints_again_when_the_cause_changes(nursery: Nursery, tmp_path: Path) -
     port = free_port()
     process = nursery.start("atoll", *words(f"http://127.0.0.1:{port}"), cwd=tmp_path, env={"ATOLL_GIVE_UP_S": "0"})
     wait_until(lambda: len(process.output().splitlines()) == 1, "the first cause")
-    with closes_every_connection(port):
+    with Peer(Connection.request, port=port):  # closes every connection, as a TLS server does with plain HTTP
         wait_until(lambda: len(process.output().splitlines()) == 2, "the second cause")
     process.send(signal.SIGTERM)
     process.wait()
