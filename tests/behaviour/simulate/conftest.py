@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_here import simulate_here
-from simulated_world import MOVES, model_of, simulation
+from simulated_world import MOVES, RULES, result_of
 
 
 @pytest.fixture
@@ -24,9 +24,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What SCAFFOLD comes to, of four sites and three rounds."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    """What a run with RULES comes to, of four sites and three rounds."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         simulate_here(monkeypatch)
-        simulation(folder, **{"algorithm.name": "scaffold"}).run()
-    return model_of(folder / "state")
+        return result_of(tmp_path_factory.mktemp("undisturbed"), **RULES)

@@ -13,6 +13,7 @@ from kit.servers import new_simulation
 from torch import nn
 
 import atoll
+from atoll.testing.run import history
 
 SITES = ["site-0000", "site-0001", "site-0002", "site-0003"]
 
@@ -73,6 +74,16 @@ def write(folder: Path, client: str = CLIENT, **settings: Any) -> Path:
     return run_file
 
 
+RULES = {"algorithm.name": "scaffold", "aggregation.upload_codec.name": "int8"}
+"""With both kinds of what a site keeps between its rounds."""
+
+KILLS = """\
+        import os, pathlib, signal
+        marks = pathlib.Path(__file__).parent
+        if worker.site == "site-0001" and fl_round.number == 2 and len(list(marks.glob("killed-*"))) < {times}:
+            (marks / f"killed-{os.getpid()}").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
 SUBMITS = "        fl_round.submit("
 
 
@@ -84,13 +95,26 @@ def doing(more: str, **values: object) -> str:
 
 
 def simulation(
-    folder: Path, client: str = CLIENT, *, sites: int = 4, processes: int = 1, engine: str = "local", **settings: Any
+    folder: Path,
+    client: str = CLIENT,
+    *,
+    script: str = "client.py:train",
+    sites: int = 4,
+    processes: int = 1,
+    engine: str = "local",
+    **settings: Any,
 ) -> atoll.Simulation:
     """A simulation in a program; the run file, the client and `state` are in `folder`."""
     given = {"disk.state_dir": folder / "state", "model.source": f"{folder / 'client.py'}:build"}
     read = atoll.Settings.read(write(folder, client, **{"rounds.sites": sites} | settings), given)
-    how: dict[str, Any] = {"sites": sites, "processes": processes, "engine": engine}
-    return atoll.Simulation(settings=read, script=f"{folder / 'client.py'}:train", **how)
+    return atoll.Simulation(settings=read, script=f"{folder / script}", sites=sites, processes=processes, engine=engine)
+
+
+def result_of(folder: Path, client: str = CLIENT, **how: Any) -> bytes:
+    """The result of a simulation in which every site takes part to the end."""
+    done = simulation(folder, client, **how).run()
+    assert (done.failed, done.late) == ({}, 0)
+    return model_of(folder / "state")
 
 
 def simulate(nursery: Nursery, run_file: Path, *flags: str, code: int = 0, **env: str) -> str:
@@ -113,8 +137,7 @@ def model_of(folder: Path) -> bytes:
 
 def workers_of(folder: Path) -> list[list[str]]:
     """The sites that took part in each round."""
-    lines = (folder / "exports" / "metrics.jsonl").read_text().splitlines()
-    return [[name[-1] for name in json.loads(line)["workers"]] for line in lines]
+    return [[name[-1] for name in row["workers"]] for row in history(folder)]
 
 
 # -- a model of which the result is derived by hand
@@ -147,21 +170,14 @@ def train(worker) -> None:
         fl_round.submit(model, weight=1.0, metrics={"number": number, "threads": torch.get_num_threads()})
 
 
-def remember(worker) -> None:
-    """As `train`, and says how much memory its process has."""
+def measure(worker) -> None:
+    """As `train`, and says how much memory its process has, and how many files it has open."""
     held = torch.ones(8 * 2**20)  # 32 MB of a simulated site's own, past what stays with the process when it is freed
     train(worker)
     status = Path("/proc/self/status").read_text().splitlines()
     anonymous = next(line.split()[1] for line in status if line.startswith("RssAnon:"))
-    with (HERE / "memory").open("a") as file:
-        file.write(f"{int(anonymous) * 1024 * int(held[0])}\\n")
-
-
-def opened(worker) -> None:
-    """As `train`, and says how many files its process has open."""
-    train(worker)
-    with (HERE / "opened").open("a") as file:
-        file.write(f"{len(os.listdir('/proc/self/fd'))}\\n")
+    with (HERE / "measured").open("a") as file:
+        file.write(f"{int(anonymous) * 1024 * int(held[0])} {len(os.listdir('/proc/self/fd'))}\\n")
 '''
 
 

@@ -13,24 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_here import simulate_here
 from harness.processes import Nursery, free_port, wait_until
-from simulated_world import CLIENT, doing, model_of, simulate, simulation, told, write
+from simulated_world import KILLS, RULES, doing, model_of, result_of, simulate, simulation, told, write
 
-import atoll
 from atoll.errors import ConfigError, RunFailed
 
 FOUR = ("--set", "rounds.sites=4", "--processes", "2", "--engine", "ray")
-RULES = {"algorithm.name": "scaffold", "aggregation.upload_codec.name": "int8"}
-"""Both kinds of what a site keeps between its rounds: it travels with a job, and back."""
-
-KILLS = """\
-        import os, pathlib, signal
-        mark = pathlib.Path(__file__).parent / "killed"
-        if worker.site == "site-0001" and fl_round.number == 2 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 @pytest.fixture(scope="session")
@@ -44,21 +32,6 @@ def ray_here(ray: Any) -> Iterator[Any]:
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
-
-
-def result(folder: Path, engine: str, rounds: int = 3, processes: int = 1, client: str = CLIENT) -> bytes:
-    """Of four sites, of a state directory that may be there already."""
-    done = simulation(folder, client, processes=processes, engine=engine, **RULES, **{"rounds.total": rounds}).run()
-    assert done.failed == {}
-    return model_of(folder / "state")
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What three rounds come to on this machine."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        simulate_here(monkeypatch)
-        return result(tmp_path_factory.mktemp("undisturbed"), "local")
 
 
 @pytest.mark.covers("V1", "V2")
@@ -81,10 +54,10 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
 
     monkeypatch.setattr(ray_here, "get", asked)
     before = set(Path(tempfile.gettempdir()).glob("atoll-actor-*"))
-    assert result(tmp_path, "ray", client=doing(KILLS)) == undisturbed
+    assert result_of(tmp_path, doing(KILLS, times=1), engine="ray", **RULES) == undisturbed
     left = set(Path(tempfile.gettempdir()).glob("atoll-actor-*")) - before
     assert len(left) <= 2, "of the two that were lost; the next simulation removes them"
-    assert (tmp_path / "killed").exists()
+    assert len(list(tmp_path.glob("killed-*"))) == 1
     assert not short
     assert ray_here.is_initialized()  # it is the program's, not the simulation's
     assert "was lost (its machine had too little memory) while it trained site-000" in caplog.text
@@ -118,8 +91,8 @@ def test_a_ray_that_cannot_go_on_is_said_with_what_goes_on(
 @pytest.mark.slow
 @pytest.mark.long
 def test_what_was_begun_on_ray_goes_on_here(ray_here: Any, tmp_path: Path, undisturbed: bytes) -> None:
-    result(tmp_path, "ray", rounds=2)
-    assert result(tmp_path, "local", rounds=3) == undisturbed
+    result_of(tmp_path, engine="ray", **RULES, **{"rounds.total": 2})
+    assert result_of(tmp_path, **RULES) == undisturbed
 
 
 @pytest.mark.slow
@@ -183,11 +156,9 @@ def test_a_ray_that_is_not_installed_is_refused_with_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    settings = atoll.Settings.read(write(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"not installed here\. Install it with pip install 'atoll\[ray\]'"
-    ) as refused:
-        atoll.Simulation(settings=settings, sites=4, engine="ray")
+    how = r"not installed here\. Install it with pip install 'atoll\[ray\]'"
+    with pytest.raises(ConfigError, match=how) as refused:
+        simulation(tmp_path, engine="ray")
     assert refused.value.exit_code == 2
 
 

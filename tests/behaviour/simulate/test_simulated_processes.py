@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -14,14 +12,18 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, free_port, wait_until
+from kit.folders import open_paths
 from kit.processes import running_in
 from kit.servers import new_simulation
 from simulated_world import (
+    KILLS,
     MOVES,
+    RULES,
     SITES,
     doing,
     model_of,
     moved,
+    result_of,
     run,
     simulate,
     simulation,
@@ -39,7 +41,6 @@ from atoll.testing.run import together
 pytestmark = pytest.mark.slow
 FOUR = ("--set", "rounds.sites=4", "--processes", "1")
 TWO = ("--set", "rounds.sites=4", "--processes", "2")
-SCAFFOLD = {"algorithm.name": "scaffold"}
 
 # -- the same bits
 
@@ -64,21 +65,6 @@ def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
     return model_of(folder / "state")
 
 
-def simulated(folder: Path, name: str, *, processes: int, client: str = "client.py:train") -> bytes:
-    """By a simulation, in a program."""
-    file, colon, function = client.partition(":")
-    given = {"disk.state_dir": folder / name, "model.source": f"{folder / 'client.py'}:build"}
-    done = atoll.Simulation(
-        settings=atoll.Settings.read(folder / "run.toml", given),
-        script=f"{folder / file}{colon}{function}",
-        sites=len(SITES),
-        processes=processes,
-    ).run()
-    assert (done.rounds, done.failed, done.late) == (3, {}, 0)
-    assert (folder / name / "exports" / "metrics.jsonl").read_text().count("\n") == 3
-    return model_of(folder / name)
-
-
 @pytest.mark.covers("V1")
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=pytest.mark.long) if each in ("fedadam", "int8") else each for each in RUNS]
@@ -89,13 +75,13 @@ def test_a_simulation_ends_with_the_bits_of_real_workers(
     result = trained(nursery, tmp_path, **RUNS[name])
     if name == "fedavg":  # as for users: each process imports torch, and has its own seed of hashes
         request.getfixturevalue("fresh_processes")
-    assert simulated(tmp_path, "simulated", processes=2) == result
+    assert result_of(tmp_path / "simulated", processes=2, **RUNS[name]) == result
 
 
 def test_same_bits_for_every_draw_and_form_of_the_script(nursery: Nursery, tmp_path: Path) -> None:
     result = trained(nursery, tmp_path, **SAMPLED)
-    assert simulated(tmp_path, "main", processes=1, client="client.py:main") == result
-    assert simulated(tmp_path, "script", processes=1, client="client.py") == result
+    assert result_of(tmp_path / "main", script="client.py:main", **SAMPLED) == result
+    assert result_of(tmp_path / "script", script="client.py", **SAMPLED) == result
 
 
 # -- processes
@@ -163,8 +149,8 @@ def test_lines_of_two_processes_do_not_mix(nursery: Nursery, tmp_path: Path) -> 
 
 @pytest.mark.covers("V4")
 def test_memory_does_not_grow_with_the_number_of_simulated_sites(tmp_path: Path, client: str) -> None:
-    run(tmp_path, client.replace(":train", ":remember"), sites=60, **{"rounds.total": 1})
-    used = [int(line) for line in (tmp_path / "memory").read_text().split()]
+    run(tmp_path, client.replace(":train", ":measure"), sites=60, **{"rounds.total": 1})
+    used = [int(line.split()[0]) for line in (tmp_path / "measured").read_text().splitlines()]
     assert len(used) == 60
     assert max(used[5:]) - used[4] < 16 * 2**20  # 55 more of them, with 32 MB each while they train
 
@@ -198,29 +184,20 @@ def test_hundreds_that_have_the_same_to_say_are_not_all_heard(
     assert capfd.readouterr().err.count("the pseudo-gradient is all zero") == 3
 
 
-def open_within(folder: Path) -> list[str]:
-    """Files of this process; not its sockets, which a Ray of other tests opens and closes as it likes."""
-    found = []
-    for each in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(each))
-    return [path for path in found if path.startswith(str(folder))]
-
-
 def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, client: str) -> None:
     files: list[int] = []
     pins: list[int] = []
 
     def on_round(summary: Any) -> None:
         files.append(len(list((tmp_path / "state" / "slots").iterdir())))
-        pins.append(len(open_within(tmp_path / "state")))
+        pins.append(sum(path.startswith(str(tmp_path / "state")) for path in open_paths()))
 
-    run(tmp_path, client.replace(":train", ":opened"), **{"rounds.total": 30}, on_round=on_round)
+    run(tmp_path, client.replace(":train", ":measure"), **{"rounds.total": 30}, on_round=on_round)
     assert (
         max(files[5:]) <= 4 + 5
     )  # 4 updates; two versions, the durable one, that on its way to disk, the next, in work
     assert max(pins[10:]) <= max(pins[:10]) + 4
-    theirs = [int(line) for line in (tmp_path / "opened").read_text().split()]
+    theirs = [int(line.split()[1]) for line in (tmp_path / "measured").read_text().splitlines()]
     assert len(theirs) == 120
     assert max(theirs[20:]) <= max(theirs[:20]) + 4
 
@@ -241,20 +218,11 @@ def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tm
     assert "ignored a second answer" not in said
 
 
-KILLS = """\
-        import os, pathlib, signal
-        marks = pathlib.Path(__file__).parent
-        if worker.site == "site-0001" and fl_round.number == 2 and len(list(marks.glob("killed-*"))) < {times}:
-            (marks / f"killed-{os.getpid()}").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.covers("V2")
 def test_a_process_that_is_killed_is_replaced_and_its_simulated_site_trained_again(
     nursery: Nursery, tmp_path: Path, undisturbed: bytes
 ) -> None:
-    said = simulate(nursery, write(tmp_path, doing(KILLS, times=2), **SCAFFOLD), *TWO, "--json")
+    said = simulate(nursery, write(tmp_path, doing(KILLS, times=2), **RULES), *TWO, "--json")
     assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
     assert told(said)["failed"] == {}
     assert model_of(tmp_path / "atoll-simulation") == undisturbed
@@ -286,7 +254,7 @@ WAITS = """\
 def test_a_simulation_that_was_ended_leaves_nothing_running_and_goes_on(
     nursery: Nursery, tmp_path: Path, number: signal.Signals, undisturbed: bytes
 ) -> None:
-    run_file = write(tmp_path, doing(WAITS), **SCAFFOLD)
+    run_file = write(tmp_path, doing(WAITS), **RULES)
     process = nursery.start("atoll", "simulate", "run.toml", *FOUR, cwd=tmp_path)
     wait_until((tmp_path / "here").exists, "round 2")
     process.send(number)
@@ -359,10 +327,7 @@ def test_simulated_sites_that_never_return_do_not_keep_the_processes(
 def test_what_has_no_meaning_is_refused_with_exit_code_2(
     nursery: Nursery, tmp_path: Path, flags: list[str], settings: dict[str, object], why: str
 ) -> None:
-    write(tmp_path, **settings)
-    process = nursery.start("atoll", "simulate", "run.toml", *flags, cwd=tmp_path)
-    assert process.wait(60) == 2, process.output()
-    assert why in " ".join(process.output().split())
+    assert why in " ".join(simulate(nursery, write(tmp_path, **settings), *flags, code=2).split())
 
 
 def test_a_client_that_cannot_be_imported_is_said_with_its_traceback(nursery: Nursery, tmp_path: Path) -> None:

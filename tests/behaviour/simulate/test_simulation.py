@@ -13,7 +13,7 @@ import pytest
 import torch
 from kit.client import Client
 from kit.servers import plain_server
-from simulated_world import CLIENT, MOVES, doing, model_of, moved, run, simulation, start, workers_of
+from simulated_world import CLIENT, MOVES, RULES, doing, moved, result_of, run, simulation, start, workers_of
 
 from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
@@ -24,7 +24,6 @@ from atoll.simulate import schedule_sites
 from atoll.testing.run import failpoints
 
 pytestmark = pytest.mark.usefixtures("here")
-SCAFFOLD = {"algorithm.name": "scaffold"}
 
 DRAWS = """
 import random
@@ -219,15 +218,14 @@ def test_names_every_site_that_fails_and_prints_three_tracebacks(
 
 @pytest.mark.covers("V2", "X3")
 def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(tmp_path: Path, undisturbed: bytes) -> None:
-    rules = {"rounds.min_sites": 3} | SCAFFOLD
+    rules = {"rounds.min_sites": 3} | RULES
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
     why = r"Round 2 cannot end \(waits for another site: 2 alive, rounds.min_sites is 3\).*no data at site-0001"
     with pytest.raises(RunFailed, match=why) as failed:
         simulation(tmp_path, client, **rules).run()
     assert "it continues from here" in failed.value.remedy
     assert failed.value.exit_code == 9
-    assert simulation(tmp_path, **rules).run().failed == {}
-    assert model_of(tmp_path / "state") == undisturbed
+    assert result_of(tmp_path, **rules) == undisturbed
 
 
 @pytest.mark.covers("S2", "V2", "F41")
@@ -235,7 +233,7 @@ def test_a_control_that_is_damaged_or_lost_is_no_zero(tmp_path: Path) -> None:
     """At zero it would train that site away from the rest, without a word."""
 
     def simulated(rounds: int) -> Any:
-        return simulation(tmp_path, **SCAFFOLD, **{"rounds.total": rounds, "rounds.min_sites": 1}).run()
+        return simulation(tmp_path, **RULES, **{"rounds.total": rounds, "rounds.min_sites": 1}).run()
 
     kept = tmp_path / "state" / "sites" / "site-0001"
     assert simulated(rounds=2).failed == {}
@@ -257,7 +255,7 @@ def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
     """Leave the state directory of one round with the folder `sites` of `by` rounds later."""
     state, older = folder / "state", folder / "older"
     for rounds in (1, 1 + by):
-        assert simulation(folder, **rules, **{"rounds.total": rounds}).run().failed == {}
+        result_of(folder, **rules, **{"rounds.total": rounds})
         if rounds == 1:
             shutil.copytree(state, older)
     shutil.rmtree(older / "sites")
@@ -267,15 +265,10 @@ def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
 
 
 @pytest.mark.covers("S2", "V2")
-@pytest.mark.parametrize("rules", [SCAFFOLD, INT8], ids=["scaffold", "int8"])
-def test_a_simulation_with_sites_a_round_ahead_goes_on_with_the_same_bits(
-    tmp_path: Path, rules: dict[str, Any]
-) -> None:
+def test_a_simulation_with_sites_a_round_ahead_goes_on_with_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
     """The run was restored, the folder of its sites was not: each has a pending update that the run has lost."""
-    assert simulation(tmp_path / "whole", **rules).run().failed == {}
-    ahead_of_journal(tmp_path, rules, by=1)
-    assert simulation(tmp_path, **rules).run().failed == {}
-    assert model_of(tmp_path / "state") == model_of(tmp_path / "whole" / "state")
+    ahead_of_journal(tmp_path, RULES, by=1)
+    assert result_of(tmp_path, **RULES) == undisturbed
 
 
 @pytest.mark.covers("S2")
@@ -283,12 +276,12 @@ def test_sites_that_are_two_rounds_ahead_are_refused_as_real_ones_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their files have no c_i of the restored round any more, and a later one would train them away from the rest."""
-    ahead_of_journal(tmp_path, SCAFFOLD, by=2)
+    ahead_of_journal(tmp_path, RULES, by=2)
     with pytest.raises(RunFailed, match=r"The algorithm's state of this site is lost.*ATOLL_NEW_STATE=1"):
-        simulation(tmp_path, **SCAFFOLD).run()
+        simulation(tmp_path, **RULES).run()
     assert workers_of(tmp_path / "state") == [list("0123")]
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
-    assert simulation(tmp_path, **SCAFFOLD).run().failed == {}
+    assert simulation(tmp_path, **RULES).run().failed == {}
 
 
 @pytest.mark.covers("S2")
@@ -304,12 +297,11 @@ def test_a_disk_that_is_full_ends_the_simulation_which_goes_on_when_there_is_spa
 ) -> None:
     """No site is dropped for it: without its control a site would be lost for the rest of the run."""
     full_disk = pytest.raises(StoreError, match=r"The disk failed while site-000\d was trained: .*no space left")
-    with failpoints("worker.write=enospc@50"), full_disk as error:
-        simulation(tmp_path, **SCAFFOLD).run()
+    with failpoints("worker.write=enospc@90"), full_disk as error:
+        simulation(tmp_path, **RULES).run()
     assert error.value.exit_code == 7
     assert 0 < len(workers_of(tmp_path / "state")) < 3
-    assert simulation(tmp_path, **SCAFFOLD).run().failed == {}
-    assert model_of(tmp_path / "state") == undisturbed
+    assert result_of(tmp_path, **RULES) == undisturbed
 
 
 # -- what is refused
@@ -324,19 +316,21 @@ def test_a_function_that_no_other_process_finds_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.covers("X3")
-def test_workflows_are_refused_rather_than_left_out(tmp_path: Path, client: str) -> None:
-    entries = [{"kind": "train"}, {"kind": "cross_site_evaluation"}]
-    with pytest.raises(
-        ConfigError, match=r"workflow.steps is set, but simulated sites cannot answer tasks.*atoll server"
-    ):
-        run(tmp_path, client, **{"workflow.steps": entries})
-
-
-def test_names_of_simulated_sites_have_to_differ(tmp_path: Path, client: str) -> None:
-    with pytest.raises(ConfigError, match="with its own name"):
-        run(tmp_path, client, sites=["a", "b", "a"])
-    with pytest.raises(ConfigError, match="not a site name"):
-        run(tmp_path, client, sites=["a b"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"workflow.steps": [{"kind": "train"}, {"kind": "cross_site_evaluation"}]},
+            "workflow.steps is set, but simulated sites cannot answer tasks.*atoll server",
+        ),
+        ({"sites": ["a", "b", "a"]}, "with its own name"),
+        ({"sites": ["a b"]}, "not a site name"),
+    ],
+    ids=["workflows", "one name twice", "no name"],
+)
+def test_what_a_simulation_cannot_do_is_refused(tmp_path: Path, client: str, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path, client, **given)
 
 
 def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
