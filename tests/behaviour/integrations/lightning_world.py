@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 import atoll.integrations.lightning
+from atoll.protocol.status_messages import RoundSummary
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 usual = PACKAGES[0]
@@ -129,10 +130,10 @@ def serve(folder: Path, algorithm: str = "fedavg", *, norm: bool = False, **opti
     return plain_server(folder, One(norm), **settings | (DILOCO if algorithm == "diloco" else {}) | options)
 
 
-def lines(server: atoll.Server) -> list[dict[str, Any]]:
+def rounds_of(server: atoll.Server) -> list[RoundSummary]:
     """What the server's status says of the rounds, at the end of the run."""
     assert server.wait(60)
-    return [summary.model_dump() for summary in server.status().history]
+    return server.status().history
 
 
 def result(server: atoll.Server) -> dict[str, Tensor]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 import transformers_world
 from engine_here import simulate_here
 from harness.processes import Nursery, wait_until
-from kit import FederatedSites, ForkedServer, ask_journal, exported, ticket_states
+from kit import FederatedSites, ForkedServer, exported, ticket_states
+from kit.results import Result
 from lightning_world import DILOCO, Tiny, data, driver_of, fit_rounds, patched
 from safetensors.torch import load_file
 from transformers_world import STEPS, TARGETS, callback_of, descend, trainer_of
@@ -105,7 +106,7 @@ def test_a_lightning_fit_resumes_diloco_from_a_checkpoint_that_agrees(tmp_path: 
         module = Tiny()
         patched(server, tmp_path / "w", max_epochs=2).fit(module, data(), ckpt_path=file)
         assert module.steps == 3
-        assert len(lightning_world.lines(server)) == 2
+        assert len(lightning_world.rounds_of(server)) == 2
 
 
 @pytest.mark.covers("X3")
@@ -170,73 +171,55 @@ class World:
         self.other.join()
         assert self.server.kept.wait() == 0
         assert self.server.kept.deaths == 1
-        tickets = "SELECT site, base_version + 1 FROM tickets WHERE state = 'counted' ORDER BY 1, 2"
-        assert ask_journal(self.folder, tickets) == [
-            (site, number) for site in self.names for number in range(1, ROUNDS + 1)
-        ]
+        each = [(site, number) for site in self.names for number in range(1, ROUNDS + 1)]
+        assert Result(self.folder).counted() == each
         return exported(self.folder)["w"].item()
-
-
-@pytest.fixture
-def world_of(nursery: Nursery, tmp_path: Path) -> Iterator[Callable[..., World]]:
-    with contextlib.ExitStack() as stack:
-
-        def make(trainers: ModuleType, algorithm: str) -> World:
-            world = World(nursery, tmp_path, trainers, algorithm)
-            stack.enter_context(world.server)
-            return world
-
-        yield make
 
 
 @pytest.mark.slow
 @pytest.mark.covers("S1", "F6")
 @pytest.mark.parametrize("algorithm", ["fedavg", *(pytest.param(each, marks=LONG) for each in ("scaffold", "diloco"))])
-def test_a_lightning_trainer_goes_on(world_of: Any, algorithm: str) -> None:
+def test_a_lightning_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
     """Three steps of rate 0.1: e = 1 − w → 0.729·e; with the other site's e the mean is 0.8645·e. Nothing twice."""
-    world: World = world_of(lightning_world, algorithm)
+    world = World(nursery, tmp_path, lightning_world, algorithm)
 
-    class Told(Tiny):
+    class Counted(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
             world.in_step(self.steps)
             return loss
 
-    trainer, module = lightning_world.trainer_of(), Told()
-    atoll.integrations.lightning.patch(trainer, world.server.url, "a", folder=world.folder / "a")
-    fit_rounds(trainer, module)
-    w = world.require_each_update_once()
+    with world.server as server:
+        trainer, module = lightning_world.trainer_of(), Counted()
+        atoll.integrations.lightning.patch(trainer, server.url, "a", folder=tmp_path / "a")
+        fit_rounds(trainer, module)
+        w = world.require_each_update_once()
     assert w == pytest.approx(1 - (0.8645 if algorithm == "fedavg" else 0.729) ** ROUNDS)
     assert module.w.item() == pytest.approx(w)
     assert module.steps == ROUNDS * STEPS  # no round was trained twice
 
 
-class Counted(transformers_world.One):
-    """Says each step to the world."""
-
-    def __init__(self, in_step: Callable[[int], None]) -> None:
-        super().__init__()
-        self._in_step, self.steps = in_step, 0
-
-    def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
-        self.steps += 1
-        self._in_step(self.steps)
-        return super().forward(target)
-
-
 @pytest.mark.slow
 @pytest.mark.covers("S10", "F6")
 @pytest.mark.parametrize("algorithm", ["fedavg", pytest.param("diloco", marks=LONG)])
-def test_a_transformers_trainer_goes_on(world_of: Any, tmp_path: Path, algorithm: str) -> None:
+def test_a_transformers_trainer_goes_on(nursery: Nursery, tmp_path: Path, algorithm: str) -> None:
     """Momentum and schedule go on over all nine steps, as if nothing had happened."""
-    world: World = world_of(transformers_world, algorithm)
-    trainer = trainer_of(world.server.url, tmp_path, Counted(world.in_step), sync_every=STEPS)
-    trainer.train()
+    world, steps = World(nursery, tmp_path, transformers_world, algorithm), count(1)
+
+    class Counted(transformers_world.One):
+        def forward(self, target: torch.Tensor) -> dict[str, torch.Tensor]:
+            world.in_step(next(steps))
+            return super().forward(target)
+
+    with world.server as server:
+        trainer = trainer_of(server.url, tmp_path, Counted(), sync_every=STEPS)
+        trainer.train()
+        w = world.require_each_update_once()
     x = velocity = 0.0
     for number in range(ROUNDS):
         y, velocity = descend(range(number * STEPS, (number + 1) * STEPS), x, velocity)
         x = (x + y) / 2 if algorithm == "fedavg" else y
-    assert world.require_each_update_once() == pytest.approx(x, rel=1e-5)
+    assert w == pytest.approx(x, rel=1e-5)
     assert trainer.model.w.item() == pytest.approx(x, rel=1e-5)
     assert trainer.state.global_step == ROUNDS * STEPS
     assert callback_of(trainer).rounds == ROUNDS

@@ -12,10 +12,10 @@ from lightning_world import (
     data,
     fit_rounds,
     global_control,
-    lines,
     package,
     patched,
     result,
+    rounds_of,
     serve,
     trainer_of,
 )
@@ -48,14 +48,7 @@ def test_two_sites_on_one_trainer_are_refused_before_either_joins(tmp_path: Path
         assert server.status().workers == []
 
 
-def test_two_callbacks_are_refused_without_a_server_too(tmp_path: Path) -> None:
-    trainer = patched(None, tmp_path)
-    trainer.callbacks.append(atoll.integrations.lightning.AtollCallback(site="b"))
-    with pytest.raises(UsageError, match="for the sites 'a', 'b'"):
-        trainer.fit(Tiny(), data())
-
-
-def test_a_trainer_takes_part_once() -> None:
+def test_a_trainer_takes_part_once_without_a_server_too() -> None:
     trainer = trainer_of()
     with pytest.raises(UsageError, match=r"has no AtollCallback\. Call atoll\.integrations\.lightning\.patch"):
         atoll.integrations.lightning.is_running(trainer)
@@ -64,6 +57,9 @@ def test_a_trainer_takes_part_once() -> None:
     atoll.integrations.lightning.patch(trainer)
     with pytest.raises(UsageError, match="already"):
         atoll.integrations.lightning.patch(trainer)
+    trainer.callbacks.append(atoll.integrations.lightning.AtollCallback(site="b"))
+    with pytest.raises(UsageError, match="has 2 Atoll callbacks"):
+        trainer.fit(Tiny(), data())
     with pytest.raises(UsageError, match="dict is not a Lightning Trainer"):
         atoll.integrations.lightning.patch({})
 
@@ -97,7 +93,7 @@ def test_a_line_search_in_a_fit_goes_by_the_loss_of_fedprox(tmp_path: Path) -> N
         for number in atoll.integrations.lightning.rounds(trainer):
             trainer.fit(module, data())
             assert module.w.item() == pytest.approx((2 / 3, 8 / 9)[number - 1], abs=1e-5)
-        assert len(lines(server)) == 2
+        assert len(rounds_of(server)) == 2
 
 
 @pytest.mark.covers("S1")
@@ -112,7 +108,7 @@ def test_an_average_of_weights_is_what_a_round_submits(
     with serve(tmp_path, algorithm, **settings) as server:
         trainer, module = patched(server, tmp_path, callbacks=[callbacks().EMAWeightAveraging(decay=0.5)]), Tiny()
         fit_rounds(trainer, module, data(), data())
-        assert [row["metrics"]["val_w"] for row in lines(server)] == pytest.approx([1 - 0.792, 1 - 0.792**2])
+        assert [row.metrics["val_w"] for row in rounds_of(server)] == pytest.approx([1 - 0.792, 1 - 0.792**2])
         assert result(server)["w"].item() == pytest.approx(1 - 0.792**2)
         assert module.w.item() == pytest.approx(1 - 0.792**2)
 
@@ -151,7 +147,7 @@ def test_what_would_submit_another_models_weights_is_refused(
         assert module.steps == 0
         trainer.callbacks.remove(average)  # the remedy; the same round
         trainer.fit(module, data())
-        assert lines(server)[0]["workers"] == ["a"]
+        assert rounds_of(server)[0].workers == ["a"]
         assert module.w.item() == pytest.approx(1 - 0.9**3)
 
 
@@ -162,7 +158,7 @@ def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_
     with serve(tmp_path, rounds=3) as server:
         trainer, module = patched(server, tmp_path, max_epochs=4, callbacks=[stopping]), Tiny()
         fit_rounds(trainer, module, data(), data())
-        assert [row["weights"] for row in lines(server)] == [[24.0], [12.0], [12.0]]
+        assert [row.weights for row in rounds_of(server)] == [[24.0], [12.0], [12.0]]
         assert module.w.item() == pytest.approx(1 - 0.9**12)
 
 
@@ -173,7 +169,7 @@ def test_checkpoints_are_of_this_sites_training_over_all_rounds(tmp_path: Path) 
     with serve(tmp_path) as server:
         trainer, module = patched(server, tmp_path, max_epochs=2, callbacks=[keeps], enable_checkpointing=True), Tiny()
         fit_rounds(trainer, module, data(), data())
-        assert len(lines(server)) == 2
+        assert len(rounds_of(server)) == 2
     kept = sorted(value.item() for value in keeps.best_k_models.values())
     assert kept == pytest.approx([1 - 0.9**9, 1 - 0.9**12])
     assert type(module).load_from_checkpoint(keeps.best_model_path).w.item() == pytest.approx(1 - 0.9**12)

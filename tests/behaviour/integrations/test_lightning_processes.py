@@ -21,8 +21,8 @@ from lightning_world import (
     data,
     driver_of,
     fit_rounds,
-    lines,
     patched,
+    rounds_of,
     scaffold_by_hand,
     serve,
     trainer_of,
@@ -94,8 +94,8 @@ def test_two_ranks_are_one_site(tmp_path: Path, package: str) -> None:
             assert rank["device"] == "cpu"
         assert [rank["joined"] for rank in told] == [True, False]
         assert [rank["files"] for rank in told] == [True, False]
-        assert [line["workers"] for line in lines(server)] == [["a", "b"]] * rounds
-        assert [line["weights"] for line in lines(server)] == [[SAMPLES, SAMPLES]] * rounds  # of both ranks together
+        assert [row.workers for row in rounds_of(server)] == [["a", "b"]] * rounds
+        assert [row.weights for row in rounds_of(server)] == [[SAMPLES, SAMPLES]] * rounds  # of both ranks together
 
 
 @pytest.mark.slow

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness.processes import wait_until
-from lightning_world import Tiny, data, driver_of, lines, patched, serve, trainer_of
+from lightning_world import Tiny, data, driver_of, patched, rounds_of, serve, trainer_of
 from safetensors.torch import load_file
 
 import atoll
 import atoll.integrations.lightning
 from atoll.errors import UsageError
+from atoll.worker.exchange.exchange import Exchange
+from atoll.worker.training.federated_loop import Round
 
 pytestmark = pytest.mark.usefixtures("each_package")
 
@@ -31,42 +32,34 @@ def spy(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[str]:
     return calls
 
 
-@pytest.mark.covers("S4")
-def test_validation_inside_fit_receives_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sanity validation sees the global model, the validation after each epoch what training made of it."""
-    from atoll.worker.training.federated_loop import Round
-
-    received = spy(monkeypatch, Round, "load_into")
-    with serve(tmp_path) as server:
-        trainer, module = patched(server, tmp_path, max_epochs=2, num_sanity_val_steps=1), Tiny(w=7.0)
-        trainer.fit(module, data(), data())
-        assert module.seen == [0.0, round(1 - 0.9**3, 6), round(1 - 0.9**6, 6)]
-        assert len(received) == 1
-
-
 @pytest.mark.covers("S4", "S13")
 @pytest.mark.parametrize("other", [False, True])
-def test_a_validation_before_fit_receives_for_it(tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from atoll.worker.exchange.exchange import Exchange
+def test_a_validation_before_fit_receives_for_it_and_one_inside_receives_nothing(
+    tmp_path: Path, other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sanity validation sees the global model, the validation after each epoch what training made of it.
 
-    pulled = spy(monkeypatch, Exchange, "ask_and_resend")
+    The fit loads again what was pulled, into another module, too.
+    """
+    pulled, loaded = spy(monkeypatch, Exchange, "ask_and_resend"), spy(monkeypatch, Round, "load_into")
     with serve(tmp_path) as server:
-        trainer, module = patched(server, tmp_path), Tiny(w=7.0)
-        for number, w in enumerate([0.0, 1 - 0.9**3]):
+        trainer, module = patched(server, tmp_path, max_epochs=2, num_sanity_val_steps=1), Tiny(w=7.0)
+        for number in (0, 1):
+            begin, middle, end = (round(1 - 0.9 ** (6 * number + steps), 6) for steps in (0, 3, 6))
             trainer.validate(module, data(), verbose=False)
-            assert module.seen[-1] == pytest.approx(w, abs=1e-6)
-            assert len(pulled) == number + 1
+            assert module.seen[-1] == begin
+            assert (len(pulled), len(loaded)) == (number + 1, 2 * number + 1)
             if other:
                 module = Tiny(w=-5.0)
             trainer.fit(module, data(), data())
-            assert len(pulled) == number + 1  # one receive a round
-            assert module.w.item() == pytest.approx(1 - 0.9 ** (3 * number + 3))
+            assert module.seen[-3:] == [begin, middle, end]
+            assert (len(pulled), len(loaded)) == (number + 1, 2 * number + 2)
         model_bytes = 3 * 4  # w and frozen in fp32
         assert driver_of(trainer).worker.bytes_down < 2 * (model_bytes + 4096)
         assert not atoll.integrations.lightning.is_running(trainer)
-        metrics = [line["metrics"] for line in lines(server)]
-        assert [line["global_val_w"] for line in metrics] == pytest.approx([0.0, 1 - 0.9**3])
-        assert [line["val_w"] for line in metrics] == pytest.approx([1 - 0.9**3, 1 - 0.9**6])
+        metrics = [row.metrics for row in rounds_of(server)]
+        assert [each["global_val_w"] for each in metrics] == pytest.approx([0.0, 1 - 0.9**6])
+        assert [each["val_w"] for each in metrics] == pytest.approx([1 - 0.9**6, 1 - 0.9**12])
 
 
 class Measured(Tiny):
@@ -95,12 +88,11 @@ def test_what_validation_measures_decides_which_version_is_best(
         for _ in atoll.integrations.lightning.rounds(trainer):
             trainer.validate(module, data(), verbose=False)
             trainer.fit(module, data(), data())
-        metrics = [line["metrics"] for line in lines(server)]
+        metrics = [row.metrics for row in rounds_of(server)]
         assert [line["global_val_loss"] for line in metrics] == pytest.approx(before)
         assert [line["val_loss"] for line in metrics] == pytest.approx(inside)
         wait_until(lambda: (now := server.status().best) and now.file, "the best version is written")
         best = server.status().best
-        assert best is not None
         assert (best.metric, best.version, best.round) == (metric, version, version + 1)
         assert best.value == pytest.approx(least)
         assert load_file(best.file)["w"].item() == pytest.approx(1 - 0.9 ** (3 * version))
@@ -118,10 +110,7 @@ def rounds_of_diloco(folder: Path, **trainer_options: Any) -> tuple[list[dict[st
         trainer, module = patched(server, folder, **trainer_options), Tiny()
         while atoll.integrations.lightning.is_running(trainer):
             trainer.fit(module, data(), data())
-        assert server.wait(60)
-        status = server.status()
-    rows = (folder / "state" / "exports" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["metrics"] for row in rows], status
+        return [row.metrics for row in rounds_of(server)], server.status()
 
 
 @pytest.mark.covers("X41")
@@ -158,7 +147,7 @@ def test_a_fit_from_a_checkpoint_is_refused_and_a_validation_of_one_stays_here(t
             trainer.fit(module, data(), ckpt_path=file)
         assert trainer.validate(module, data())[0]["val_w"] == 0.0
         trainer.fit(module, data())
-        assert lines(server)[0]["metrics"]["global_val_w"] == 0.0
+        assert rounds_of(server)[0].metrics["global_val_w"] == 0.0
 
 
 @pytest.mark.covers("S7")
@@ -189,7 +178,6 @@ def test_cross_site_evaluation_validates_models_when_training_is_over(tmp_path: 
             trainer.fit(module, data(), data())
         assert module.w.item() == pytest.approx(1 - 0.9**3)  # the result, not what was evaluated last
         server.run()
-    assert server.evaluation is not None
     found = {cell.model: cell.metrics.get("val_w", cell.error) for cell in server.evaluation.cells}
     w = pytest.approx(1 - 0.9**3, abs=1e-6)
     assert found == {"version 1": w, "version 0": 0.0, "a": w}
