@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
+from atoll.testing.run import history
 
 EXAMPLES = ROOT / "examples"
 
@@ -41,7 +41,7 @@ def commands_of(folder: Path) -> list[list[str]]:
 def test_an_own_aggregator_trains(nursery: Nursery, components: Path) -> None:
     serve, work, *_ = commands_of(components)
     run_commands(nursery, components, [*serve, "--rounds=3"], work)
-    rows = [json.loads(line) for line in (components / "atoll-run/exports/metrics.jsonl").read_text().splitlines()]
+    rows = history(components / "atoll-run")
     assert [row["workers"] for row in rows] == [["a", "b"]] * 3
     assert rows[-1]["metrics"]["loss"] < rows[0]["metrics"]["loss"]
 
@@ -124,7 +124,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def play(run_file: Path, rounds: int, adds: dict[str, float], **flags: object) -> dict[str, Tensor]:
+def run_rounds(run_file: Path, rounds: int, adds: dict[str, float], **flags: object) -> dict[str, Tensor]:
     """The result of rounds in which each site adds its number."""
     given = {"network.port": 0, "disk.min_free_bytes": 0} | flags
     settings = atoll.Settings.read(run_file, given, environ={})
@@ -141,7 +141,7 @@ def play(run_file: Path, rounds: int, adds: dict[str, float], **flags: object) -
 def test_krum_takes_the_update_in_the_middle_of_the_honest_ones(folder: Path) -> None:
     # with f = 1 of 5 the two nearest count, in units of the number of elements:
     # a: .25² + .375²,  b: .125² + .25²,  c: .125² + .375²; b is the smallest, and d and e are far from all others
-    result = play(folder / "run.toml", 1, SITES)
+    result = run_rounds(folder / "run.toml", 1, SITES)
     assert torch.equal(result["w"], torch.full((2, 2), 1.25))
     assert torch.equal(result["v"], torch.full((3,), 1.25))
 
@@ -149,14 +149,14 @@ def test_krum_takes_the_update_in_the_middle_of_the_honest_ones(folder: Path) ->
 @pytest.mark.covers("D13", "X1")
 def test_the_running_mean_is_the_mean(folder: Path) -> None:
     aggregator = {"path": f"{folder / 'running_mean.py'}:RunningMean"}
-    result = play(folder / "run.toml", 1, SITES, **{"aggregation.aggregator": aggregator})
+    result = run_rounds(folder / "run.toml", 1, SITES, **{"aggregation.aggregator": aggregator})
     assert torch.allclose(result["w"], torch.full((2, 2), sum(SITES.values()) / 5), atol=1e-5)
 
 
 @pytest.mark.covers("D14", "X1")
 def test_the_folder_gives_a_next_run_what_the_last_one_left(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    play(folder / "store.toml", 2, {"a": 1.0})
+    run_rounds(folder / "store.toml", 2, {"a": 1.0})
     saved = {path.name: load_file(path)["v"][0].item() for path in (folder / "shelf").iterdir()}
     assert saved == {f"round-{n:04d}.safetensors": float(n) for n in (0, 1, 2)}
     given = {"network.port": 0, "disk.state_dir": folder / "next"}
