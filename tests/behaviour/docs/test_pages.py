@@ -274,7 +274,7 @@ def exists(name: str, commands: Commands) -> bool:
     if name in ARGUMENT_OF:
         return name in inspect.signature(ARGUMENT_OF[name]).parameters
     if found := re.fullmatch(r"([\w.]+) = (\S.*)", name):
-        Settings.build({"rounds.sites": 2, found[1]: value_of(found[2])})
+        Settings.build({"rounds.sites": 2, found[1]: tomllib.loads(f"value = {found[2]}")["value"]})
         return True
     if found := re.fullmatch(r"(GET|POST|PUT|DELETE) (/\S+)", name):
         return any((each.method, each.path) == found.groups() for each in OPERATIONS)
@@ -292,19 +292,10 @@ def exists(name: str, commands: Commands) -> bool:
     return found_at is not None and bool(rest) and has(found_at, rest)
 
 
-def value_of(text: str) -> Any:
-    return tomllib.loads(f"value = {text}")["value"]
-
-
 def has(of: Any, names: list[str]) -> bool:
     for name in names:
-        fields = getattr(of, "__dataclass_fields__", {})
-        annotations = (
-            {key for kind in inspect.getmro(of) for key in vars(kind).get("__annotations__", {})}
-            if (inspect.isclass(of))
-            else set()
-        )
-        if not hasattr(of, name) and name not in fields and name not in annotations:
+        annotated = {key for kind in getattr(of, "__mro__", ()) for key in vars(kind).get("__annotations__", {})}
+        if not hasattr(of, name) and name not in annotated:
             return False
         of = getattr(of, name, None)
     return True
