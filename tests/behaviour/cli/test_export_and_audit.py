@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from harness.processes import Nursery
-from kit.client import Client
 from kit.damage import flip_bit
 from kit.models import Tied
 from kit.processes import command, export
@@ -25,6 +24,7 @@ from kit.servers import plain_server
 from safetensors import safe_open
 from torch import nn
 
+import atoll
 from atoll.errors import AtollError, Gone, StateCorrupt, StoreError
 
 VERSION = "slots/version-0-0.safetensors"
@@ -240,11 +240,9 @@ def test_a_version_that_is_not_kept_leaves_the_old_file(nursery: Nursery, server
 def test_audit_tells_what_was_decided_and_names_a_changed_entry(atoll_command, tmp_path) -> None:
     """Beside a running server and behind a stopped one."""
     with plain_server(tmp_path, {"w": torch.zeros(2)}, rounds=1) as server:
-        with Client(server.url, site="clinic-a", folder=tmp_path / "w") as client:
-            client.next_round()
-            client.pull()
-            client.submit({"w": torch.ones(2)}, weight=3)
-            client.next_round()
+        with atoll.join(server.url, site="clinic-a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict(), weight=3)
         assert server.wait(60)
         running = json.loads(atoll_command("audit", "state", "--json").stdout)
     assert [entry["what"] for entry in running["last"]] == ["committed", "accepted", "committed", "finished"]

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, Process, wait_until
-from kit.client import Client
 from kit.processes import url_of, wait_for_words
 from kit.wire import WireSite
 
+import atoll
 from atoll.testing.run import status
 
 ATOLL = [sys.executable, "-m", "atoll.cli.main"]
@@ -88,9 +88,9 @@ def test_a_server_that_is_stopped_behind_the_end_of_its_run_says_so(
 ) -> None:
     """A worker that has not asked again is waited for; a user who does not want to wait has a finished run."""
     server = start("--rounds", "1", "--set", "rounds.sites=1", "--set", "rounds.min_sites=1")
-    with Client(url_of(server), site="a", folder=tmp_path / "w") as client:
-        client.next_round()
-        client.submit(client.pull())
+    with atoll.join(url_of(server), site="a", folder=tmp_path / "w") as worker:
+        fl_round = next(iter(worker))
+        fl_round.submit(fl_round.state_dict(), weight=1)
         wait_for_words(server, "finished at version 1.*\n")
         server.send(number)
         assert server.wait(60) == 0

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from kit.client import Client
 from kit.servers import plain_server
 from simulated_world import CLIENT, MOVES, RULES, doing, moved, result_of, run, simulation, start, workers_of
 
+import atoll
 from atoll.cli.simulate import summary
 from atoll.errors import ConfigError, RunFailed, StoreError, UsageError
 from atoll.protocol import messages
@@ -335,7 +335,7 @@ def test_what_a_simulation_cannot_do_is_refused(tmp_path: Path, client: str, giv
 
 def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> None:
     with plain_server(tmp_path, start(), rounds=2) as server:
-        with Client(server.url, site="clinic-a", folder=tmp_path / "workers") as worker:
-            worker.register()
+        with atoll.join(server.url, site="clinic-a", folder=tmp_path / "workers"):
+            pass
     with pytest.raises(ConfigError, match="has real workers, for example clinic-a"):
         run(tmp_path, client)
