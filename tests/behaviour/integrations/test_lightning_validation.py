@@ -45,7 +45,7 @@ def test_a_validation_before_fit_receives_for_it_and_one_inside_receives_nothing
     with serve(tmp_path) as server:
         trainer, module = patched(server, tmp_path, max_epochs=2, num_sanity_val_steps=1), Tiny(w=7.0)
         for number in (0, 1):
-            begin, middle, end = (round(1 - 0.9 ** (6 * number + steps), 6) for steps in (0, 3, 6))
+            begin, middle, end = (pytest.approx(1 - 0.9 ** (6 * number + steps), abs=2e-6) for steps in (0, 3, 6))
             trainer.validate(module, data(), verbose=False)
             assert module.seen[-1] == begin
             assert (len(pulled), len(loaded)) == (number + 1, 2 * number + 1)
