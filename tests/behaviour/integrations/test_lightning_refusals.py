@@ -196,9 +196,11 @@ def test_controls_that_are_malformed_in_a_later_round_are_refused(tmp_path: Path
         assert atoll.integrations.lightning.is_running(trainer)
         local = exchange_of(trainer).local
         if spoil == "missing":
-            local.kept, expected = None, "this site has none"
+            local.algorithm_state, expected = None, "this site has none"
         else:
-            local.kept._files[local.kept.note.current].write(0, memoryview(bytes(b"\xff" * 4 * 3)))
+            local.algorithm_state._files[local.algorithm_state.note.current].write(
+                0, memoryview(bytes(b"\xff" * 4 * 3))
+            )
             expected = r"control variate of 'w' is not finite.*Remove this site"
         with pytest.raises(UsageError, match=expected):
             trainer.fit(module, data())
