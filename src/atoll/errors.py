@@ -75,6 +75,8 @@ class AtollError(Exception):
     retry_after_s: float | None = None
 
     def __init__(self, message: str, remedy: str = "", trace: str = "") -> None:
+        if message.endswith("..") and not message.endswith("..."):  # it ends with a quoted cause that has a full stop
+            message = message[:-1]
         super().__init__(message)
         self.message = message
         self.remedy = remedy

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from atoll import errors, registry
-from atoll.errors import BY_CODE, AtollError, ConfigError, PeerError, UpdateRefused
+from atoll.errors import BY_CODE, AtollError, ConfigError, PeerError, StoreError, UpdateRefused
 from atoll.worker.session import leave_at_exit
 
 HERE = re.escape(__file__)
@@ -211,6 +211,16 @@ def test_an_error_reads_as_message_and_remedy() -> None:
         "Lower the learning rate.",
     )
     assert str(PeerError("The server is older.")) == "The server is older."
+
+
+@pytest.mark.parametrize("cause", ["disk I/O error", "Cannot operate on a closed database."])
+def test_a_message_that_quotes_a_cause_ends_with_one_full_stop(cause: str) -> None:
+    error = StoreError(f"journal.sqlite: {cause}.", "Check the disk.")
+    assert str(error) == f"journal.sqlite: {cause.removesuffix('.')}. Check the disk."
+
+
+def test_a_message_may_end_with_an_ellipsis() -> None:
+    assert StoreError("journal.sqlite: and so on...").message == "journal.sqlite: and so on..."
 
 
 def test_causes_are_told_each_once_where_they_are_a_circle_too() -> None:
