@@ -126,7 +126,7 @@ class VersionSkew(PeerError):
 
 
 class AuthError(PeerError):
-    """A request lacks a valid token or the object's secret, or has a Host header that the server does not accept."""
+    """A request lacks a valid token or a secret, or has a Host header that the server does not accept."""
 
     code, exit_code = "auth", 8
 
@@ -303,7 +303,7 @@ def transient_reason(error: BaseException) -> str | None:
 
 
 def out_of_memory(error: BaseException | None) -> RunFailed | None:
-    """If `error` means that memory or threads ran out, return the error with which the server must end; else None."""
+    """If memory or threads ran out, return a `RunFailed` that ends the server. For other errors, return None."""
     no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
     if not no_thread and not isinstance(error, MemoryError):
         return None
@@ -403,8 +403,8 @@ def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
     The exit status stays Python's: the process ends by SIGINT, which a shell reports as 130.
 
     Args:
-        error: the error that ended a `with` block; if it is not a KeyboardInterrupt, this function does nothing. None:
-            the call does not come from the end of a block.
+        error: the error that ended a `with` block; if it is not a KeyboardInterrupt, this function does nothing. None
+            if no `with` block has ended.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
         _end_with_one_line()

@@ -1,4 +1,4 @@
-"""`atoll.functional`: functions with which a script takes part in rounds without a loop over them."""
+"""`atoll.functional`: functions for scripts that take part in rounds without a loop over the rounds."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FolderTaken(Exception):
-    """Another process, or another part of this process, holds the lock. `str()`: the name of that process."""
+    """Another process, or another part of this process, holds the lock. `str()` gives the name of the process."""
 
 
 def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
@@ -55,7 +55,7 @@ def file_error(error: OSError, path: Path | str) -> StoreError:
 
 @contextmanager
 def usable(*folders: Path) -> Iterator[None]:
-    """Turn an OSError in the `with` block about a file in one of these folders into the error of `file_error`.
+    """Within the `with` block, replace an OSError about a file in one of these folders by the error from `file_error`.
 
     Raises:
         StoreError: the file, or its folder, cannot be used.

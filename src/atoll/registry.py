@@ -245,7 +245,7 @@ def require_known(kind: str, setting: str, name: str) -> None:
 
 
 def options_of(build: Callable[..., Any], name: str) -> str:
-    """Return advice for a wrong option: the keyword arguments of `build`, the class or function named `name`."""
+    """Return advice after a wrong option: it lists the keyword arguments of `build`, the class or function `name`."""
     try:
         known = [each.name for each in inspect.signature(build).parameters.values() if each.kind != each.VAR_KEYWORD]
     except (TypeError, ValueError):
@@ -254,6 +254,9 @@ def options_of(build: Callable[..., Any], name: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return advice for a wrong name: the most similar known name, or `otherwise` if no name is similar."""
+    """Return advice after a wrong name: it suggests the most similar known name.
+
+    If none is similar, return `otherwise`.
+    """
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else otherwise

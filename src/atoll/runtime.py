@@ -255,7 +255,7 @@ FAILPOINTS_VARIABLE = "ATOLL_FAILPOINTS"
 
 
 def _parse(text: str) -> dict[str, tuple[str, frozenset[int]]]:
-    """Parse failpoints `name=action[@nth[,nth]]`, separated by `;`, into name → (action, set of the numbers nth)."""
+    """Parse failpoints `name=action[@nth[,nth]]`, separated by `;`, into name → (action, the numbers in nth)."""
     actions: dict[str, tuple[str, frozenset[int]]] = {}
     for item in filter(None, text.split(";")):
         name, _, action = item.partition("=")

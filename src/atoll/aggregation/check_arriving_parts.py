@@ -169,7 +169,7 @@ class PartScan:
         self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
 
     def next_stop(self, start: int) -> int:
-        """Return the file offset up to which to receive bytes now, so that byte runs are not divided if possible.
+        """Return the file offset at which to stop receiving now. If possible, it does not divide a byte run.
 
         Args:
             start: offset of the next byte to receive.
@@ -215,7 +215,7 @@ def norm_of(squares: Iterable[float]) -> float:
 
 
 def receive_buffer(start: int, stop: int) -> memoryview:
-    """Return memory of the calling thread, into which to receive bytes [start, stop) of a file.
+    """Return memory of the calling thread, to receive bytes [start, stop) of a file into it.
 
     A byte at a file offset that is a multiple of `ALIGN_BYTES` has a memory address that is a multiple of it, too.
     """

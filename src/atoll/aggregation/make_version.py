@@ -1,4 +1,4 @@
-"""Make the next version of a fragment from a closed (frozen) round, in one pass over the files and in fixed memory.
+"""Make the next version of a fragment from a closed round, in one pass over the files and in fixed memory.
 
 The pass also writes the outer state, the state of the outer optimizer after this version. Each part of the version is
 made by one thread. For every byte run of the part (a range of elements, see `tensors/byte_runs`), the thread does this:
@@ -317,7 +317,10 @@ class _Thread:
             self._delta = DifferenceWriter(work.planned.downlink, work.out.delta, self._scratch)
 
     def make_part(self, part: Part) -> None:
-        """Write one part of the version, and the same elements of the outer state and the delta. Hash the bytes."""
+        """Write one part of the version, and the outer state and the delta of the same elements.
+
+        Hash the written bytes.
+        """
         work, scratch, runs = self._work, self._scratch, self._work.planned.version_runs
         self._hashes = defaultdict(blake3, {("base", None): blake3(), ("version", None): blake3()})
         if self._delta is not None:
@@ -350,7 +353,7 @@ class _Thread:
         work.progress(part.nbytes)
 
     def _copy_header(self, part: Part) -> None:
-        """Copy the bytes of the header that are in a part from the base version: all versions have the same header."""
+        """Copy the part's bytes of the header, if it has some, from the base: all versions have the same header."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
         for offset in range(part.start, first, nbytes):
@@ -462,7 +465,7 @@ class _Thread:
 
 
 class WholeState:
-    """The values of an outer state that exist once per tensor, such as `step`: in memory, before and after a round.
+    """The optimizer state that has one value per tensor, such as `step`, before and after a round. Kept in memory.
 
     Args:
         layout: layout of the state file; None if there is no state file, or if the optimizer steps whole tensors.

@@ -7,7 +7,7 @@ It exists if the version has the parameter in a smaller dtype, or if versions ar
 The file is ordered by columns: all `momentum_buffer`, then all `step`, and so on. So a byte run of the version
 corresponds to one byte run of each column. Entries have one of two groups:
 
-    runs     one element per element of the tensor; divided, stepped and hashed with the version's parts
+    runs     one element per element of the tensor; cut, stepped and hashed like the parts of the version
     wholes   one value for the whole tensor (`step`), or all state of an optimizer that steps whole tensors
 """
 

@@ -108,7 +108,7 @@ def given_groups(
     """
     if not isinstance(groups, Mapping) or set(groups) != set(shapes):
         problem = f"has {sorted(map(str, groups))}" if isinstance(groups, Mapping) else f"is a {type(groups).__name__}"
-        raise UsageError(f"The argument groups {problem}, but needs {sorted(shapes)}.", "Pass exactly these keys.")
+        raise UsageError(f"The argument `groups` {problem}, but needs {sorted(shapes)}.", "Pass exactly these keys.")
     tensors = {group: require_tensors(f"groups[{group!r}]", groups[group], each) for group, each in shapes.items()}
 
     def run(group: str, name: str, start: int, stop: int) -> Tensor:

@@ -440,7 +440,7 @@ class _Followed:
 
     @contextmanager
     def _a_failed_step_has_ended(self) -> Iterator[None]:
-        """If the block raises, set the number of steps under way to 0: torch calls no post-hook after a failed step."""
+        """If the block raises, record that no step is running: torch calls no post-hook after a failed step."""
         try:
             yield
         except BaseException:

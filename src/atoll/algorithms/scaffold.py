@@ -83,7 +83,7 @@ class _Shifted(Correction):
             self._y[name].sub_(shift, alpha=rate)
 
     def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
-        """Return Δc_i, the change of c_i. It is zero for a parameter that was not trained or that a filter drops."""
+        """Return Δc_i, the change of c_i. It is zero for parameters that were not trained or that a filter drops."""
 
         def difference(name: str, start: int, stop: int) -> Tensor:
             c_i = self._context.own_state(CONTROL, name, start, stop)

@@ -95,7 +95,7 @@ class Cuts:
 
 
 def state_id(region_digests: Sequence[bytes]) -> str:
-    """Return the id of a file with the outer optimizer's state, from the digests of its regions; empty without them."""
+    """Return the id of the file with the outer optimizer's state, from the digests of its regions; empty if none."""
     return blob_id("", region_digests) if region_digests else ""
 
 
@@ -146,7 +146,7 @@ class Manifest:
         """
         if self.id != expected:
             raise PartCorrupt(
-                f"{what} does not match its reference, {expected[:12]}: its parts have the digests of {self.id[:12]}.",
+                f"{what} is not the expected one: its content has the id {self.id[:12]}, not {expected[:12]}.",
                 "Use the same release of Atoll on both sides, and check which process serves it and any proxy in "
                 "between.",
             )

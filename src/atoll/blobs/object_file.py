@@ -358,7 +358,7 @@ DESCRIBED_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Part sizes for torch tensors (`tensor`) and NumPy arrays (`np`), in bytes at most; 0: send inside the message."""
+    """Maximum part sizes for torch tensors (`tensor`) and NumPy arrays (`np`), in bytes. 0: send inside the message."""
 
     tensor: int = PART_BYTES
     np: int = PART_BYTES
@@ -375,8 +375,7 @@ class Cut:
         part_bytes: maximum size of a part, in bytes.
         inline: whether the whole object is sent in one message.
         in_head: indices of the tensors that are sent inside the object's head; all others are streamed.
-        too_large: bytes of the tensors that should be sent in one message, but are streamed because they exceed its
-            limit; else 0.
+        too_large: total bytes of the tensors that are streamed only because they are too large for one message; else 0.
     """
 
     part_bytes: int

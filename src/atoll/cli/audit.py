@@ -37,7 +37,7 @@ def command(
     if len(chosen) != 1:
         raise UsageError(
             "Both a folder and --dir are given." if chosen else "No state directory is given.",
-            "Give one: atoll audit STATE_DIR.",
+            "Name the directory: atoll audit STATE_DIR.",
         )
     count, digest, entries = read(chosen[0], last)
     if json:

@@ -90,7 +90,7 @@ NAMES = (
 
 
 def _require_accepted(settings: Settings) -> None:
-    """Check names of algorithms, codecs and the like, and their options, as the server does at its start.
+    """Check the names of algorithms, codecs and other extensions, and their options, as the server does at its start.
 
     Code that is named by a path is not run.
 
@@ -112,7 +112,7 @@ def _require_accepted(settings: Settings) -> None:
 
 @app.command()
 def show(run_file: RunFile = None, sets: Sets = None) -> None:
-    """Print the settings in effect as a run file. For each, name its source: a file, a variable or the command line."""
+    """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
     _require_accepted(settings)
     _, source = collected(run_file, _settings_given(sets, {}))

@@ -61,7 +61,7 @@ def command(
         bool, typer.Option("--best", help="Export the best version by rounds.best_metric instead of the newest.")
     ] = False,
 ) -> None:
-    """Write the model of a run to OUT.safetensors; tied tensors appear under each of their names."""
+    """Write the model of a run to OUT.safetensors, with tied tensors under each of their names."""
     if server is not None and state_dir is not None:
         raise UsageError("Both --server and --dir are given.", "Use only one of them.")
     require_file(out, "model.safetensors")
@@ -121,7 +121,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
         raise Gone("The run keeps its versions in memory, not on disk.", "Use --server, or a file in exports/.")
     if len(rows) < split.count:
         raise Gone(
-            f"{state_dir} does not have version {newest if version is None else version}.",
+            f"{state_dir} does not contain version {newest if version is None else version}.",
             f"Its newest version is {newest}; disk.export_every keeps older ones as files in exports/.",
         )
     with contextlib.ExitStack() as stack:
@@ -201,8 +201,8 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
     if not path.is_file():
         raise UsageError(
             f"There is no best version: {str(path)!r} does not exist.",
-            "It is written if rounds.best_metric is set, after a round has reported that metric. If disk.export_dir is "
-            "set, look there; while the server runs, use --server.",
+            "The server writes it after a round has reported the metric that rounds.best_metric names. If "
+            "disk.export_dir is set, look there; while the server runs, use --server.",
         )
     number = int(_metadata(path).get("version", -1))
     _copy(path, out)
@@ -358,7 +358,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
 def _pull_from_workers(
     manifest: messages.Manifest, info: messages.RunInfo, http: Http, layout: Layout, file: UnnamedFile
 ) -> None:
-    """In a swarm, where workers and not the server have the versions: download a version from one of them.
+    """In a swarm, download a version from one of its workers: the server does not have the versions.
 
     Args:
         manifest: the version's parts and digests, and the workers that have it.
@@ -383,7 +383,8 @@ def _pull_from_workers(
             why = error.message
     raise Gone(
         f"Version {manifest.version} of this swarm cannot be downloaded: {why}",
-        "Export where the workers can be reached, while they take part. At the end, each has the model on its disk.",
+        "Export from a machine that can reach the workers, while they take part. After the run, each has the model "
+        "on its disk.",
     )
 
 

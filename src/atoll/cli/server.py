@@ -79,7 +79,7 @@ def command(
 def run_until_finished(settings: Settings) -> None:
     """Serve a run until it is finished, and log its progress.
 
-    SIGINT (Ctrl-C) or SIGTERM stops the server earlier. The next start continues the run.
+    SIGINT (Ctrl-C) or SIGTERM stops the server before that. The next start continues the run.
 
     Raises:
         AtollError: the server cannot start, or the run failed.
@@ -167,7 +167,7 @@ _FOR_TLS = (
 
 
 def _watch(server: Server) -> None:
-    """Show the run's progress until the run is finished.
+    """Show the progress of the run until it is finished.
 
     On a terminal, show the same table as `atoll status --watch`. Otherwise, log a line when a round has to wait for
     sites.
@@ -200,7 +200,7 @@ def _has_rounds(settings: Settings) -> bool:
 
 
 class Reminder:
-    """Decides when to log a line that names the sites for which a round waits.
+    """Decides when to log a line with the sites that a round waits for.
 
     While the same sites are awaited, the pause between two lines doubles, up to `LONGEST_REMIND_S`.
 
@@ -241,7 +241,7 @@ class Reminder:
 
 
 def _joined_texts(texts: Mapping[int, str], count: int) -> str:
-    """Join the texts that say what the rounds of each fragment wait for.
+    """Return one text from the texts that say what the rounds of each fragment wait for.
 
     If all `count` fragments have the same text, return it only once. Otherwise, put the fragment's number before each
     text.

@@ -104,7 +104,7 @@ class Lines:
     def log_round(self, round_: status_messages.RoundSummary) -> None:
         """Log a line for a finished round, if a line is due.
 
-        The first line does not give the pace (updates per second), because the time before it includes the start of the
+        The first line does not contain the pace (updates per second), because the first round includes the start of the
         processes.
         """
         now_s, first = time.monotonic(), self._said_s == 0.0
@@ -137,13 +137,13 @@ def summary(done: Simulated) -> str:
 
 
 def _some(sites: Collection[str]) -> str:
-    """Return the names of the first `NAMED` sites, and the number of the others, as text."""
+    """Return a text with the names of the first `NAMED` sites and the number of the others."""
     more = len(sites) - NAMED
     return ", ".join(list(sites)[:NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _pace(per_s: float) -> str:
-    """Return a rate as text: a whole number from ten on, else two significant digits."""
+    """Return a rate as text: a whole number if it is at least ten, else two significant digits."""
     return f"{per_s:.0f}" if per_s >= 9.5 else f"{per_s:.2g}"
 
 

@@ -37,7 +37,7 @@ def journal_of(state_dir: Path) -> Path:
 
 @contextmanager
 def permitted(state_dir: Path) -> Iterator[None]:
-    """Turn an OSError in the `with` block about a file of a state directory into an error with the remedy.
+    """Within the `with` block, replace an OSError about a file of a state directory by an error with a remedy.
 
     Args:
         state_dir: the state directory that the block reads.
@@ -113,7 +113,7 @@ def no_run(state_dir: Path) -> UsageError:
 
 
 def stored_status(state_dir: Path) -> status_messages.Status:
-    """Return the last status that the server saved, updated from its journal (a database), which may be newer.
+    """Return the status that the server saved last, updated from its journal (a database), which may be newer.
 
     Raises:
         UsageError: the directory contains no run.
@@ -127,7 +127,7 @@ def stored_status(state_dir: Path) -> status_messages.Status:
 
 
 def _last_status(state_dir: Path, run: str) -> status_messages.Status:
-    """Return the status that the server saved; if there is none that can be read, one that has only the run's id."""
+    """Return the status that the server saved. If none can be read, return one with only the run's id."""
     try:
         text = (state_dir / status_messages.KEPT).read_text(encoding="utf-8")
         status = status_messages.Status.model_validate_json(text)

@@ -38,7 +38,7 @@ NAME_BYTES = 255
 
 
 def require_short(path: Path) -> None:
-    """Check the length of a name that a command is to give to a new file or folder.
+    """Check the length of the name of a file or folder that a command is going to create.
 
     Raises:
         UsageError: the name is too long.
@@ -81,7 +81,7 @@ def staleness(counts: Mapping[str, int]) -> str:
 
 
 def awaited(fragment: status_messages.FragmentStatus) -> str:
-    """Return which sites a round waits for, for how long, and why; empty if the round waits for no site."""
+    """Return a text that says which sites a round waits for, how long and why; empty if it waits for no site."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
     reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the line already names the phase
     if sites and reason.startswith("waits for "):  # the reason names the same sites, but without the times
@@ -90,10 +90,10 @@ def awaited(fragment: status_messages.FragmentStatus) -> str:
 
 
 def task_totals(tasks: Mapping[str, int]) -> str:
-    """Return a text that says how many tasks were sent, and in which ways; empty if none was sent.
+    """Return a text that says how many tasks were sent in which ways; empty if none was sent.
 
     Args:
-        tasks: way of sending (such as "broadcast") → number of tasks.
+        tasks: way of sending (`streamed`, `inline` or `skipped`) → number of tasks.
     """
     ways = ", ".join(f"{count} {way}" for way, count in tasks.items())
     return f"{sum(tasks.values())} tasks sent: {ways}" if tasks else ""
@@ -206,7 +206,10 @@ class _InBackground(logging.handlers.QueueHandler):
         self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Give a record to the thread. If too many records wait, drop this one; a later line says how many were."""
+        """Give a record to the thread. If too many records wait, drop this one.
+
+        A later line says how many were dropped.
+        """
         try:
             if self._dropped:
                 self._say_dropped()
@@ -237,8 +240,8 @@ class _InBackground(logging.handlers.QueueHandler):
 def log_lines_in_background() -> Iterator[None]:
     """Print Atoll's log on standard output, as `log_lines` does, but from a thread, until the end of the block.
 
-    If standard output is a pipe or a terminal that nothing reads, a write to it waits. So this thread waits, and not
-    the thread that logs, such as the one that serves all sites.
+    If standard output is a pipe or a terminal that nothing reads, a write to it waits. With this function only the
+    printing thread waits, and not the thread that logs, such as the one that serves all sites.
     """
     log_lines()
     logger = logging.getLogger("atoll")

@@ -166,7 +166,7 @@ def _run_once(
     Args:
         script: the command.
         environment: the environment variables for the command.
-        children: a list that gets the running command as its only item, so that signals can be forwarded.
+        children: a list to which the running command is added, so that signals can be forwarded.
         signals: the numbers of the signals received so far.
 
     Raises:
@@ -212,7 +212,7 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
 
 
 def _leave(leases: Path, failure: str, *, killed: bool) -> None:
-    """If a command ended without leaving its run, leave the run for each of its sites, and print why.
+    """For each site of a command that ended without leaving its run: leave the run, and print the reason.
 
     Args:
         leases: the folder in which the command stored its leases, the tokens with which its sites can leave.

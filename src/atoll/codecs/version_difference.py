@@ -142,17 +142,17 @@ class DifferenceWriter:
         self._end = 0  # offset in the delta file at which to write next
 
     def begin(self, part: Part) -> None:
-        """Start a part of the delta: the one with the same number as `part`, which is a part of the version."""
+        """Start the part of the delta that has the same number as `part`, a part of the version."""
         self._part, self._hasher = self._downlink.parts[part.index], blake3()
         self._end = self._part.start
 
     def add(self, run: ByteRun, values: Tensor, theta: Tensor | None) -> None:
-        """Encode and write the next element range of the part.
+        """Encode the next elements of the part, and write them.
 
         Args:
-            run: the range in the version, n elements.
-            values: [n]. Of a float parameter: the values in the previous version, changed in place to those in the next
-                version. Of another tensor: the values in the next version.
+            run: these n elements, as a range of the version's file.
+            values: [n]. For a float parameter: the previous version's values; they are changed in place to the next
+                version's. For any other tensor: the next version's values.
             theta: [n], the server's new full-precision values of a float parameter, in fp32 (fp64 for fp64); None for
                 other tensors.
         """

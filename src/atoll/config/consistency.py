@@ -16,7 +16,10 @@ IsDefault = Callable[[str], bool]
 
 
 class Argument(str):
-    """Name of an argument that is code, such as a function or filters. It stands for the value of a setting."""
+    """Name of a Python argument that replaces a setting, such as a function or filters.
+
+    Messages show it as the value.
+    """
 
     def __repr__(self) -> str:
         return f"given by the argument {self}"

@@ -234,7 +234,7 @@ def variable_of(key: str) -> str:
 
 
 def _key_of(variable: str, fields: Fields) -> str:
-    """Return the key that an environment variable sets: of a setting, or of an option in a table. Else return ""."""
+    """Return the key of the setting or table option that an environment variable sets; "" if it sets none."""
     if variable in OTHER_NAMES:
         return OTHER_NAMES[variable]
     parts = variable.removeprefix(ENV_PREFIX).lower().split("__")
@@ -267,7 +267,7 @@ def environment_layer(environ: Mapping[str, str], fields: Fields) -> Layer:
 
 
 def file_layer(path: Path, fields: Fields) -> Layer:
-    """Return the settings in a run file. A relative path in the file starts at the file's folder.
+    """Return the settings in a run file. A relative path in the file is relative to the file's folder.
 
     If the file does not set `disk.state_dir`, the state directory is in the file's folder, too.
 

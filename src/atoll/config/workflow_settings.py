@@ -131,7 +131,7 @@ def _entry(number: int, table: Mapping[str, Any]) -> WorkflowEntry:
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in a table: the keys, with their values, that only workflows of this kind have.
+    """Return the arguments in a table: its keys and values that only this kind of workflow has.
 
     Raises:
         ConfigError: the table has an unknown key.
@@ -182,7 +182,7 @@ def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
 
 
 def component_at(reference: str, components: Mapping[str, Component], where: str) -> Component:
-    """Return the component that a reference "@id" names.
+    """Return the component with the id in a reference "@id".
 
     Args:
         reference: the reference.

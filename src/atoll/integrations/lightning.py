@@ -40,7 +40,7 @@ def patch(
     steps: int | Callable[[], int] | None = None,
     **options: Unpack[SiteOptions],
 ) -> AtollCallback:
-    """Make each later `trainer.fit` a round of a run, by adding an `AtollCallback` to the Trainer.
+    """Add an `AtollCallback` to the Trainer, so that each later `trainer.fit` is a round of a run.
 
     The arguments other than `trainer` are those of `AtollCallback`.
 
@@ -62,7 +62,7 @@ def patch(
 
 
 def is_running(trainer: Any) -> bool:
-    """Wait for the next round, and return True when it opens; False if the run has no further round.
+    """Wait for the next round. Return True when it opens, or False if the run has no further round.
 
     After the last round, the run's result is loaded into the module that was fitted last. Without a server, the
     function returns True before the first fit and False afterwards.

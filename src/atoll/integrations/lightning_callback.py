@@ -124,7 +124,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """If a checkpoint has the state of another site, load that state, so that joining the run raises an error.
+        """Load a checkpoint's state even if it is another site's, so that joining the run raises an error.
 
         The Trainer itself would ignore the state, since its key contains the other site's name.
         """
@@ -207,7 +207,7 @@ class AtollCallback(Callback):
             self._schedule.update(trainer)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Remember that a step has begun but its batch has not ended: `on_fit_end` then raises an error."""
+        """Remember that a step has begun. If its batch does not end, `on_fit_end` raises an error."""
         self._open_step = trainer.global_step + 1
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -237,7 +237,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """In `trainer.validate` without a checkpoint, load the global model; after the last round, the run's result."""
+        """In `trainer.validate` without a checkpoint, load the global model (after the last round, the result)."""
         self._validations.begin(trainer)
         if is_validating(trainer) and self.driver.takes_part and not self.measuring:
             self._module = pl_module
@@ -249,7 +249,10 @@ class AtollCallback(Callback):
                 self._finish(ranks, pl_module)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the metrics of `trainer.validate` for the next update; in a DiLoCo run, those of the global model."""
+        """Keep the metrics of `trainer.validate` for the next update.
+
+        In a DiLoCo run, keep only those of the global model.
+        """
         if self.measuring:
             return
         if self.driver.diloco is not None:
@@ -359,7 +362,7 @@ class AtollCallback(Callback):
     # -- DiLoCo
 
     def _go_on_with_diloco(self, trainer: Any, module: Any, ranks: RankGroup) -> None:
-        """Start or continue DiLoCo. It synchronises every H optimizer steps; one such period can span several fits."""
+        """Start or continue DiLoCo, which synchronises every H optimizer steps. These steps can span several fits."""
         if ranks.is_distributed:
             raise UsageError(
                 "The run uses DiLoCo, but the Trainer has several ranks.", "Give each DiLoCo worker one device."
@@ -428,7 +431,7 @@ class Schedule:
         self._warned = False
 
     def update(self, trainer: Any) -> None:
-        """Warn, once, if a schedule with one step per epoch starts a later round at the rates of the first round."""
+        """Warn once if a schedule with one step per epoch begins a later round with the rates of the first round."""
         if not any(config.interval == "epoch" for config in trainer.lr_scheduler_configs):
             return
         rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -527,7 +530,7 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
 
 
 def require_own_weights(trainer: Any, algorithm: str = "") -> None:
-    """Raise an error for callbacks that replace the module's weights by an average that must not be submitted.
+    """Raise an error for callbacks that replace the module's weights by an average: it must not be submitted.
 
     `StochasticWeightAveraging` is never allowed. `WeightAveraging` is not allowed if `algorithm` is given.
 
@@ -555,7 +558,7 @@ def require_own_weights(trainer: Any, algorithm: str = "") -> None:
 
 
 def require_averaged(trainer: Any) -> None:
-    """Raise an error if a `WeightAveraging` callback averaged nothing in a fit, and so undid the fit's training.
+    """Raise an error if a `WeightAveraging` callback averaged no weights in a fit, and so undid the fit's training.
 
     Raises:
         UsageError: there is such a callback. The message names it.
@@ -618,7 +621,7 @@ class Validations:
         self._names: set[str] = set()  # names of metrics that validations have logged
 
     def begin(self, trainer: Any) -> None:
-        """Remember the metrics at the start of a validation, so that `end` can tell which ones the validation logs."""
+        """Remember the metrics at the start of a validation. From them, `end` finds those that the validation logs."""
         self._before = dict(trainer.callback_metrics)
 
     def end(self, trainer: Any) -> dict[str, float]:

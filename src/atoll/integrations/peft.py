@@ -48,7 +48,9 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
             merged later or the model no longer uses the same tensors.
     """
     if not isinstance(model, PeftModel):
-        raise UsageError(f"adapter() got a {type(model).__name__}.", "Pass the result of peft.get_peft_model.")
+        raise UsageError(
+            f"adapter() got a {type(model).__name__}, not a PEFT model.", "Pass the result of peft.get_peft_model."
+        )
     name = name or model.active_adapter
     if name not in model.peft_config:
         raise UsageError(f"The model has no adapter {name!r}.", f"It has {', '.join(map(repr, model.peft_config))}.")
@@ -78,8 +80,8 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if id(tensor) not in ids:
                 raise UsageError(
-                    f"{path!r} of the model was replaced after adapter() was called: the adapter was created "
-                    "again, or the model moved.",
+                    f"The tensor {path!r} of the model was replaced after adapter() was called: the adapter was "
+                    "created again, or the model was moved to another device.",
                     "Call adapter(model) again once the model is on its training device.",
                 )
 

@@ -101,7 +101,7 @@ class TrainerDriver:
         return "finished" if self.round is None else "round"
 
     def forget(self) -> None:
-        """Leave the run, and forget it, so that the driver can be used for another training, which joins anew."""
+        """Leave the run, and forget it. Another training can then use this driver, and joins again."""
         self.leave()
         self.info, self.rounds, self.finished = None, 0, False
 
@@ -170,10 +170,10 @@ class TrainerDriver:
         self._checkpoint = require_checkpoint(state)
 
     def credit(self, metrics: Mapping[str, float], interval: str) -> None:
-        """Report the metrics of an evaluation if the DiLoCo model had the weights of the global model. Else warn, once.
+        """Report the metrics of an evaluation if the DiLoCo model had the weights of the global model.
 
-        Metrics of a local model would mislead the setting `rounds.best_metric`, which compares versions of the global
-        model.
+        If not, warn once. Metrics of a local model would mislead the setting `rounds.best_metric`, which compares
+        versions of the global model.
 
         Args:
             metrics: metrics of the evaluation, by name.
@@ -211,7 +211,10 @@ class TrainerDriver:
 
 
 def _leave_as_it_ends(worker: Worker) -> None:
-    """Leave the run when a driver is garbage-collected. After `sys.exit`, this comes before Python's exit handlers."""
+    """Leave the run when a driver is garbage-collected.
+
+    After `sys.exit`, this happens before Python's exit handlers run.
+    """
     worker.leave(what_ends())
 
 
@@ -221,7 +224,7 @@ def value_of(value: T | Callable[[], T]) -> T:
 
 
 def require_alone(callbacks: Sequence[Any]) -> None:
-    """Raise an error if a trainer has several Atoll callbacks: one would wait in a hook for the update of another.
+    """Raise an error if a trainer has several Atoll callbacks: one would wait for the update of the other forever.
 
     Raises:
         UsageError: there are several callbacks. The message names their sites.

@@ -188,7 +188,7 @@ class AtollCallback(TrainerCallback):
             self._open_round(control)
 
     def _begin_again(self, control: TrainerControl) -> None:
-        """Start the round again from its global model when the Trainer retries with smaller batches after an error.
+        """Restart the round from its global model: the Trainer has begun again with smaller batches, after an error.
 
         In a DiLoCo run, continue with the current weights.
         """
@@ -197,7 +197,9 @@ class AtollCallback(TrainerCallback):
             self.driver.diloco.follow(self._optimizer)
             control.should_training_stop |= self.finished
         elif self.driver.round is not None:
-            LOG.info("the Trainer starts training again, so round %d begins again, too", self.driver.round.number)
+            LOG.info(
+                "the Trainer has started training again, so round %d is started again, too", self.driver.round.number
+            )
             self._open_round(control)
 
     @public_api
@@ -304,7 +306,7 @@ _NO_METRICS = ("_runtime", "_per_second", "_time")
 
 
 def require_plain(args: TrainingArguments) -> None:
-    """Raise an error for training in several processes or with DeepSpeed: the callback would see only a part of it.
+    """Raise an error for several processes or DeepSpeed: the callback would see only a part of the training.
 
     Raises:
         UsageError: the Trainer has several processes, or uses DeepSpeed.

@@ -1,4 +1,4 @@
-"""Outer optimizers, with which the server steps the global model: any torch optimizer that passes a trial run."""
+"""Outer optimizers: the server steps the global model with any torch optimizer that passes a trial run."""
 
 from __future__ import annotations
 

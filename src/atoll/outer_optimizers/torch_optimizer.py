@@ -126,7 +126,7 @@ class OuterRule:
         return Stepper(self)
 
     def describe(self) -> dict[str, Any]:
-        """Return everything on which the bits of a step depend, as plain values, for the run's records."""
+        """Return everything that determines the bits of a step, as plain values, for the run's records."""
         optimizer = self.make([torch.nn.Parameter(torch.zeros(1))])
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         lrs = {"lrs": self.lrs} if self.lrs else {}

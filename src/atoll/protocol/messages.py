@@ -194,16 +194,17 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """Which of a site's updates its local state (of algorithms such as SCAFFOLD) includes: the last that was counted.
+    """The last counted update of a site, for algorithms such as SCAFFOLD that keep local state: the state includes it.
 
-    `base_version` is the version that this update was trained from; None: none was counted yet, and the state is zero.
+    `base_version` is the version that the update was trained from. None: no update was counted yet, and the state is
+    zero.
     """
 
     base_version: Count | None = None
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the update; empty if unknown.")
 
     def names(self, other: Counted) -> bool:
-        """Return whether both messages mean the same update. An empty digest matches every digest."""
+        """Return whether both messages name the same update. An empty digest equals every digest."""
         return self.base_version == other.base_version and (self.digest in ("", other.digest) or not other.digest)
 
 
@@ -398,7 +399,7 @@ class Parts(Message):
     part_digests: list[Hex32]
 
     def require_digest(self, wanted: str, layout: Layout, what: str) -> tuple[bytes, ...]:
-        """Return BLAKE3 of each part, after a check that these digests are those of the wanted file.
+        """Check that these digests belong to the wanted file, and return the BLAKE3 of each part.
 
         Args:
             wanted: digest of the file.
@@ -529,7 +530,7 @@ class BlobManifest(Message):
         except (binascii.Error, ValueError):
             raise BadRequest(f"The bytes in the manifest of {what} are not base64.", "Publish it again.") from None
         if len(data) != manifest.nbytes:
-            raise BadRequest(f"{what} has {manifest.nbytes} bytes, but its manifest contains {len(data)} bytes.")
+            raise BadRequest(f"{what} should have {manifest.nbytes} bytes, but its manifest has {len(data)} bytes.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
                 raise PartCorrupt(f"Part {part.index} of {what} arrived damaged.", "Fetch it again.")

@@ -1,4 +1,4 @@
-"""The table of all operations of the HTTP interface, and the OpenAPI document made from it.
+"""The table of all operations of the HTTP interface, and the OpenAPI document that is made from this table.
 
 The server finds its handlers by `Operation.name`, and fails at start if a handler is missing. So the document describes
 exactly the operations that are served.

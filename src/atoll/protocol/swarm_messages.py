@@ -37,7 +37,7 @@ class Source(Message):
 
 
 class Held(Message):
-    """A version that the reporting worker has. The worker has received and checked every byte of it."""
+    """A version that the reporting worker has completely: it has received and checked every byte."""
 
     fragment: Count
     version: Count
@@ -47,7 +47,7 @@ class Held(Message):
 
 
 class CollectedUpdate(Message):
-    """The result of the order `Collect`: the update was pulled and can count, is bad, or could not be pulled."""
+    """The result of the order `Collect`: the update was downloaded (valid or not), or could not be downloaded."""
 
     ticket: Count
     digest: Hex32
@@ -96,7 +96,10 @@ class PeerReport(Message):
 
 
 class Hold(Message):
-    """An order of the server to store a version and its outer optimizer's state, and to pull them if necessary."""
+    """The server's order to store a version and its outer optimizer's state.
+
+    A worker that lacks them downloads them.
+    """
 
     fragment: Count
     version: Count
@@ -106,7 +109,7 @@ class Hold(Message):
 
 
 class Collect(Message):
-    """An order of the server to pull the update of another worker and check it."""
+    """The server's order to download another worker's update, and to check it."""
 
     ticket: Count
     fragment: Count

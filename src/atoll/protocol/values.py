@@ -41,7 +41,7 @@ class UpdateInfo:
 class Next:
     """The answer to a request for a ticket: `Open`, `Wait` or `Finished`.
 
-    A plain `Next` means that this worker submits no more updates.
+    An instance of `Next` itself means that this worker submits no more updates.
 
     Attributes:
         head: newest version of the fragment.
@@ -119,7 +119,7 @@ class Lost(NamedTuple):
 
 
 def require(answer: T | Lost) -> T:
-    """Return an answer, or raise the error of a `Lost`.
+    """Return an answer. If it is a `Lost`, raise its error.
 
     Use this function for requests that are retried without limit: such a request fails only if the worker leaves, or if
     a program that is not the run's server answers at the address.
@@ -140,7 +140,7 @@ class Pulled(NamedTuple):
 
     Attributes:
         version: the downloaded version.
-        newer: the server's answer that named this version, if it is newer than the requested version; else None.
+        newer: None if this is the requested version. If it is a newer one, the server's answer that named it.
     """
 
     version: VersionRef
@@ -148,7 +148,7 @@ class Pulled(NamedTuple):
 
 
 class VersionGone(NamedTuple):
-    """The server has deleted the version. Ask for the head (the newest version) instead."""
+    """The server has deleted the version. Ask for the newest version (the head) instead."""
 
     error: Gone
 
@@ -174,7 +174,7 @@ class FrozenUpdate(Message):
 
 
 class FrozenRound(Message):
-    """A closed round: the base version and the updates, in order, that determine the next version."""
+    """A closed round: the base version and the ordered updates from which the next version is made."""
 
     fragment: Count
     number: Count = Field(description="Number of the round.")

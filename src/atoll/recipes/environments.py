@@ -463,7 +463,7 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
 def ended_by_sigterm() -> Iterator[None]:
     """Make SIGTERM raise an exception in the `with` block, so that the block can end its child processes.
 
-    Afterwards, SIGTERM ends this process, too.
+    After the block, SIGTERM ends this process as usual.
 
     Outside of the main thread, or if the program has its own handler of SIGTERM, nothing is changed.
     """
@@ -486,7 +486,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def environment(threads: int, **more: str) -> dict[str, str]:
-    """Return a child process's environment: this process's, without ATOLL_* variables for settings, and `more`.
+    """Return a child process's environment: this process's without the ATOLL_* variables of settings, plus `more`.
 
     Args:
         threads: number of PyTorch's threads; 0: unchanged.
@@ -590,7 +590,7 @@ class _LocalRun:
                 site, code = next(reversed(ended.items()))
                 remaining = f"{len(self._sites) - len(ended)} of {len(self._sites)}"
                 raise RunFailed(
-                    f"{site} {self._end_of(site, code)} before the run was finished. A round needs {floor} "
+                    f"Site {site} {self._end_of(site, code)} before the run was finished. A round needs {floor} "
                     f"sites, but only {remaining} are left.",
                     f"See {self._log(site)}. To continue, repeat the call with folder={str(self._folder)!r}.",
                 )

@@ -149,7 +149,7 @@ class InitialModel:
 
     @property
     def _is_written(self) -> bool:
-        """Whether `write` has to create a file for this model, which the run file then names."""
+        """Whether `write` has to create a file for this model. If so, the run file names this file."""
         return self._is_module or (self._checkpoint is not None and self._model is not None)
 
     def settings(self, folder: Path) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class RunResult:
 
 
 def setting(key: str, default: Any = None) -> Any:
-    """Return a dataclass field for an argument of a recipe. Unless it is None, its value becomes a setting of the run.
+    """Return a dataclass field for an argument of a recipe. Its value, unless None, becomes a setting of the run.
 
     Args:
         key: the name of the setting, `group.key`.
@@ -356,13 +356,13 @@ class Recipe(Strict):
         if not Path(self.train_script).is_file():
             raise UsageError(
                 f"{type(self).__name__}: the train_script {str(self.train_script)!r} does not exist.",
-                f"A relative path starts at the current folder, {str(Path.cwd())!r}.",
+                f"A relative path is relative to the current folder, {str(Path.cwd())!r}.",
             )
 
     # -- settings
 
     def choices(self) -> dict[str, Any]:
-        """Return the settings that the arguments of this algorithm's recipe set. Arguments that are None set none."""
+        """Return the settings that this recipe's arguments determine. Arguments that are None determine none."""
         values = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
         return {key: value for key, value in values.items() if value is not None}
 
@@ -401,7 +401,7 @@ class Recipe(Strict):
                 owner = type(self).__name__
                 argument = ARGUMENTS.get(key)
                 raise UsageError(
-                    f"add_server_config got {key!r}, but {owner} sets it by itself.",
+                    f"add_server_config got {key!r}, but {owner} sets this key itself.",
                     f"Use the argument {argument!r} of the recipe."
                     if argument
                     else "See the arguments of the recipe, or use another recipe.",
@@ -416,7 +416,7 @@ class Recipe(Strict):
         return self
 
     def settings(self, sites: int | None = None, folder: Path = Path()) -> Settings:
-        """Return the run's settings; paths in them are relative to the current folder.
+        """Return the run's settings; the paths in them are relative to the current folder.
 
         Args:
             sites: number of sites that round 1 waits for; by default `min_sites`.

@@ -86,11 +86,11 @@ def inverse_sqrt(s: int) -> float:
 
 
 def staleness_weight(name: str) -> StalenessWeight:
-    """Return the function `name`: staleness of an update, in versions → factor for its weight. Check its results.
+    """Return the function `name`, which maps an update's staleness (in versions) to a factor for its weight.
 
     Raises:
-        ConfigError: the name is unknown or not that of a function. Or the function fails for s = 0: it raises, or
-            returns a number that is not above 0 and at most 1. The returned function raises the same for other s.
+        ConfigError: the name is unknown or not that of a function. Or the function raises for the staleness 0, or does
+            not return a number above 0 and at most 1. The returned function checks every later result in the same way.
     """
     function = registry.load("staleness", name)
     if not callable(function):

@@ -72,7 +72,10 @@ class Reducer(ABC):
         return normalised(facts.weights)
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return s. The server steps v ← s·v + reduction for the algorithm's own tensors v, such as SCAFFOLD's c."""
+        """Return the factor s.
+
+        The server computes v ← s·v + reduction for the algorithm's own tensors v (SCAFFOLD: c).
+        """
         return 1.0
 
     @abstractmethod

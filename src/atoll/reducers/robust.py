@@ -69,7 +69,7 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
 
 @functools.lru_cache(maxsize=64)
 def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
-    """Return the comparators (i, j, needed outputs), in order, that sort k rows as far as the given ranks need it."""
+    """Return, in order, the comparators (i, j, needed outputs) that find the given ranks among k rows."""
     needed, comparisons = set(ranks), list[tuple[int, int, Wanted]]()
     for low, high in reversed(list(_merge_sort(k))):
         if low in needed or high in needed:
@@ -79,7 +79,7 @@ def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...
 
 
 def _merge_sort(k: int) -> Iterator[tuple[int, int]]:
-    """Yield the comparators of Batcher's network that sorts k rows, without those that compare rows past the end."""
+    """Yield the comparators of Batcher's network for k rows. Comparators with rows past the end are left out."""
     p = 1
     while p < k:
         q = p
@@ -126,8 +126,8 @@ class TrimmedMean(Reducer):
     def __post_init__(self) -> None:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(
-                f"aggregation.reducer: trim is {self.trim!r}, but it must be a share: the mean leaves out this "
-                "share of the largest values, and the same share of the smallest values.",
+                f"aggregation.reducer: trim is {self.trim!r}, but trim is the share of the values to leave out at "
+                "each end: the largest and the smallest ones.",
                 "Use a number from 0 to below 0.5, at least the share of sites that may be hostile.",
             )
 

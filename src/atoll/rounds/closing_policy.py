@@ -27,9 +27,9 @@ class RoundView:
         floor: fewest updates with which this round may close, at least 1.
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
-        first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
-        elsewhere: sites that wait for a new version of another fragment. They submit no update of this fragment before
-            that version is there.
+        first_s: time since when the oldest accepted update has waited to be reduced; None if no update waits.
+        elsewhere: sites that wait for a new version of another fragment. Until they have it, they submit no update of
+            this fragment.
     """
 
     fragment: int
@@ -91,7 +91,9 @@ class Policy(ABC):
         return view.missing
 
     def steps_before(self, waiting: int) -> int:
-        """Return how many rounds the waiting updates fill. The update that comes next belongs to the round after them.
+        """Return how many rounds the waiting updates fill.
+
+        The next update that arrives belongs to the round after these.
 
         Args:
             waiting: number of accepted updates that are not being reduced yet.
@@ -195,7 +197,10 @@ class Async(Policy):
         return _free(view) if view.accepted and (self.buffer > 1 or self.grace_s) else ()
 
     def steps_before(self, waiting: int) -> int:
-        """Return how often `waiting` updates fill the buffer. With a grace time it is 0: one step applies all."""
+        """Return how many times `waiting` updates fill the buffer.
+
+        With a grace time, return 0: one step applies all updates.
+        """
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:

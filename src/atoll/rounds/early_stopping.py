@@ -31,7 +31,7 @@ class Progress:
 
     Args:
         best: best measurement; None if there is none.
-        mark: last value that counted as an improvement: better than the previous mark by more than `min_delta`.
+        mark: the last value that was better than the previous `mark` by more than `min_delta`.
         stale: number of measurements since `mark`.
     """
 

@@ -105,7 +105,10 @@ class TrainingBegins:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time has passed: close rounds that reached their deadline, and declare workers dead that were silent too long."""
+    """Time has passed.
+
+    Rounds past their deadline are closed, and workers that were silent for too long are declared dead.
+    """
 
 
 Event = (
@@ -138,7 +141,7 @@ class Decision(Effect):
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted(Decision):
-    """`site` has joined and may act with `lease`. Every earlier lease of the site is void."""
+    """The process that holds `lease` has joined and may act for `site`. Every earlier lease of the site is void."""
 
     site: str
     lease: int
@@ -246,7 +249,7 @@ class RoundClosed(Decision):
 
 @dataclass(frozen=True, slots=True)
 class BestFound(Effect):
-    """The measured version is the best so far. Keep it until a better version is found.
+    """The measured version is the best so far: keep it until a better one is found.
 
     The journal needs no entry for this, because the best version follows from the metrics in the journal.
     """
@@ -261,6 +264,6 @@ class RunFinished(Decision):
 
 @dataclass(frozen=True, slots=True)
 class Woken(Effect):
-    """The state of `fragment` has changed: requests that wait for it should check it again."""
+    """The state of `fragment` has changed: wake the requests that wait for a change, to check the state again."""
 
     fragment: int

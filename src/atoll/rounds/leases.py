@@ -1,7 +1,7 @@
 """Leases: a lease is the right of one process to act for its site. Pure functions of a run's members (sites).
 
 Each new lease has a higher number. Only the process with a site's newest lease may act for the site; requests with
-older leases are refused. If a process is silent for `network.heartbeat_timeout_s`, its lease ends.
+older leases are refused. If a process sends nothing for `network.heartbeat_timeout_s`, its lease ends.
 """
 
 from __future__ import annotations

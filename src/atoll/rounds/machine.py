@@ -87,7 +87,7 @@ def _join(draft: Draft, site: str) -> None:
 
 
 def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
-    """End the leases of all `sites` because of `event`, then update the rounds once."""
+    """End the leases of `sites` because of `event`, then update all rounds."""
     for site in sites:
         members = leases.changed(draft.state.members, site, event)
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
@@ -250,7 +250,7 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
 
 
 def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
-    """Return the state that the journal describes, and the effects that a crash has left undone.
+    """Return the state that the journal describes, and the effects that were not carried out before a crash.
 
     Heartbeat timeouts and deadlines restart at `now_s`. A round that was being reduced stays `closing`: the caller
     reduces it again and reports `VersionCommitted`. If the server crashes again, another call returns the same state,
@@ -429,14 +429,17 @@ def _judge(draft: Draft, fragment: int) -> None:
 
 
 def _pending_tickets(round_: Round) -> dict[str, Ticket]:
-    """Return site → ticket for the tickets that are open, or have an accepted update that is not being reduced."""
+    """Return site → ticket, for the open tickets, and those with an accepted update that is not being reduced."""
     return {
         site: ticket for site, ticket in round_.tickets.items() if ticket.is_live and ticket.id not in round_.frozen
     }
 
 
 def _drop_ended(draft: Draft, fragment: int) -> None:
-    """In an asynchronous round, drop the tickets that are neither open nor accepted. Keep all in a synchronous one."""
+    """In an asynchronous round, drop the tickets that are neither open nor accepted.
+
+    In a synchronous round, keep all.
+    """
     if draft.state.is_async(fragment):
         tickets = draft.round(fragment).tickets
         draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})

@@ -62,15 +62,14 @@ HOLDERS = 2
 
 
 def ranking(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:
-    """Return the sites of a swarm in the order in which they are preferred as aggregator of a round.
+    """Return the sites of a swarm in the order of preference as aggregator of a round.
 
     Args:
         sites: sites that could aggregate.
         seed: random seed.
         fragment: index of the fragment (part of the model); 0 if the model is not divided.
         version: version that the round starts from.
-        named: sites that the user named as aggregators. They come before all others. In each round, another of them is
-            first.
+        named: sites that the user named as aggregators. They come before all others, and take turns in being first.
     """
 
     def drawn(site: str) -> bytes:
@@ -95,8 +94,8 @@ def aggregator_of(
         holders: sites that have the base version.
         excluded: sites that failed in this round, oldest failure first. They are chosen, in this order, only if no
             other site is left.
-        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if all
-            other holders have failed in this round.
+        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if every
+            other site with the base version has failed in this round.
         named: sites that the user named as aggregators. Other sites are chosen only if every named site has failed in
             this round or does not have the base version.
     """

@@ -114,12 +114,13 @@ class Round:
         phase: state in the table of transitions `ROUND`: `gathering`, `open`, `closing` or `finished`.
         head: newest version of the fragment, from which the round starts.
         opened_s: time when the round opened.
-        expected: expected site → time since which the round waits for it. Each site is alive or has an accepted update.
+        expected: expected site → time since when the round has waited for it. Each site is alive or has an accepted
+            update.
         tickets: site → its ticket of this round. In asynchronous rounds, the ticket may be from an earlier round.
         frozen: while the round is closing, the tickets with the updates that are being reduced, in order.
         until_s: time at which the policy may close the round without an event; None if there is no such time.
         lost: number of versions up to `head` that the server has lost; a power loss may destroy the newest versions.
-        first_s: time since which the oldest accepted update waits to be reduced; None if no update waits.
+        first_s: time since when the oldest accepted update has waited to be reduced; None if no update waits.
     """
 
     phase: str
@@ -155,7 +156,8 @@ class State:
         next_ticket: number of the next ticket.
         next_lease: number of the next lease.
         progress: summary of the tracked metric.
-        ending: live sites that submit no more updates. Snapshots do not contain them: they announce it again.
+        ending: live sites that submit no more updates. Snapshots do not contain them, because the sites announce this
+            again.
     """
 
     rules: Rules
@@ -184,7 +186,7 @@ class State:
         return self.rules.policy.is_async(self.rounds[fragment].number)
 
     def view(self, fragment: int) -> RoundView:
-        """Return the facts about the current round of `fragment` from which the closing policy decides."""
+        """Return the facts about the current round of `fragment` for the closing policy."""
         round_, elsewhere = self.rounds[fragment], Counter[str]()
         if len(self.rounds) > 1:
             elsewhere.update(
@@ -224,7 +226,7 @@ class State:
         return None
 
     def missing(self, fragment: int) -> tuple[tuple[str, float], ...]:
-        """Return the sites that the open round waits for, each with the time since which the round waits for it.
+        """Return the sites that the open round waits for, each with the time at which the waiting began.
 
         The sites are sorted by name. If no round is open, the result is empty.
         """
@@ -251,9 +253,9 @@ class State:
     def may_submit(self, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
         """Return None if the process that holds `lease` may submit an update for `ticket` now.
 
-        Otherwise return a `LeaseRefused`, or a sentence that says what is wrong with the ticket. A ticket that already
-        has an accepted update gives such a sentence, too. The caller must then check in the journal whether the request
-        only repeats the accepted update.
+        Otherwise return a `LeaseRefused`, or a sentence that says what is wrong with the ticket, for example that its
+        update was already accepted. In this case the caller must check in the journal whether the request repeats that
+        update.
         """
         refused = leases.refusal(self.members, site, lease)
         if refused:
@@ -269,8 +271,8 @@ class State:
             return f"Ticket {ticket} is {issued.state}{': ' if issued.reason else ''}{issued.reason}."
         limit = self.rules.max_staleness  # called for every part, so skip the calculation if there is no limit
         if limit is not None and (lag := self.staleness(issued)) > limit:
-            late = f"its update would be {lag} versions behind; async.max_staleness is {limit}"
-            return f"Ticket {ticket} is too late: {late}."
+            text = f"Ticket {ticket} is too late: its update would be {lag} versions behind; async.max_staleness is "
+            return f"{text}{limit}."
         return None
 
     def staleness(self, ticket: Ticket) -> int:

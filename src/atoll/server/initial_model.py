@@ -135,7 +135,10 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
 
 
 def _header(path: Path) -> Marked:
-    """Return tensors with a file's names, shapes and dtypes, but not its values. Each needs memory for one element."""
+    """Return tensors with the names, shapes and dtypes of a file, but without its values.
+
+    Each uses the memory of one element.
+    """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -224,8 +227,8 @@ def _one_model(files: Sequence[Path], load: Callable[[Path], Marked]) -> Marked:
         tensors = load(path)
         if twice := model.keys() & tensors.keys():
             raise ConfigError(
-                f"{path.name} in {str(path.parent)!r} contains the tensor {min(twice)!r}, which another file of the "
-                "model contains, too.",
+                f"The tensor {min(twice)!r} is in {path.name} and also in another model file in the folder "
+                f"{str(path.parent)!r}.",
                 "Give one file, or a folder with the parts of one model.",
             )
         model.update(tensors)

@@ -119,7 +119,7 @@ class Server:
     # -- life
 
     def start(self) -> Server:
-        """Start to serve in a background thread. Return this server as soon as workers can connect.
+        """Start the server in a background thread. Return this object as soon as workers can connect.
 
         Raises:
             PortInUse, StateLocked, StateCorrupt, ConfigError: the server cannot start.
@@ -224,7 +224,10 @@ class Server:
         return self._run
 
     def _ask(self, question: Callable[[Coordinator], T]) -> T:
-        """Return `question(run)`. It runs on the server's event loop, so the run's state does not change meanwhile."""
+        """Call `question(run)` on the server's event loop, where the run's state does not change meanwhile.
+
+        Return its result.
+        """
         run, stopped = self._require_run(), UsageError("The server has stopped.", "Ask while it runs.")
 
         def work() -> T:

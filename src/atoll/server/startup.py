@@ -55,8 +55,8 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     Args:
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
-        named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text is the value of a setting.
-            For code, the run must support the setting that the argument replaces.
+        named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text becomes the value of the
+            setting. Code replaces the setting, which the kind of run must support.
 
     Raises:
         UsageError: an argument is a text, although `settings` is a complete `Settings` object.
@@ -272,7 +272,7 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
 
 @contextmanager
 def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """Yield a descriptor of a swarm's file with version 0 of a fragment, which the first worker downloads."""
+    """In a swarm: yield a descriptor of the file with version 0 of a fragment, which the first worker downloads."""
     fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
     try:
         yield fd

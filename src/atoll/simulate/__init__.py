@@ -31,7 +31,7 @@ ENGINES = ("local", "ray")
 
 
 def require_engine(engine: str, processes: int | None, address: str | None) -> None:
-    """Check the options that choose where and in how many processes a simulation trains its sites.
+    """Check the options `engine`, `processes` and `address` of a simulation.
 
     Raises:
         ConfigError: an option has a wrong value. The message names the option.

@@ -57,15 +57,15 @@ class Beginning(BaseModel):
 
 
 class SiteRound(BaseModel, frozen=True):
-    """The message to a process that it shall train one simulated site for one round.
+    """The message that tells a process to train one simulated site for one round.
 
     Attributes:
         site: name of the site.
         ticket: the site's ticket for the round, which names the version to train from.
-        outcomes: what became of those earlier updates of the site that its local state may depend on.
+        outcomes: the states of the site's earlier updates on which its local state may depend.
         counts: whether an earlier update of this site has been accepted in the run.
-        counted: the site's last counted update, to which its algorithm's state has to belong; None if the run's
-            algorithm keeps no state at its sites.
+        counted: the site's last counted update, which its algorithm's state must include; None if the algorithm keeps
+            no state at sites.
     """
 
     site: str
@@ -166,7 +166,7 @@ class Process(Protocol):
         """
 
     def give(self, job: Job) -> None:
-        """Queue a job behind the process's other jobs. That the process has ended is only reported by `hear`."""
+        """Queue a job behind the process's other jobs. If the process has ended, only `hear` reports this."""
 
     def take_back(self) -> int | None:
         """Remove the oldest job that the process has not begun. Return its ticket number; None if there is none."""
@@ -215,7 +215,7 @@ class Heard(Protocol):
         """Handle the answer to a job."""
 
     def failed_to_go_on(self, error: Exception) -> None:
-        """Handle an error after which the engine cannot continue."""
+        """Handle an error after which the engine cannot go on."""
 
 
 @dataclass(eq=False)
@@ -270,7 +270,7 @@ class Engine:
         self._heard: Heard
 
     def start(self, beginning: Beginning, heard: Heard) -> None:
-        """Start all processes, wait until each is ready, then start a thread for each. On an error, kill all of them.
+        """Start all processes, wait until each is ready, then start a thread for each. On an error, kill all processes.
 
         Args:
             beginning: what a process needs before its first job.
@@ -304,7 +304,7 @@ class Engine:
                 self._hand_out()
 
     def free(self, longer_s: float) -> None:
-        """If other jobs wait, kill the process with the longest-running job, after more than `longer_s` seconds.
+        """If other jobs wait, kill the process with the longest-running job, if it ran over `longer_s` s.
 
         The engine then reports an answer with `stuck` set for that job, and starts another process.
         """
@@ -318,12 +318,12 @@ class Engine:
                 longest.process.kill()
 
     def pids(self) -> list[int]:
-        """Return the process ids of the processes on this machine, except for one that is being replaced."""
+        """Return the ids of the processes on this machine, except for one that is being replaced."""
         with self._lock:
             return [member.process.pid for member in self._crew if member.process.pid]
 
     def close(self) -> None:
-        """Kill all processes, then wait until each has ended. Report no further answer. Idempotent."""
+        """Kill all processes, then wait until each has ended. No further answer is reported. Idempotent."""
         with self._lock:
             self._closed = True
             crew, self._crew = self._crew, []
@@ -399,7 +399,7 @@ class Engine:
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:
-        """After a process has ended, queue its job again; the `ATTEMPTS`-th time, report that the job failed.
+        """Queue the job of a process that has ended again. After `ATTEMPTS` attempts, report that the job has failed.
 
         Args:
             job: the job that the process was working on.

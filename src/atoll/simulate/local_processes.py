@@ -117,7 +117,10 @@ class LocalProcess:
             raise ConfigError(message["message"], message["remedy"])
 
     def give(self, job: Job) -> None:
-        """Send a job; first its version, if that is new to the process. Only `hear` reports an ended process."""
+        """Send a job; before it, send its version if that is new to the process.
+
+        Only `hear` reports an ended process.
+        """
         with contextlib.suppress(OSError):
             if self._base != job.ticket.base_digest:
                 self._base = job.ticket.base_digest
@@ -229,9 +232,9 @@ class _Child:
         return number
 
     def _job(self, number: int) -> tuple[SiteRound, int]:
-        """Return the job with this number, and the descriptor of the file for its update. Drop jobs taken back.
+        """Return the job with this number, and the descriptor of the file for its update.
 
-        Also close the files of versions older than the one that the job needs.
+        Drop jobs that were taken back. Also close the files of versions older than the one that the job needs.
         """
         while number not in self._jobs:
             message, fd = self._channel.receive()

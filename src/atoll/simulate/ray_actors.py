@@ -69,7 +69,7 @@ class Actor:
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """Store the version that the next sites train from in the actor's file, in place of the earlier version."""
+        """Store the next sites' base version in the actor's file. It replaces the earlier version."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:
@@ -147,7 +147,7 @@ class RayHost:
             raise ServerUnreachable(f"Ray {where}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
 
     def close(self) -> None:
-        """Undo what `open` has done: shut Ray down, and remove Ray's folder. Idempotent."""
+        """Shut down the Ray that `open` has started, and remove Ray's folder. Idempotent."""
         self._cleanup.close()
 
     def begin(self, beginning: Beginning) -> RayProcess:
@@ -188,7 +188,7 @@ class RayHost:
             ) from error
 
     def version(self, job: Job) -> Any:
-        """Return the version that a job trains from, as a Ray object that all actors share."""
+        """Return the base version of a job as a Ray object, which all actors share."""
         with self._lock:
             if self._version[0] != job.ticket.base_digest:
                 content = np.empty(os.fstat(job.base.fd).st_size, np.uint8)
@@ -198,7 +198,7 @@ class RayHost:
 
 
 class _Lost(Exception):
-    """The error for an actor that has ended, or that was on a machine that has ended."""
+    """The error for an actor that has ended, alone or with its machine."""
 
 
 class RayProcess:
@@ -240,7 +240,7 @@ class RayProcess:
         self._jobs.put(job)
 
     def take_back(self) -> None:
-        """Return None: an actor never has a job in advance, so there is none to take back."""
+        """Return None: an actor gets no job in advance, so there is none to take back."""
 
     def hear(self) -> tuple[int, Answer] | None:
         """Send the next job to the actor and wait. Return (ticket number, answer); None if the actor has ended."""
@@ -273,7 +273,10 @@ class RayProcess:
         return answer
 
     def kill(self) -> None:
-        """Kill the actor. An idle actor first removes its files if this process does not do it later. Idempotent."""
+        """Kill the actor. If this process will not remove the actor's files later, an idle actor first does so.
+
+        Idempotent.
+        """
         ray, is_idle, self._is_idle = self._host.ray, self._is_idle, False
         with contextlib.suppress(Exception):  # the actor or Ray may have ended
             if is_idle and self._host.folder is None and ray.is_initialized():
@@ -282,7 +285,10 @@ class RayProcess:
         self._jobs.put(None)
 
     def bury(self) -> str:
-        """Kill the actor, and return how it ended, as words. If files are left, the next actor there removes them."""
+        """Kill the actor, and return how it ended, as text.
+
+        If files are left, the next actor on that machine removes them.
+        """
         self.kill()
         return self._how
 

@@ -191,7 +191,7 @@ class SiteScheduler:
             ended.cancel()
 
     async def _free_processes(self) -> None:
-        """Now and then, kill a process that trains one site for too long while other sites wait for a process.
+        """Check regularly whether one site is trained for too long while other sites wait, and kill its process.
 
         Only in runs with a quorum, in which a round can end at its deadline without the updates of all sites.
         """
@@ -201,7 +201,10 @@ class SiteScheduler:
 
     @contextlib.contextmanager
     def _one_transaction(self) -> Iterator[None]:
-        """Run the block as one transaction of the journal. If it fails, nothing of it is stored, and the run fails."""
+        """Run the block as one transaction of the journal.
+
+        If the transaction fails, none of it is stored, and the run fails.
+        """
         try:
             with self._run.store.journal.transaction():
                 yield
@@ -340,7 +343,7 @@ class SiteScheduler:
         )
 
     def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
-        """Return what became of the updates on which the site's local state depends.
+        """Return the states of the updates on which the site's local state depends.
 
         If the state directory was restored and the folder of the sites was not, the run may not know a ticket.
         """
@@ -399,7 +402,7 @@ class SiteScheduler:
             self._run.bytes_up += nbytes
 
     async def _did_not_return(self, job: Job, lease: Lease) -> None:
-        """Note that a site's script did not return in time. After `ATTEMPTS` times, end the site's participation."""
+        """Record that a site's script did not return in time. After `ATTEMPTS` times, end the site's participation."""
         self._stuck[job.site] += 1
         told_s = f"{self._patience_s:g} s"
         LOG.warning("%s did not return within %s while other sites waited; its process was stopped", job.site, told_s)
@@ -424,10 +427,10 @@ class SiteScheduler:
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never really waits to its end, without the event loop, and return its result.
+    """Run a coroutine to its end without the event loop, and return its result. The coroutine must not wait.
 
     Raises:
-        RuntimeError: the coroutine did wait.
+        RuntimeError: the coroutine has tried to wait.
     """
     try:
         coroutine.send(None)
@@ -435,4 +438,4 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
         answer: T = end.value
         return answer
     coroutine.close()
-    raise RuntimeError(f"{coroutine} waits, in the middle of a transaction")
+    raise RuntimeError(f"{coroutine} waits in the middle of a transaction")

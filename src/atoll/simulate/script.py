@@ -54,7 +54,7 @@ def name_of(script: str | Callable[..., Any]) -> str:
     file, colon, attribute = (script, "", "") if script.endswith(".py") else script.rpartition(":")
     if not script.endswith(".py") and not file.endswith(".py"):
         if not colon or not file or not attribute:
-            raise ConfigError(f"The script {script!r} has neither the form of a function nor of a file.", FORMS)
+            raise ConfigError(f"The script {script!r} is neither the name of a function nor that of a file.", FORMS)
         return script
     path = Path(file).resolve()
     if not path.is_file():

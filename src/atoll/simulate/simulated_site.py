@@ -154,7 +154,7 @@ class SimulatedSite:
             raise
 
     def _open_state(self, folder: Path, job: SiteRound) -> None:
-        """Open the site's local state, and bring it up to date: values of its last update apply if that update counted.
+        """Open the site's local state. If its last update counted, the values from after that update become current.
 
         Args:
             folder: the folder of the site's local state.
@@ -201,7 +201,7 @@ class SimulatedSite:
         self.pull(self._ticket, into)
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return whether the script has loaded the version."""
+        """Return whether the script has loaded the version that the ticket names."""
         return self._has_pulled
 
     def submit(
@@ -228,7 +228,7 @@ class SimulatedSite:
 
 
 def _outcome_among(outcomes: Mapping[int, messages.Outcome], ticket: int) -> messages.Outcome:
-    """Return what became of the update of a ticket: from `outcomes`, or "expired" if it is not among them."""
+    """Return the state of a ticket's update, from `outcomes`; "expired" if the ticket is not among them."""
     return outcomes.get(ticket) or messages.Outcome(
         ticket=ticket, state="expired", base_version=0, reason="the ticket is unknown in this run"
     )

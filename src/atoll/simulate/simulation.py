@@ -168,7 +168,7 @@ class Simulation:
             raise
         if self._result is None:
             raise UsageError(
-                "The simulation was stopped before its end.", "Start it again with the same state directory."
+                "The simulation was stopped before it was finished.", "Start it again with the same state directory."
             )
         return self._result
 
@@ -204,7 +204,7 @@ class Simulation:
 
     @property
     def described(self) -> str:
-        """A text for the log about the simulation: the number of sites per round and of processes."""
+        """A text for the log: the number of sites per round, and the number of processes."""
         name = "" if self._engine.name == "local" else f" of {self._engine.name}"
         rounds = self.settings.rounds
         sampled = Sampling(rounds.sample_fraction, rounds.sample_min).size(len(self.sites))

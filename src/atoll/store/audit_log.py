@@ -107,7 +107,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class AuditHead:
-    """Content of the file `audit.head`: what the audit log's last entry was when the file was written.
+    """Content of the file `audit.head`: the number and hash of the audit log's last entry when the file was written.
 
     Attributes:
         entries: number of entries in the audit log.
@@ -230,6 +230,6 @@ def _is_noted_as_lost(head: AuditHead, rows: Query) -> bool:
 
 
 def tip(rows: Query) -> tuple[int, str]:
-    """Return the number of entries and the last entry's hash in the audit log, without checking the hash chain."""
+    """Return the audit log's number of entries and the hash of its last entry, without checking the hash chain."""
     found = rows("SELECT seq, hash FROM audit ORDER BY seq DESC LIMIT 1")
     return (int(found[0][0]), str(found[0][1])) if found else (0, START)

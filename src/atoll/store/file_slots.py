@@ -54,8 +54,8 @@ class FileShape:
         header: first bytes of every such file; written when the file is created.
         regions: regions of the file, each with a digest of its own in the journal (the server's database). A region
             consists of one or more byte ranges (offset, nbytes).
-        elsewhere: True in a swarm, where workers aggregate. Then the workers have the tensors, the server's file is
-            empty, and the digests in the journal come from the workers.
+        elsewhere: whether the workers store the tensors, as in a swarm. Then the server's file is empty, and the
+            digests in the journal come from the workers.
     """
 
     nbytes: int
@@ -71,7 +71,7 @@ class FileShape:
 
 @dataclass(frozen=True)
 class FragmentShapes:
-    """Sizes, headers and hashed regions of the files of one fragment (tensors that are synchronised together).
+    """Sizes, headers and hashed regions of the files of one fragment.
 
     Attributes:
         version: shape of a version's file.
@@ -116,8 +116,8 @@ class Slot:
     Attributes:
         fd: descriptor of the file, open as long as this object lives.
         holds: kind of hold, such as "writer" → number of holds.
-        one_writes: lock for writes to this file. The kernel allows only one write to a file at a time, and threads
-            that wait for it there, without this lock, would use CPU time.
+        one_writes: lock for writes to this file. The kernel does one write to a file at a time; without this lock, the
+            other threads would use CPU time while they wait.
     """
 
     number: int
@@ -263,7 +263,7 @@ class SlotPool:
 
     @contextmanager
     def held(self, slot: Slot, why: str) -> Iterator[None]:
-        """Keep a slot from being rewritten or removed while the `with` block runs. `why` is the kind of hold."""
+        """Hold a slot during the `with` block, so that it is not rewritten or removed. `why` is the kind of hold."""
         self.hold(slot, why)
         try:
             yield
@@ -271,7 +271,7 @@ class SlotPool:
             self.drop(slot, why)
 
     def retain(self, numbers: Collection[int]) -> None:
-        """End the journal's hold on all slots except those with the given numbers."""
+        """End the journal's holds on all slots except the slots with these numbers."""
         with self.lock:
             for slot in list(self._slots.values()):
                 if JOURNAL in slot.holds and slot.number not in numbers:
@@ -385,7 +385,10 @@ class Slots:
         return self._pools[kind, fragment]
 
     def drop_after_commit(self, kind: str, fragment: int, number: int | None) -> None:
-        """After the current transaction is committed, end the journal's hold on slot `number`. None: do nothing."""
+        """End the journal's hold on slot `number` when the current transaction is committed.
+
+        If `number` is None, do nothing.
+        """
         if number is not None:
             pool = self.pool(kind, fragment)
             self._journal.after_commit(lambda: pool.drop(pool[number], JOURNAL))

@@ -174,12 +174,12 @@ class Journal:
 
     def _commit(self) -> None:
         if self._torn:
-            raise StoreError("An earlier change of the same transaction failed, so all its changes were undone.")
+            raise StoreError("An earlier change in the same transaction failed, so the whole transaction was undone.")
         failpoint("journal.commit")
         self._db.execute("COMMIT")
 
     def _forget(self, commits: int, rollbacks: int) -> None:
-        """After a failed transaction block, drop its `after_commit` and run its `after_rollback` callbacks, last first.
+        """Drop a failed block's `after_commit` callbacks, and run its `after_rollback` callbacks in reverse order.
 
         Args:
             commits: number of `after_commit` callbacks that were registered before the block.

@@ -40,7 +40,7 @@ class Entry:
 
     Attributes:
         object: id of the object.
-        sealed: hash of the object's secret, which a process needs to download or remove the object.
+        sealed: hash of the object's secret. A process needs the secret to download or remove the object.
         cuts: sizes of the object and its parts.
         inline: whether the object's bytes are sent within its manifest.
         expires_at: expiry time in seconds since 1970.
@@ -339,7 +339,7 @@ class ObjectStore:
     # -- time
 
     def sweep(self) -> None:
-        """Remove objects that have expired, and incomplete objects that received no byte for `idle_timeout_s`."""
+        """Remove expired objects, and incomplete objects that received no byte for `idle_timeout_s`."""
         now, now_s = time.time(), time.monotonic()
         for entry in list(self._objects.values()):
             if entry.expires_at <= now or (entry.is_arriving and entry.touched_s + self._idle_timeout_s < now_s):

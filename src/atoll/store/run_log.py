@@ -66,7 +66,7 @@ class RunLog:
         return bool(self._journal.value("SELECT finished FROM meta"))
 
     def finish(self, finished: bool = True) -> None:
-        """Record that the run is over. With `finished=False`, record that a finished run continues."""
+        """Record that the run is finished; with `finished=False`, that it continues."""
         with self._journal.transaction():
             if self.finished != finished:
                 self._journal.execute("UPDATE meta SET finished = ?", int(finished))
@@ -126,7 +126,7 @@ class RunLog:
         """
         row = self._journal.first(MEMBERS, "WHERE site = ?", site)
         if row is None:
-            raise StoreError(f"No site named {site!r} has ever joined this run.")
+            raise StoreError(f"No site with the name {site!r} has joined this run.")
         return row
 
     def members(self) -> tuple[MemberRow, ...]:
@@ -305,7 +305,7 @@ class RunLog:
             self._audit.append("workflow", place=index, name=name)
 
     def forget_workflows_from(self, index: int) -> None:
-        """Delete the records that the workflows from position `index` on have ended, so that they run again."""
+        """Forget that the workflows from position `index` on have ended, so that they run again."""
         with self._journal.transaction():
             self._journal.execute("DELETE FROM workflows WHERE place >= ?", index)
 

@@ -80,9 +80,9 @@ class Tickets:
         return row
 
     def _known(self) -> dict[int, TicketRow]:
-        """Return the cache of open and accepted tickets. Empty it first if a transaction was rolled back since.
+        """Return the cache of open and accepted tickets.
 
-        Call it under the journal's lock.
+        If a transaction was rolled back since the last call, empty it first. Call it under the journal's lock.
         """
         if self._live_as_of != self._journal.undone:
             self._live.clear()
@@ -393,7 +393,7 @@ class Tickets:
                 self._audit.append(state, ticket=row.ticket, site=row.site, reason=reason)
 
     def end(self, rows: Sequence[TicketRow], state: TicketState, reason: str, version: int | None = None) -> None:
-        """Give tickets their final state, and delete the records of their parts. Call it inside a transaction.
+        """Set the final state of tickets, and delete the records of their parts. Call it inside a transaction.
 
         After the commit, the files of their updates may be reused as soon as nothing writes to them.
 
@@ -428,10 +428,10 @@ class Tickets:
 
 
 def why_closed(row: TicketRow) -> AtollError:
-    """Return the error for a request that sends a part, or completes an update, for a ticket that is not open.
+    """Return the error for a request to send a part or complete an update, if the ticket is not open.
 
-    It is `UpdateRefused` for every such request if the ticket was refused, else `TicketClosed`. A worker may wait for
-    several requests at once, also from several ranks, and acts on the first answer, so all answers are the same.
+    It is `UpdateRefused` if the ticket was refused, else `TicketClosed`. It is the same error for every request,
+    because a worker may send several requests at once, also from several ranks, and acts on the first answer.
     """
     if row.state == "refused":
         return UpdateRefused(

@@ -143,7 +143,7 @@ class Spool:
             BadRequest: the update has no part with this number.
         """
         if not 0 <= part < len(self.ranges):
-            raise BadRequest(f"Part {part} does not exist; the update has {len(self.ranges)} parts, numbered from 0.")
+            raise BadRequest(f"The update has no part {part}: it has {len(self.ranges)} parts, numbered from 0.")
         with self.pool.lock:
             if self._closed:
                 raise self._closed

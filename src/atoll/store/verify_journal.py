@@ -120,8 +120,8 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
                 if head.durability == "process"
                 else f"With durability = {head.durability!r}, a power loss cannot be the cause."
             ),
-            "Check the disk. Restore the whole directory from a backup. Or, to continue without the lost "
-            f"entries, remove {NAME}: workers submit again the updates that they still have.",
+            "Check the disk, and restore the whole directory from a backup. To continue without the lost entries "
+            f"instead, remove {NAME}: the workers then send those updates again that they still have.",
         )
     start.lost, start.lost_entries = head, missing
     start.warnings.append(
@@ -251,7 +251,7 @@ class _Comparison:
         )
 
     def _head(self, detail: Mapping[str, Any], seq: int) -> str:
-        """Compare the number of a fragment's newest version (its head) with the newest audit entry about it.
+        """Compare a fragment's newest version (head) in the journal with the newest audit entry about this fragment.
 
         Args:
             detail: values of the audit entry.
@@ -283,7 +283,10 @@ class _Comparison:
         return ""
 
     def _end_problem(self) -> str:
-        """Compare journal and audit log: is the run over? Return a text if they differ, else an empty text."""
+        """Compare whether journal and audit log say that the run is finished.
+
+        Return a text if they differ, else an empty text.
+        """
         newest = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
         )

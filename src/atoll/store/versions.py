@@ -139,8 +139,8 @@ class Versions:
         max_pins: number of older versions that are kept in addition while workers still download them.
 
     Attributes:
-        wanted: function that returns the versions of a fragment that workers will soon download. These are kept, too,
-            up to `keep_versions + max_pins` versions in all.
+        wanted: function that returns, for a fragment, the versions that workers will soon download. The store keeps
+            them, too, but at most `keep_versions + max_pins` versions in all.
     """
 
     def __init__(
@@ -278,7 +278,8 @@ class Versions:
         head, following = self._head_number(fragment), self.next_number(fragment)
         if version != following:
             raise StoreError(
-                f"Version {version} cannot follow {head}, the newest of fragment {fragment}; the next is {following}."
+                f"Version {version} of fragment {fragment} cannot be begun: the newest version is {head}, so the "
+                f"next one is {following}."
             )
         return head
 
@@ -348,7 +349,7 @@ class Versions:
         return tuple(self._journal.select(VERSIONS, "WHERE fragment = ? ORDER BY version", fragment))
 
     def delta(self, fragment: int, version: int) -> DeltaRow | None:
-        """Return the row of the delta (difference) from an older version to `version`; None if there is none."""
+        """Return the row of the delta that leads from an older version to `version`; None if there is none."""
         return self._journal.first(DELTAS, "WHERE fragment = ? AND version = ?", fragment, version)
 
     def state_file(self, fragment: int = 0) -> int | None:
@@ -419,7 +420,7 @@ class Versions:
                     self.drop_old(fragment)  # if this fails, the next commit drops the version
 
     def _revoke_oldest(self, fragment: int) -> None:
-        """Drop the oldest versions above `keep_versions + max_pins`, and set `revoked` of their pins (readers)."""
+        """Drop the oldest versions until `keep_versions + max_pins` are left, and set `revoked` of their pins."""
         with self._journal.lock:
             rows, needed = self.kept(fragment), self._needed(fragment)
             most = self._keep_versions + self._max_pins

@@ -86,10 +86,10 @@ class ByteRun:
 
     Attributes:
         pieces: the pieces, in file order.
-        item_bytes: size of one encoded element, if one call can encode or decode the whole run, padding included. 0 if
-            each piece needs its own call; the decoded pieces then follow one another in memory without padding.
+        item_bytes: size of one encoded element, if one call can encode or decode the whole run with its padding. 0:
+            each piece needs its own call, and the decoded pieces are stored one after another without padding.
         numel: number of decoded elements, padding included.
-        sizes: number of elements of each piece. If `is_padded`: of piece, padding, piece, padding, and so on.
+        sizes: number of elements of each piece. If `is_padded`, the number of elements of padding follows each of them.
         is_padded: whether there is padding between pieces.
     """
 

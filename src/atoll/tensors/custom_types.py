@@ -133,7 +133,7 @@ class Kind:
     consume: Callable[[Any], Any]
 
     def take_apart(self, value: Any, where: str) -> Any:
-        """Call the producer on a value, and return the payload that is sent instead of the value.
+        """Call the producer on a value. Return its payload, which is sent instead of the value.
 
         Args:
             value: the value.

@@ -40,7 +40,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def accumulate_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype in which a tensor is summed: fp32 for floats (fp64 for fp64), else the tensor's own dtype.
+    """Return the torch dtype for sums of a tensor: fp32 for floats (fp64 for fp64), else the tensor's own dtype.
 
     Args:
         name: safetensors name of the tensor's dtype.

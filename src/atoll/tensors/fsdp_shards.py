@@ -119,17 +119,17 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return {name: held.local if isinstance(held, Shard) else held for name, held in self._tensors.items()}
 
     def gather_(self, swap: Swap) -> None:
-        """Fill this rank's tails with the current values from the ranks that own the elements.
+        """Fill this rank's tails with the current values, which are in the rows of other ranks.
 
         All ranks must call this method together.
         """
         _move(self._heads(), self._tails(), swap)
 
     def scatter_(self, swap: Swap, spread: Spread) -> None:
-        """Send values that this rank has pulled to the other ranks that need them.
+        """Send pulled values to the ranks that need them.
 
-        The tails go to the ranks that own these elements. Tensors that are not sharded are broadcast to all ranks. All
-        ranks must call this method together.
+        Each tail is sent to the ranks that have its elements in their rows. Tensors that are not sharded are broadcast
+        to all ranks. All ranks must call this method together.
         """
         _move(self._tails(), self._heads(), swap)
         for spec in self._specs:
@@ -143,7 +143,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                     assign_run_(tensor, start, spread(run, rank))
 
     def _heads(self) -> list[list[Run]]:
-        """Return, for each other rank, the elements of this rank's rows in a tile that the other rank encodes.
+        """Return, for each other rank, the elements of this rank's rows that the other rank encodes.
 
         For each tensor, these are at most one range, shorter than a tile.
         """
@@ -158,7 +158,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return heads
 
     def _tails(self) -> list[list[Run]]:
-        """Return, for each other rank, the elements of its rows in a tile that this rank encodes."""
+        """Return, for each other rank, the elements of its rows that this rank encodes."""
         tails: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):

@@ -349,7 +349,7 @@ def _shares(segment: Segment, ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _largest_piece(layout: Layout, segment: Segment, start: int, stop: int, limit: int) -> Piece | None:
-    """Return the largest piece of whole tiles in [at, stop) that ends at or before the file offset `limit`.
+    """Return the largest piece of whole tiles in [start, stop) that ends at or before the file offset `limit`.
 
     Returns:
         The piece; None if not even one tile fits.

@@ -61,7 +61,7 @@ class Handle:
         """
         with self._lock:
             if self.released:
-                raise UsageError("A lazy tensor was read after its files were released.", "Resolve it before that.")
+                raise UsageError("A lazy tensor was read after its file was released.", "Call resolve() before that.")
             self._readers += 1
         try:
             self._read(offset, memory)

@@ -105,7 +105,7 @@ def unpack(
     def of_sequence(index: int) -> Any:
         sequence: Any = tensors
         if index >= len(sequence):
-            raise BadRequest(f"The payload refers to tensor {index}, but only {len(sequence)} tensors came with it.")
+            raise BadRequest(f"The payload refers to tensor {index}, but only {len(sequence)} came with it.", _REMEDY)
         return sequence[index]
 
     tensor_at = tensors if callable(tensors) else of_sequence
@@ -266,6 +266,9 @@ _TEXTS: dict[Plain, tuple[str, Callable[[str], Any]]] = {
 """Kind of a node that is sent as text → the key of the text in the node, and the function that parses the text."""
 
 
+_REMEDY = "The sender's Atoll is of another version, or its message was changed: use the same version on both sides."
+
+
 class _Unpacker:
     def __init__(self, tensor_at: Callable[[int], Any], streams: Callable[[int], Any], build: bool) -> None:
         self._tensor_at, self._streams, self._build = tensor_at, streams, build
@@ -274,13 +277,13 @@ class _Unpacker:
 
     def node(self, node: Plain, path: str, depth: int) -> Any:
         if depth > DEPTH + 1:
-            raise BadRequest(f"{path} is more than {DEPTH} levels deep.")
+            raise BadRequest(f"{path} is more than {DEPTH} levels deep.", _REMEDY)
         if node is None or isinstance(node, bool | int | float | str):
             return node
         if isinstance(node, list):
             return self._items(node, path, depth)
         if not isinstance(node, dict):
-            raise BadRequest(f"{path} is a {_name(node)}, which a payload cannot contain.")
+            raise BadRequest(f"{path} is a {_name(node)}, which a payload cannot contain.", _REMEDY)
         if "$" not in node:
             return {key: self.node(item, f"{path}[{key!r}]", depth + 1) for key, item in node.items()}
         return self._tagged(node, node["$"], path, depth)
@@ -303,8 +306,8 @@ class _Unpacker:
             try:
                 return read(text)
             except (KeyError, UsageError, ValueError) as error:
-                raise BadRequest(f"{path} is not a valid {kind!r}: {error}") from None
-        raise BadRequest(f"{path} is of the unknown kind {kind!r}.", "Upgrade Atoll to the version of the other side.")
+                raise BadRequest(f"{path} is not a valid {kind!r}: {error}", _REMEDY) from None
+        raise BadRequest(f"{path} is of the unknown kind {kind!r}.", _REMEDY)
 
     def _items(self, items: list[Plain], path: str, depth: int) -> list[Any]:
         return [self.node(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
@@ -313,17 +316,17 @@ class _Unpacker:
         built: dict[Any, Any] = {}
         for pair in items:
             if not isinstance(pair, list) or len(pair) != 2:
-                raise BadRequest(f"{path} has an entry that is not a pair of key and value.")
+                raise BadRequest(f"{path} has an entry that is not a pair of key and value.", _REMEDY)
             key = self.node(pair[0], f"a key of {path}", depth + 1)
             if type(key) not in _KEYS or key in built:
-                raise BadRequest(f"{path} has the key {key!r}, which occurs twice or is not a valid key.")
+                raise BadRequest(f"{path} has the key {key!r}, which occurs twice or is not a valid key.", _REMEDY)
             built[key] = self.node(pair[1], f"{path}[{key!r}]", depth + 1)
         return built
 
     def _registered(self, node: dict[str, Plain], path: str, depth: int) -> Any:
         name = node.get("type")
         if set(node) != {"$", "type", "as"} or type(name) is not str:
-            raise BadRequest(f"{path} is marked as a registered type, but lacks its name or its payload.")
+            raise BadRequest(f"{path} is marked as a registered type, but lacks its name or its payload.", _REMEDY)
         kind = kind_named(name, path) if self._build else None
         self._kinds += 1
         sent = self.node(node["as"], f"{path} (as {name})", depth + 1)
@@ -339,7 +342,7 @@ class _Unpacker:
             return value
         if index not in self._arrays:
             if value.dtype in NOT_IN_NUMPY:
-                raise BadRequest(f"Tensor {index} is marked as a NumPy array, but NumPy lacks its dtype {value.dtype}.")
+                raise BadRequest(f"Tensor {index} should be a NumPy array, but NumPy lacks {value.dtype}.", _REMEDY)
             self._arrays[index] = value.numpy()
         array = self._arrays[index]
         return array if kind == "array" else array[()]
@@ -347,19 +350,19 @@ class _Unpacker:
 
 def _index(index: int) -> int:
     if index < 0:
-        raise BadRequest(f"The payload refers to tensor {index}, which does not exist.")
+        raise BadRequest(f"The payload refers to tensor {index}, which does not exist.", _REMEDY)
     return index
 
 
 def _only(node: dict[str, Plain], key: str, kind: type, path: str) -> Any:
-    """Return the value of `key`. Apart from it, the node has only the key `$`, the kind of the node.
+    """Return the value of `key`, which must be the node's only key besides `$`, the name of its kind.
 
     Raises:
         BadRequest: the node has other keys, or the value has another type.
     """
     value = node.get(key)
     if set(node) != {"$", key} or type(value) is not kind:
-        raise BadRequest(f"{path} is not a valid {node['$']!r}.")
+        raise BadRequest(f"{path} is not a valid {node['$']!r}.", _REMEDY)
     return value
 
 

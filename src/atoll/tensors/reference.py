@@ -124,7 +124,7 @@ def hash_of_secret(secret: str) -> str:
 
 
 def require_secret(sent: str | None, sealed: str, object_id: str) -> None:
-    """Check that a request contains the secret of the object that it asks for.
+    """Check that a request for an object contains the object's secret.
 
     Args:
         sent: the secret in the request; None if there is none.

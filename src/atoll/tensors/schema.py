@@ -99,7 +99,7 @@ class TensorSpec:
 
 
 def extra_name(group: str, parameter: str) -> str:
-    """Return the name of the algorithm's extra tensor that belongs to a parameter and is in this group."""
+    """Return the name of a parameter's extra tensor in this group of the algorithm."""
     return f"atoll.{group}.{parameter}"
 
 

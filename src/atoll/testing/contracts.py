@@ -127,7 +127,10 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
-        """Encode two segments separately and joined: an elementwise codec gives the same bytes. Skip other codecs."""
+        """Check that an elementwise codec gives the same bytes for two segments, separate or joined.
+
+        Skip other codecs.
+        """
         if not self.codec.elementwise:
             pytest.skip("the codec is not elementwise")
         one, two = self._values(63, dtype), self._values(130, dtype)
@@ -349,7 +352,7 @@ class OuterContract:
         return flat[0].reshape(self.shape), states
 
     def test_it_runs_as_expected(self, rule: OuterRule) -> None:
-        """Check that a trial run finds the granularity (chunk or whole tensor) that the subclass states."""
+        """Check that a trial run finds the same granularity (chunks or whole tensors) as the subclass states."""
         assert rule.granularity == self.granularity
 
     @pytest.mark.parametrize("size", [7 * 64, 4096, 5 * 4096])

@@ -183,7 +183,7 @@ def wait_until(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -
         if answer:
             return answer
         if time.monotonic() > end_s:
-            raise TimeoutError(f"{what} did not happen in {timeout_s:g} s")
+            raise TimeoutError(f"{what} did not happen within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 

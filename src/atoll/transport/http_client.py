@@ -48,7 +48,7 @@ from atoll.transport.tls import client_context, read_token
 
 
 class Response(http.client.HTTPResponse):
-    """An HTTP response that raises `IncompleteRead` if the connection ends before the headers do.
+    """An HTTP response that raises `IncompleteRead` if the connection ends before the end of the headers.
 
     Use this class as the `response_class` of a connection.
     """
@@ -110,10 +110,10 @@ class Call(Protocol):
 
 
 class Watch:
-    """Ends calls to one server when the network is lost. Before `begin` is called, it does nothing.
+    """Ends the running calls to one server when the network is lost. Does nothing until `begin` is called.
 
     Attributes:
-        is_lost: whether two heartbeats in a row stayed unanswered, and the server has answered nothing since.
+        is_lost: whether two heartbeats in a row stayed unanswered, and the server has not answered any request since.
         losses: number of unanswered heartbeats. If it has changed since a connection was used, the connection may be
             dead.
     """
@@ -206,7 +206,10 @@ class Watch:
         return False
 
     def _try(self, begin_s: float) -> bool:
-        """Send a heartbeat. Return True if the server has answered since `begin_s`, or if no call waits any more."""
+        """Send a heartbeat.
+
+        Return True if the server has answered since `begin_s`, or if no call is waiting any more.
+        """
         end_s = time.monotonic() + self._every_s
         if self._answers():
             self.answered()
@@ -281,7 +284,7 @@ class _Call:
         self._socket: socket.socket | None = None
 
     def set_socket(self, sock: socket.socket | None) -> None:
-        """Set the socket on which the answer arrives; None after the end of the request."""
+        """Set the socket of the request; None after its end."""
         with self._lock:
             self._socket = sock
             self._end()
@@ -299,7 +302,7 @@ class _Call:
 
 
 class _HeldResponse(Response):
-    """A response that gives its socket to the current thread's `_Call`, so that another thread can end the call."""
+    """A response that passes its socket to the current thread's `_Call`, so that another thread can end the call."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
@@ -390,7 +393,10 @@ class Http:
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
 
     def reach(self, path: str, *, timeout_s: float) -> None:
-        """GET a path to check that the server answers, and ignore the body. If the answer is an error, raise it."""
+        """GET a path to check that the server answers. Ignore the body of the answer.
+
+        If the answer is an error, raise it.
+        """
         self._request("GET", path, timeout_s=timeout_s)
 
     def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
@@ -465,7 +471,7 @@ def problem_of(status: int, body: bytes) -> AtollError:
 
 
 def unanswered(server: str) -> TransferStalled:
-    """Return the error for a call that `Watch` has ended, because the server did not answer heartbeats either."""
+    """Return the error for a call that was ended because the server answered neither the call nor heartbeats."""
     return TransferStalled(
         f"{server} answers neither this call nor the heartbeats.", "Check the network between the two."
     )
@@ -513,7 +519,7 @@ def server_address(given: str | None) -> str:
 
 
 def server_of(given: str | None, *, require_server: bool = False) -> str | None:
-    """Return the address of the server that a script joins: `given` or ATOLL_SERVER.
+    """Return the address of the server that a script joins: the argument `given`, or ATOLL_SERVER.
 
     Without both, return None: the script trains alone.
 

@@ -67,7 +67,7 @@ def listen(host: str, ports: Sequence[int], *, setting: str, remedy: str) -> soc
         host: an address of this machine.
         ports: the ports to try, in this order; 0: any free port.
         setting: name of the setting that has `host`, for error messages.
-        remedy: advice to the user for the case that no port is free.
+        remedy: advice for the error message if no port is free.
 
     Raises:
         PortInUse: other programs use the ports.

@@ -63,7 +63,7 @@ class LoopThread:
 
         Args:
             work: the function.
-            ended: error to raise if the coroutine has ended.
+            ended: error to raise if the event loop's coroutine has ended.
 
         Raises:
             UsageError: the coroutine has ended.

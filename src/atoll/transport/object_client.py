@@ -58,7 +58,7 @@ LOOK_S = 0.05
 
 
 def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
-    """Return the sizes in bytes of the parts into which published objects are divided.
+    """Return the sizes in bytes of the parts of published objects.
 
     The environment variables ATOLL_WORKFLOW__TENSOR_PART_BYTES and ATOLL_WORKFLOW__ARRAY_PART_BYTES override `default`.
 
@@ -255,7 +255,7 @@ def publish(
     abort: Abort | None = None,
     idle_timeout_s: float | None = None,
 ) -> TensorRef:
-    """Publish tensors, and return a reference with which another process can fetch them (`atoll.objects.fetch`).
+    """Publish tensors, and return a reference. Another process fetches them with it (`atoll.objects.fetch`).
 
     The tensors are copied to disk in pieces of 2 MiB. Afterwards Atoll keeps no tensor in memory.
 
@@ -469,7 +469,7 @@ def fetch(
     if ref is None:
         if optional:
             return None
-        raise UsageError("The reference is None.", "Pass optional=True if it may be missing.")
+        raise UsageError("fetch got None instead of a reference.", "Pass optional=True if it may be missing.")
     if into is not None and to_disk:
         raise UsageError("fetch got both into and to_disk.", "Use only one of them.")
     ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
@@ -646,7 +646,7 @@ class _Fetching:
             )
 
     def _patiently(self, work: Any, pauses: Sequence[float]) -> Any:
-        """Call `work`. If the server does not answer or is busy, call it again after a pause.
+        """Call `work`. If the server does not answer or is busy, call `work` again after a pause.
 
         Raise the error after the last of `pauses`, or when the pauses add up to the idle timeout. After an attempt that
         received bytes, start with the first pause again.
@@ -755,7 +755,9 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _writable(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and is_expanded(value):
-        raise UsageError(f"The tensor {name!r} is expanded, so its elements share memory.", "Pass a clone of it.")
+        raise UsageError(
+            f"The tensor {name!r} was made by expand(), so its elements share memory.", "Pass a clone of it."
+        )
     if not isinstance(value, np.ndarray):
         return value
     if not value.flags.writeable:

@@ -204,7 +204,7 @@ class LocalBlob:
         """
         message = messages.BlobManifest.of(self.manifest).model_dump_json().encode()
         if len(message) > most_bytes:
-            raise BadRequest(f"The manifest of {path}, which this process serves, is above {most_bytes} bytes.")
+            raise BadRequest(f"The manifest of {path}, which this process serves, has more than {most_bytes} bytes.")
         return bytearray(message)
 
     def pull(
@@ -238,7 +238,7 @@ class LocalBlob:
                 self._read(run, arriving.offset, part, path)
                 arriving.take(run)
             if self.removed.is_set():  # check after the read: the file may have been rewritten during it
-                raise Gone(f"This process no longer serves {path}.")
+                raise Gone(f"This process no longer serves {path}: it was withdrawn, or has expired.")
             arriving.finish(f"Part {part.index} of {path}, which this process serves, is damaged.", "Check the disk.")
 
     def _read(self, run: memoryview, offset: int, part: Part, path: str) -> None:
@@ -246,7 +246,7 @@ class LocalBlob:
             read_at(self.fd, run, offset)
         except (OSError, EOFError) as error:
             if self.removed.is_set():
-                raise Gone(f"This process no longer serves {path}.") from error
+                raise Gone(f"This process no longer serves {path}: it was withdrawn, or has expired.") from error
             raise PartCorrupt(f"Part {part.index} of {path} cannot be read: {error}.", "Check the disk.") from error
 
     def close(self) -> None:

@@ -196,7 +196,7 @@ class PartConnection:
 
     def _require_whole(self) -> None:
         if self.is_cut:
-            raise ConnectionAbortedError("the transfer was cut off")
+            raise ConnectionAbortedError("the transfer was ended by another thread")
 
     def _send(self, fd: int, offset: int, nbytes: int) -> None:
         run = memoryview(self._scratch)[:nbytes]

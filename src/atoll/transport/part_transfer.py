@@ -75,7 +75,7 @@ class TransferPool:
         return time.monotonic() - self.moved_s >= idle_timeout_s
 
     def submit(self, work: Callable[P, R], *args: P.args, **more: P.kwargs) -> Future[R]:
-        """Run `work` in a thread."""
+        """Run `work` in a thread of the pool."""
         future = self._pool.submit(work, *args, **more)
         self._futures.append(future)
         return future
@@ -100,7 +100,10 @@ class TransferPool:
         self._pool.shutdown()
 
     def break_off(self) -> None:
-        """Begin no further part, and end the connections in use. Do not wait. Any thread may call it."""
+        """End the transfer: begin no further part, and end the connections in use. Do not wait.
+
+        Any thread may call this.
+        """
         self.ended.set()
         with self._lock:
             self._cut = True
@@ -108,12 +111,12 @@ class TransferPool:
                 connection.cut()
 
     def give_up(self) -> None:
-        """Break off the transfer, and record that the network is lost."""
+        """End the transfer, and record that the network is lost."""
         self.is_given_up = True
         self.break_off()
 
     def cut(self) -> None:
-        """Break off the transfer, and wait until every thread has ended."""
+        """End the transfer, and wait until every thread has ended."""
         self.break_off()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.wait()
@@ -458,7 +461,7 @@ class HttpTransfer:
         failpoint("push.part")
 
     def _spread(self, work: Work, parts: Sequence[Part]) -> None:
-        """Run `work` for all parts over parallel connections. Raise the first error that retries did not cure."""
+        """Run `work` for all parts over parallel connections. Raise the first error that remains after the retries."""
         with transfer_pool(max(1, min(self._connections, len(parts)))) as pool, self._breakable(pool):
             if len(parts) <= 1:
                 for part in parts:
@@ -476,7 +479,7 @@ class HttpTransfer:
 
     @contextmanager
     def _breakable(self, pool: TransferPool) -> Iterator[None]:
-        """While the `with` block runs, end the pool's transfers if `break_off` is called or the network is lost.
+        """During the `with` block, end the pool's transfers if `break_off` is called or the network is lost.
 
         Raises:
             TransferAborted: `break_off` was called.
@@ -501,11 +504,11 @@ class HttpTransfer:
             raise unanswered(self._http.server)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
-        """Transfer one part in at most `PART_ATTEMPTS` attempts. Return False if a failure of another part ends it.
+        """Transfer one part in at most `PART_ATTEMPTS` attempts.
 
-        If this connection stalls, try again as long as other connections send or receive bytes. After a stall, bytes of
-        this part no longer count as progress until the part is complete: the system accepts bytes to send even if the
-        peer is silent.
+        Return False if it is given up because another part has failed. If this connection stalls, try again as long as
+        other connections send or receive bytes. After a stall, the bytes of this part count as progress only when the
+        part is complete: the operating system accepts bytes to send even if the other side receives none.
         """
         failures, stood_still = 0, False
 

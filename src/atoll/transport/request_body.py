@@ -151,7 +151,7 @@ class _WithDigest:
 
 
 class Idle:
-    """A context manager that aborts the connection of a request if no byte is sent or received for a while.
+    """A context manager that aborts a request's connection if no byte is sent or received for a while.
 
     It checks every `timeout_s` seconds, so it aborts after `timeout_s` to `2 * timeout_s` seconds without a byte.
 
@@ -373,7 +373,7 @@ class BodyInterceptor(asyncio.Protocol):
     # -- between transport and aiohttp
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connect aiohttp to this connection. The peer has `HEAD_S` seconds to send a request's line and headers."""
+        """Connect aiohttp to this connection. The client has `HEAD_S` seconds to send a request's line and headers."""
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.is_connected = transport, True
         self._give_up_after(HEAD_S)
@@ -388,21 +388,24 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost()
 
     def eof_received(self) -> bool | None:
-        """Let aiohttp decide whether the connection stays open for an answer, after the peer has stopped sending."""
+        """Let aiohttp decide whether the connection stays open for an answer, after the client has stopped sending."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
-        """Tell aiohttp to pause writing, and begin to check whether the peer still reads the answer."""
+        """Tell aiohttp to pause writing. Begin to check whether the client still reads the answer."""
         self._look_after_reader(left_bytes=None)
         self._inner.pause_writing()
 
     def resume_writing(self) -> None:
-        """Tell aiohttp to resume writing, and stop checking the peer: it reads the answer again."""
+        """Tell aiohttp to resume writing.
+
+        Stop checking whether the client reads the answer, because it does so again.
+        """
         self._stop_reader_timer()
         self._inner.resume_writing()
 
     def _look_after_reader(self, left_bytes: int | None) -> None:
-        """Check after each idle timeout whether the peer reads the answer. If it does not, abort the connection.
+        """Check after each idle timeout whether the client reads the answer. If it does not, abort the connection.
 
         Args:
             left_bytes: number of unsent bytes at the previous check; None at the first check.
@@ -433,7 +436,10 @@ class BodyInterceptor(asyncio.Protocol):
             self._heads(self._unparsed + data)
 
     def _hold(self, full: bool) -> None:
-        """Record that aiohttp pauses (`full`) or resumes reading. If it resumes, handle the bytes that waited."""
+        """Record that aiohttp pauses (`full`) or resumes reading.
+
+        If it resumes, handle the bytes that have arrived meanwhile.
+        """
         self._full = full
         self._read_or_not()
         if not full and not self._part and self._transport is not None:
@@ -587,7 +593,7 @@ def interceptor_of(request: web.Request) -> BodyInterceptor | None:
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """Return how long the body of a request is, from the request's head: 0 for a GET; for a part, the Content-Length.
+    """Return the length of a request's body, as its head tells: 0 for a GET; for a part, the Content-Length.
 
     For every other request, and for a head with unusual syntax, return None.
     """

@@ -43,7 +43,7 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
         nbytes: size of the file in bytes.
 
     Returns:
-        The range; None for the whole file. A header in a form that a server may ignore means the whole file, too.
+        The range; None for the whole file. None also for a header in a form that a server may ignore.
 
     Raises:
         RangeNotSatisfiable: the range contains no byte of the file.
@@ -87,7 +87,7 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
         fd: descriptor of the file. It must stay open until this function returns.
         nbytes: size of the file in bytes.
         digest: digest of the content, sent as the ETag.
-        pool: threads for reads that the page cache cannot answer at once.
+        pool: threads for reads of bytes that are not in the page cache.
         idle_timeout_s: seconds without a byte after which the connection is closed.
         revoked: function that returns whether the file may have been rewritten. It is called before every write. If it
             returns True, the connection is closed, so that no wrong bytes are sent.

@@ -101,8 +101,8 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
     Args:
         metrics: metric name → number.
         site: the site's name, for warnings.
-        warned: names of metrics for which a warning was already logged; no second one is logged until the metric is
-            finite again. Updated in place.
+        warned: names of metrics for which a warning was already logged. Another warning is logged only after the metric
+            was finite again. Updated in place.
 
     Raises:
         UsageError: `metrics` is no mapping or has too many entries, or one entry has an invalid name or value.

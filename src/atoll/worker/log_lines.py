@@ -72,10 +72,10 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 
 
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
-    """Return why a synchronisation was skipped; add whether its local steps go into the next update.
+    """Return, as text, why a synchronisation was skipped, and whether its local steps go into the next update.
 
     Args:
-        error: the error because of which it was skipped.
+        error: the error that was the reason.
         info: the run's description.
     """
     if not isinstance(error, TicketClosed):
@@ -121,7 +121,7 @@ class Progress:
         self._moved, self._away_s = self._begin, 0.0  # time of the last bytes; total seconds of interruptions
 
     def resume(self) -> None:
-        """Start measuring the rate again after an interruption. The time since the last bytes counts as a pause."""
+        """Measure the rate anew after an interruption. The time since the last bytes counts as a pause."""
         with self._lock:
             now = self._logged_s = self._clock()
             self._away_s += now - self._moved
@@ -182,7 +182,7 @@ class Troubles:
         LOG.log(logging.DEBUG if previous == text else logging.INFO, "%s", text)
 
     def end(self, of: object) -> None:
-        """Note that the thing with the key `of` works again, so that its next failure is logged at level INFO."""
+        """Record that the thing with the key `of` works again, so that its next failure is logged at level INFO."""
         self._logged_s.pop(of, None)
 
 

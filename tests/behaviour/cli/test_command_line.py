@@ -64,7 +64,7 @@ WRONG = [
     (f"export {256 * 'x'}.safetensors --dir state", "xxx.safetensors' has more than 255 bytes. Give a shorter one."),
     (f"new {256 * 'x'}", "xxx' has more than 255 bytes. Give a shorter one."),
     ("audit .", "There is no run in"),
-    ("audit", "No state directory is given. Give one: atoll audit STATE_DIR."),
+    ("audit", "No state directory is given. Name the directory: atoll audit STATE_DIR."),
     ("audit a --dir b", "Both a folder and --dir are given."),
     ("new mine --algorithm fedproxy", "There is no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
 ]

@@ -87,11 +87,11 @@ def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
     told = errors(matrix)
     assert told["b", "b"] == told["version 1", "b"] == "ValueError: no data here"
     assert {told["a", site] for site in "abc"} == {
-        "UsageError: The function given to worker.submits at site a returned None instead of a model."
+        "UsageError: The function given to worker.submits at site a returned None, not a model."
     }
     text = (tmp_path / "state" / "exports" / "cross_site_evaluation.md").read_text()
     assert (
-        "- a on every site: UsageError: The function given to worker.submits at site a returned None instead of a "
+        "- a on every site: UsageError: The function given to worker.submits at site a returned None, not a "
         "model." in text
     )
     assert "- every model on b: ValueError: no data here" in text
@@ -388,9 +388,7 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
     assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
     assert "empty: version 9 on every site: Version 9 does not exist: the newest is 5." in printed
     assert "waiting for 2 sites; " in printed
-    assert (
-        f"nope.safetensors is not in {tmp_path} yet; until then, it gets no results" in printed
-    )  # before a site joins
+    assert f"nope.safetensors is not in {tmp_path} yet, so it gets no results" in printed  # before a site joins
     missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"
     assert f"empty: nope.safetensors on every site: {missing}" in printed
     assert losses(matrix_of(tmp_path)) == losses(found)

@@ -118,7 +118,7 @@ EXCLUSIONS = (
     Exclusion(
         {"place": ("simulation",), "algorithm": ("diloco",)},
         ("DiLoCo", "simulation"),
-        "it synchronises after a number of its own steps",
+        "it synchronises after a number of local steps",
     ),
     Exclusion(
         {"place": ("fsdp",), "algorithm": STREAMS}, ("diloco.num_fragments", "model.ranks"), "fragments are not sharded"

@@ -81,7 +81,7 @@ def test_a_foreign_reference_is_refused(field: str) -> None:
     error, words = {
         "secret": (AuthError, "refuses its secret"),
         "object": (Gone, "is no longer valid"),
-        "digest": (atoll.errors.PartCorrupt, "does not match its reference"),
+        "digest": (atoll.errors.PartCorrupt, "is not the expected one"),
     }[field]
     with pytest.raises(error, match=words):
         atoll.objects.fetch(foreign)

@@ -357,7 +357,7 @@ class AsTheyArrive:
     log = said()
     assert [entry[0] for entry in log] == 2 * ["accept", "accept", "aggregate", "reset"]
     # 0.1 … 1 over four elements sums to 2.2; of round 1 one update may be kept, so the older, b's, was taken back
-    lost = "A lazy tensor was read after its files were released."
+    lost = "A lazy tensor was read after its file was released."
     assert log[2][1] == pytest.approx([-6.6, -2.2])
     assert log[6][1] == [lost, pytest.approx(-2.2), pytest.approx(-13.2), pytest.approx(-4.4)]
 

@@ -105,7 +105,7 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
     with serving(tmp_path, own) as server:
         del sys.modules["own_codec"]
         with pytest.raises(
-            ConfigError, match=r"'own_codec:Thousandths', code that this program has not imported.*impo"
+            ConfigError, match=r"'own_codec:Thousandths', but this program has not imported its code.*impo"
         ):
             atoll.join(server.url, "a", folder=tmp_path / "w")
         assert "own_codec" not in sys.modules

@@ -315,7 +315,7 @@ def test_simulated_sites_that_never_return_do_not_keep_the_processes(
     [
         (["--set", "run.script=other.py:train"], {}, "does not exist"),
         (["--set", "run.script=client.py:trian"], {}, "Did you mean 'train'?"),
-        (["--set", "run.script=train"], {}, "has neither the form of a function nor of a file"),
+        (["--set", "run.script=train"], {}, "is neither the name of a function nor that of a file"),
         (["--engine", "slurm"], {}, "Use one of local, ray"),
         (["--address", "box:6379"], {}, "the engine is 'local'"),
         ([], {"rounds.total": 0}, "would never end"),

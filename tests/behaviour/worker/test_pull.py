@@ -273,10 +273,10 @@ def test_a_version_of_other_parts_than_its_digest_says_is_refused(
     monkeypatch.setattr(
         Versions, "get", lambda *key: replace(row := get(*key), part_digests=(*row.part_digests[:-1], last))
     )
-    refused = pytest.raises(PartCorrupt, match="version 0 does not match its reference")
+    refused = pytest.raises(PartCorrupt, match="version 0 is not the expected one")
     with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker, refused:
         worker.next_round().load_into(model(seed=9))
-    with pytest.raises(PartCorrupt, match="version 0 does not match its reference"):
+    with pytest.raises(PartCorrupt, match="version 0 is not the expected one"):
         export.from_server(server.url, tmp_path / "model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
 

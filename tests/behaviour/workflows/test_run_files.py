@@ -87,7 +87,7 @@ def test_what_is_wrong_in_a_run_file_is_named(settings: dict[str, Any], words: l
         ({"versions": [-1]}, ["versions contains -1"]),
         ({"sites": []}, ["sites is []"]),
         ({"evaluation_timeout_s": -1}, ["evaluation_timeout_s is -1"]),
-        ({"site_models": False, "versions": []}, ["no model would be evaluated"]),
+        ({"site_models": False, "versions": []}, ["no model to evaluate"]),
     ],
     ids=["word", "no list", "number", "sites", "time", "nothing"],
 )

@@ -74,7 +74,7 @@ def test_a_part_that_fails_before_it_changes_anything_is_forgotten(journal: Jour
 
 def test_after_a_part_that_failed_later_nothing_is_committed_even_if_its_error_was_caught(journal: Journal) -> None:
     seen: list[str] = []
-    with pytest.raises(StoreError, match="so all its changes were undone"), journal.transaction():  # noqa: PT012
+    with pytest.raises(StoreError, match="so the whole transaction was undone"), journal.transaction():  # noqa: PT012
         journal.count("a")
         journal.after_rollback(lambda: seen.append("a undone"))
         for names in (["b"], []):  # the second has changed nothing

@@ -135,7 +135,7 @@ def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, mo
     monkeypatch.setattr(Http, "get", lambda *_: listed)
     monkeypatch.setattr(HttpTransfer, "pull", lambda *_, **__: None)  # as if the parts of that file arrived
     hold = Hold(fragment=0, version=0, digest=wanted.digest, state_digest="", sources=[])
-    with pytest.raises(PartCorrupt, match="version 0 does not match its reference"):
+    with pytest.raises(PartCorrupt, match="version 0 is not the expected one"):
         mine.transfers.version(hold, mine.slot(VERSION), None)
 
 

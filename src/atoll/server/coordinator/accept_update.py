@@ -52,7 +52,7 @@ class UpdateAdmission:
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
-        """Accept an update that is completely on disk, and return its ticket. First call `require_plausible`.
+        """Accept an update that is completely on disk, and return its ticket. Call `require_plausible` before.
 
         Args:
             site: name of the site.
@@ -85,8 +85,8 @@ class UpdateAdmission:
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
         """Replace the weight in a site's message by the weight of its first update, if the run needs that.
 
-        A run needs it if one of its reducers uses the total weight of all sites: earlier versions were computed with
-        the first weights. In other runs, return the message as it is.
+        A run needs that if one of its reducers uses the total weight of all sites, because earlier versions were
+        computed with the first weights. In other runs, return the message unchanged.
         """
         kept_weight = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
         if not kept_weight or message.weight == kept_weight:
@@ -94,9 +94,9 @@ class UpdateAdmission:
         if site not in self._other_weight:
             self._other_weight.add(site)
             LOG.warning(
-                "%s submits with weight %g, but its first weight, %g, is used, because this run's control "
-                "variates depend on it. Submit with the same weight in every round. For another weight, "
-                "start a new run.",
+                "%s submits with the weight %g. Its first weight, %g, is used instead, because this run's control "
+                "variates depend on it. Submit with the same weight in every round. For another weight, start a new "
+                "run.",
                 site,
                 message.weight,
                 kept_weight,

@@ -1,4 +1,4 @@
-"""Aggregates a closed (frozen) round on the server: combines the updates in the store's files into the next version."""
+"""Aggregates a closed round on the server: combines the updates in the store's files into the next version."""
 
 from __future__ import annotations
 

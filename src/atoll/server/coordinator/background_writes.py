@@ -72,7 +72,9 @@ class Exports:
                 file.write(_line(summary.model_dump_json(), at))
 
     def rewrite_metrics(self) -> None:
-        """Write the metrics file again from the journal. After a crash, lines may be missing or of lost versions.
+        """Write the metrics file again from the journal.
+
+        After a crash, lines may be missing, or may be about lost versions.
 
         Raises:
             StoreError: the export folder cannot be made or written.
@@ -190,7 +192,7 @@ class BestVersion:
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """Return the version in `best.safetensors`. None if there is no such file, or it is the best by another metric.
+        """Return the version in `best.safetensors`; None if it does not exist, or is the best by another metric.
 
         If `best.json` names another version or is damaged, write it again: the server may have been killed between
         the two files.
@@ -203,7 +205,9 @@ class BestVersion:
         except (OSError, ValueError):
             agrees = False
         if not agrees:
-            LOG.warning("%s is damaged, or older than %s, and is written again. Check the disk.", path, BEST_MODEL)
+            LOG.warning(
+                "the file %s is damaged, or older than %s, and is written again. Check the disk.", path, BEST_MODEL
+            )
             self._write_note(measured)
         return measured
 
@@ -223,7 +227,7 @@ class BestVersion:
 
 
 def require_files(folder: Path, *, best: bool = True) -> None:
-    """Check that no file that the run writes into its export folder is a folder.
+    """Check that no subfolder of the export folder has the name of a file that the run writes.
 
     Args:
         folder: the export folder.
@@ -277,7 +281,7 @@ def value_of(summary: status_messages.RoundSummary, metric: str) -> float | None
 
 
 def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
-    """Return a warning that a round has no finite value of the metric in the setting `rounds.best_metric`."""
+    """Return the warning for a round without a finite value of the metric that `rounds.best_metric` names."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
         f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so it is "
@@ -343,8 +347,8 @@ class BackgroundWriter:
             if reason is None:
                 raise
             LOG.error(
-                "not all files of version %d could be written: %s The run goes on: the next version's are written as "
-                "usual, and a restart of the server completes metrics.jsonl.",
+                "not all files of version %d could be written: %s The run continues, and the files of the next "
+                "version are written as usual. A restart of the server completes metrics.jsonl.",
                 row.version,
                 reason,
             )
@@ -404,6 +408,6 @@ async def until_passed(
 
 
 async def wait_for_end(*tasks: asyncio.Task[None] | None) -> None:
-    """Wait until these tasks have ended, with or without an error. Ignore arguments that are None."""
+    """Wait until these tasks have ended, with or without an error. An argument can also be None."""
     if begun := [task for task in tasks if task is not None]:
         await asyncio.wait(begun)

@@ -93,7 +93,7 @@ def keep_status(run: Coordinator) -> status_messages.Status:
 
 
 def write_status(run: Coordinator, status: status_messages.Status) -> None:
-    """Save a status to disk, for `atoll status` when the server does not run. If that fails, only log it."""
+    """Save a status to disk, for `atoll status` while the server does not run. If that fails, only log it."""
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -83,7 +83,7 @@ COMMIT_S = 1.0
 
 
 class Workflows(Protocol):
-    """What the coordinator needs to know about a run's workflows (training, evaluations, functions of the user).
+    """Facts about a run's workflows (training, evaluations, functions of the user) that the coordinator needs.
 
     Attributes:
         evaluated: function that returns the results so far of the newest cross-site evaluation; None before the first.
@@ -103,7 +103,10 @@ class Workflows(Protocol):
 
 
 class Coordinator:
-    """Runs the server's side of a run. Each operation of the HTTP API that `protocol/openapi.py` lists is a method."""
+    """The server's side of a run.
+
+    It has a method for each operation of the HTTP API that `protocol/openapi.py` lists.
+    """
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class Coordinator:
         self.address = address
         self._local_rounds.start(self.fail)
         if self.filtering.filters:
-            LOG.info("filters for what sites send: %s", self.filtering.filters)
+            LOG.info("filters for the updates and answers of sites: %s", self.filtering.filters)
         for text in self.advice:
             LOG.warning("%s", text)
         self.ledger.restore(self._snapshot)
@@ -241,7 +244,10 @@ class Coordinator:
         return self.ledger.apply(event)
 
     def _act(self, effect: events.Effect) -> None:
-        """Carry out an effect of an event, such as aggregating a closed round. The journal has recorded it already."""
+        """Carry out an effect of an event: for example, aggregate a closed round.
+
+        The journal has recorded the effect already.
+        """
         match effect:
             case events.LeaseEnded():
                 self.attendance.ended(effect, self.state)
@@ -274,10 +280,10 @@ class Coordinator:
             raise Busy("The server is stopping.", "Try again after the server has restarted.")
 
     def require_space(self) -> None:
-        """Raise an error if less than `disk.min_free_bytes` is free on the disk.
+        """Raise an error if the disk has less than `disk.min_free_bytes` left.
 
         Raises:
-            DiskFull: too little is free; the request can be repeated later.
+            DiskFull: the disk has too little space; the request can be repeated later.
         """
         self.store.require_space(self.settings.disk.min_free_bytes)
 
@@ -351,7 +357,7 @@ class Coordinator:
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
         """Record the progress that a worker reports, and whether it will submit no more updates.
 
-        `require_lease` has recorded the time of the request before.
+        The time of the request was recorded before, by `require_lease`.
         """
         presence = self.roster.get(lease.site)
         if presence is not None:
@@ -495,9 +501,9 @@ class Coordinator:
         return dynamic_local_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
 
     def _unpulled(self, fragment: int) -> Collection[int]:
-        """Return the versions that open tickets start from, and that the sites have probably not downloaded yet.
+        """Return the base versions of open tickets, if the sites have probably not downloaded them yet.
 
-        For a synchronous fragment, return none: its open tickets start from the newest version, which is kept anyway.
+        Return none for a synchronous fragment: its open tickets start from the newest version, which is kept anyway.
         """
         if not self.state.is_async(fragment):
             return ()
@@ -535,7 +541,7 @@ class Coordinator:
         )
 
     def why(self, fragment: int, now_s: float) -> str:
-        """Return a text: what a fragment's round waits for, and known problems of the sites that are missing."""
+        """Return, as text, what a fragment's round waits for, and the known problems of the missing sites."""
         sites = [site for site, _ in self.state.missing(fragment)]
         trouble = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
@@ -639,7 +645,7 @@ class Coordinator:
                 return await self.complete(lease, ticket, message)
             self.require_open(lease, ticket)
             if _digest(layout, self.store.tickets.whole(row)) != digest:
-                raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Complete the update again.")
+                raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Submit the update again.")
             if reason:
                 self.admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
         return _receipt(self.admission.accept(lease.site, ticket, message, norm))
@@ -746,7 +752,10 @@ class Coordinator:
         self.wake()
 
     async def _tick(self) -> None:
-        """Remove expired objects and end what has timed out: every second, and at the next deadline of a round."""
+        """Remove expired objects, and handle timeouts of workers and rounds.
+
+        Called every second, and at the next deadline.
+        """
         while True:
             deadline_s = self.state.next_deadline_s
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))

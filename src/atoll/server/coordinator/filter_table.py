@@ -57,7 +57,7 @@ class SiteFilters:
         return bool(self._entries)
 
     def __str__(self) -> str:
-        """Return each filter with its sites and tasks, for the log."""
+        """Describe each filter with its sites and tasks, for the log."""
         return ", ".join(
             f"{each!r} of {', '.join(sorted(sites)) if sites else 'every site'}"
             + (f" in {', '.join(sorted(tasks))}" if tasks else "")
@@ -70,7 +70,10 @@ class SiteFilters:
         return sorted({task for _, _, tasks in self._entries for task in tasks})
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
-        """Warn, but only once, about each site that a filter names and that is not in `sites`: it may be misspelt."""
+        """Warn about each site that a filter names and that is not in `sites`: its name may be misspelt.
+
+        Warn only once per site.
+        """
         named = {site for _, wanted, _ in self._entries for site in wanted}
         for site in sorted(named.difference(sites, self._warned_of)):
             self._warned_of.add(site)

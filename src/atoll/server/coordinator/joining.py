@@ -101,7 +101,10 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
 
 
 def _require_state(message: messages.Join, store: Store) -> None:
-    """Raise an error if a site has lost its algorithm's local state. Only warn if the user chose to start from zero."""
+    """Raise an error if a site has lost its algorithm's local state.
+
+    If the user chose to start from zero, only log a warning.
+    """
     site, last = message.site, store.tickets.last_of(message.site)
     counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
     count = counted + (last is not None and last.state == "accepted")  # an accepted update is going to count
@@ -112,7 +115,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
     loss = f"1 update of {site} counts" if count == 1 else f"{count} updates of {site} count"
     loss += " in this run"
     if message.local_state == "new" or message.new_local_state:
-        LOG.warning("%s, but the site has lost its algorithm's state: the state starts from zero again", loss)
+        LOG.warning("%s, but the site has lost its algorithm's state, which starts from zero again", loss)
         return
     host = message.host or "its machine"
     raise ConfigError(
@@ -132,7 +135,10 @@ def _require_state(message: messages.Join, store: Store) -> None:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return base version and digest of the site's last aggregated update, which its local state must include."""
+    """Return the base version and the digest of the site's last aggregated update.
+
+    The site's local state must include it.
+    """
     row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)
 

@@ -28,7 +28,7 @@ FACTS = (events.UpdateAccepted, events.UpdateRefused, events.VersionCommitted)
 
 
 class Ledger:
-    """The state of one run. Events change it, through `apply`. An event has effects, some of which are decisions.
+    """The state of one run. Events change it, through `apply`. An event has effects; some effects are decisions.
 
     Args:
         rules: rules of the run's rounds.
@@ -62,10 +62,10 @@ class Ledger:
         self._carry_out(effects)
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event: decide, write the decisions to the journal, then carry out the effects.
+        """Apply an event: find its effects, write the decisions among them to the journal, then carry out all of them.
 
-        If the disk is full, an event in `FACTS` is applied later: what it reports is in the journal already. Until
-        then, all other events except `WorkerSeen` fail, because decisions from the old state would be wrong. For
+        An event in `FACTS` reports something that is in the journal already. If the disk is full, it is applied later.
+        Until then, all other events except `WorkerSeen` fail, because decisions from the old state would be wrong: for
         example, a ticket with an accepted update would be issued again.
 
         Returns:

@@ -19,7 +19,7 @@ class FairEvent:
         self._due: deque[asyncio.Future[None]] = deque()
 
     def set(self) -> None:
-        """Wake every task that waits now."""
+        """Wake all tasks that are waiting now, one after another."""
         is_waking = bool(self._due)
         self._due.extend(self._waiting)
         self._waiting.clear()

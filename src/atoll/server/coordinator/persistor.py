@@ -104,7 +104,7 @@ class Persistor:
             final: whether the version is the run's result.
 
         Returns:
-            A future that is done when the call has ended. It never has an error.
+            A future that is done when the call has ended, even if the call has failed.
         """
         read = functools.partial(_tensors, plan, store, tuple(heads))
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
@@ -162,7 +162,7 @@ class Persistor:
 
 
 def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a version's model as name → tensor, and the summary of its round. Tied names share one tensor."""
+    """Return a version's model (name → tensor), and the summary of its round. Tied names have the same tensor."""
     state: dict[str, Tensor] = {}
     summary: dict[str, Any] = {}
     for fragment, (planned, version) in enumerate(zip(plan.fragments, heads, strict=True)):

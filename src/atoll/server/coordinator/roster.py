@@ -45,13 +45,13 @@ class Presence:
     Times are those of `time.monotonic`, in seconds.
 
     Attributes:
-        sealed: BLAKE3 of the lease's secret; empty if the site has no lease.
+        sealed: hash of the lease's secret (BLAKE3); empty if the site has no lease.
         heard: whether the worker has sent a request since this server started.
         heard_s: time of the last request.
         beat: the last heartbeat.
         gradient_bytes: bytes that data-parallel training would have sent: fragment's size × local steps, summed over
             the updates accepted since the server started.
-        bases: fragment → base version of the worker's newest ticket, also from before a restart of the server.
+        bases: fragment → base version of the worker's newest ticket. Restored after a restart of the server.
         moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
         longest_s: longest time between two such heartbeats during training, in seconds.
         displaced: process → host, for older processes of this site that were replaced and had not left.
@@ -84,7 +84,8 @@ class Presence:
     def joining(cls, message: messages.Join, before: Presence | None) -> tuple[Presence, str]:
         """Return the record of a worker process that joins, and the secret of its new lease.
 
-        The site's counters are copied from `before`. If a live process on another host has this name, log a warning.
+        The site's counters are copied from `before`. If a process on another host takes part under this name, log a
+        warning.
 
         Args:
             message: the message of the process.
@@ -114,7 +115,7 @@ class Presence:
         return joined, secret
 
     def meets(self, process: str) -> None:
-        """Handle a request of `process`. If this process was replaced, warn the first time that it still runs."""
+        """Handle a request of `process`. If another process has replaced it, log once that it still runs."""
         if process not in self.displaced:
             return
         other_host, this_host = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
@@ -135,9 +136,9 @@ class Presence:
         self.beat = beat
 
     def hangs_s(self, patience_s: float) -> float:
-        """Return for how many seconds training has made no progress; 0 if the pause is not unusually long.
+        """Return for how many seconds training has made no progress; 0 if this time is not unusually long.
 
-        A pause is unusually long if it exceeds `patience_s` seconds and `STILL` times the longest earlier pause.
+        It is unusually long if it exceeds both `patience_s` seconds and `STILL` times the longest earlier pause.
         """
         # a script may report no steps, and its first round may be long
         known = self.beat.step > 0 or self.longest_s > 0
@@ -261,7 +262,7 @@ class Attendance:
         self._partial: dict[int, str] = {}
 
     def expects(self, effect: events.RoundOpened | events.ExpectedChanged, state: State) -> None:
-        """Record the sites that a round waits for. Keep a site, even if the round no longer waits for it."""
+        """Record the sites that a round waits for. Sites that the round no longer waits for stay in the record."""
         fragment, sites = effect.fragment, effect.expected
         if isinstance(effect, events.RoundOpened):
             LOG.debug(
@@ -281,7 +282,10 @@ class Attendance:
             log("%s", warning)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
-        """Warn if a round closed without a site of the run. If the same sites are missing again, do not warn again."""
+        """Warn if a round was closed without an update of some site.
+
+        If the same sites are missing again, do not warn again.
+        """
         sites, fragment = set(summary.workers), summary.fragment
         asked = self._expected.get(fragment, set())
         complete = len(sites) >= summary.expected
@@ -333,7 +337,8 @@ _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     """Return a warning that too few sites take part for a round to close, with remedies.
 
-    Return an empty text if enough sites take part. The text is empty, too, before the first and after the last round.
+    Return an empty text if enough sites take part. Before the first round and after the last one, the text is also
+    empty.
     """
     present, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
     if present >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
@@ -360,7 +365,7 @@ FAR_BEHIND = 5
 
 
 class StalenessCounter:
-    """Counts how stale updates were (how many versions behind the newest), and warns about high values.
+    """Counts the staleness of updates: how many versions each was behind the newest. Warns about high values.
 
     Attributes:
         counts: staleness in versions → number of updates; only in an asynchronous run.
@@ -439,8 +444,8 @@ ROUNDS = 20
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
     """Return the estimated seconds until `commits_left` more versions are committed; None before the first commit.
 
-    The estimate is `commits_left` × the mean time between commits, minus the time since the last commit (at
-    most one mean): if a round takes longer than the others, later rounds do not become shorter.
+    The estimate is `commits_left` × the mean time between commits, minus the time since the last commit. At most one
+    mean is subtracted: a round that takes longer than the others does not make later rounds shorter.
 
     Args:
         commits_s: times in order: the opening of the first round, then each commit.

@@ -68,7 +68,7 @@ def _of_lost_steps(plan: Plan) -> list[str]:
 def _of_the_way_down(plan: Plan) -> list[str]:
     """Return a warning if downloading encoded differences between versions saves nothing.
 
-    One difference may be as large as a version. An asynchronous worker may need several differences at once.
+    One difference can be as large as a version, and an asynchronous worker can need several of them at once.
     """
     settings = plan.settings
     behind = -(-settings.rounds.sites // settings.async_.buffer_size)  # versions committed while one worker trains

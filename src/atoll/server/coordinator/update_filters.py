@@ -67,7 +67,7 @@ class Filtering:
         filters: the filters of each site.
         plan: plan of the run.
         store: store of the run.
-        aside: runs the filters in threads, so that a filter that hangs delays only the updates of its own site.
+        aside: threads that run the filters. A filter that hangs delays only the updates of its own site.
     """
 
     def __init__(self, filters: SiteFilters, plan: Plan, store: Store, aside: UserThreads) -> None:
@@ -144,7 +144,7 @@ class Filtering:
         return UpdateInput(filtered.fd, filtered.norm)
 
     def sweep(self) -> None:
-        """Close the filtered files of tickets that have ended, and cancel filters that still run for such tickets."""
+        """For tickets that have ended, close the filtered files and cancel running filters."""
         for key in [*self._running, *self._done]:
             if not self._store.tickets.get(key[0]).is_live:
                 self._forget(key)
@@ -241,7 +241,7 @@ class _Work:
         return norm_of(squares)
 
     def _run(self, chain: Chain, run: Piece) -> Tensor:
-        """Return the filtered and encoded values of a range of elements of one tensor."""
+        """Filter a range of elements of one tensor, and return them encoded."""
         spec, start, stop = run.segment.spec, run.start, run.stop
         if not spec.is_extra and not spec.is_float and not chain.sends(spec.name):
             return self._base(spec, start, stop).view(torch.uint8)
@@ -258,7 +258,7 @@ class _Work:
         return encoded
 
     def _change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return the change (base − local value) that the site sent for elements `start` to `stop` of a tensor."""
+        """Return base − local, as the site sent it, for elements [start, stop) of a tensor."""
         segment = self._layout.by_name[name]
         run = self._layout.piece(segment, start, stop)
         values = self._decoded(self._bytes(run), run)

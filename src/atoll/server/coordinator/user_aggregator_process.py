@@ -1,4 +1,4 @@
-"""The server's side of a user's aggregator, which runs in a process of its own and makes one update out of several.
+"""The server's side of a user's aggregator, which runs in a separate process and combines a round's updates.
 
 The process reads the files of the updates. The server does not reuse such a file until the process reports that it no
 longer needs it, or until the process ends: user code may keep tensors that are read from the file later. The result is

@@ -39,7 +39,7 @@ LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyn
 async def shared(
     running: dict[K, asyncio.Future[None]], key: K, begin: Callable[[], Coroutine[Any, Any, None]]
 ) -> bool:
-    """Run the work with a key only once: the first caller begins it, and later callers wait for its end.
+    """Run work only once per key: the first caller begins it, and later callers with this key wait for its end.
 
     If the work raises an error, all callers get it. If a caller is cancelled, the work goes on.
 
@@ -85,7 +85,7 @@ class UserThreads:
         Args:
             call: the function to run.
             what: names the code and its work, for the log.
-            key: calls with the same key run one after another, because a filter keeps state while it is in use.
+            key: calls with the same key run one after another, because a filter has state during a call.
             timeout_s: maximum seconds to wait for earlier calls with this key, and then for the call itself; None: no
                 limit.
 
@@ -111,7 +111,7 @@ class UserThreads:
                 result.cancel()  # if the caller is cancelled, nothing else reads the result
 
     def _begin(self, call: Callable[[], T], what: str, lock: asyncio.Lock) -> asyncio.Future[T]:
-        """Start a thread that runs `call` and then releases the lock. Return a future with the result."""
+        """Start a thread that runs `call` and then releases `lock`. Return a future with the result."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
         slow = loop.call_later(SAY_S, LOG.warning, "%s: not finished after %g s. Check their code.", what, SAY_S)

@@ -39,7 +39,7 @@ HTTP_LOG = logging.getLogger("atoll.server.http")
 
 
 class _OwnFaults(logging.Filter):
-    """A log filter that drops errors for which a peer is to blame: broken connections and invalid HTTP."""
+    """A log filter that drops errors that the other side caused: broken connections and invalid HTTP."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -164,7 +164,7 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < messages.NUMBER_BELOW):
-        raise BadRequest(f"{name} is {text[:40]!r}, but this server has issued no such number.")
+        raise BadRequest(f"{name} is {text[:40]!r}, which is not a number that this server has issued.")
     return int(text)
 
 
@@ -204,7 +204,7 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
 
 
 def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResponse:
-    """Return the answer to a request that aiohttp has refused."""
+    """Return the answer to a request that aiohttp itself has refused, for example because its path is unknown."""
     match refused:
         case web.HTTPNotFound():
             return problem("not_found", f"This server has no path {request.path[:100]!r}.", "See /openapi.json.")

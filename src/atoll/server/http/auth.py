@@ -25,7 +25,7 @@ class Gate:
         self._needs_local_name = local and self._token is None
 
     def require_host(self, hosts: Sequence[str]) -> None:
-        """Refuse a request that a web page sends from a browser on this machine, by DNS rebinding.
+        """Refuse a request of a web page that reaches this server through a browser on this machine, by DNS rebinding.
 
         A web page can let its own host name resolve to 127.0.0.1. The browser then sends the page's requests to this
         server, and lets the page read the answers. But the Host header has the page's host name.

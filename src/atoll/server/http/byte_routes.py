@@ -1,4 +1,4 @@
-"""Handlers of requests that carry bytes: versions, differences and objects on their way out, parts on their way in.
+"""Handlers of requests that transfer bytes: downloads of versions, differences and objects, and uploads of parts.
 
 A part is checked and written to disk while its bytes arrive. Only one request at a time can upload the same part. After
 an interrupted upload, a worker asks which parts the server has (`Coordinator.get_ticket`), and sends the rest. An
@@ -108,7 +108,7 @@ class ByteRoutes:
         return await self._serve(pinned, nbytes, digest, request)
 
     async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
-        """Send one part of a version with the exact values that exported files have, then the part's BLAKE3 (32 bytes).
+        """Send one part of a version, with full-precision values as in exports, then the part's BLAKE3 (32 bytes).
 
         Raises:
             Gone: the server no longer has the version or the outer optimizer's state after it.
@@ -142,7 +142,7 @@ class ByteRoutes:
             if pinned.row.digest != digest:
                 raise Gone(
                     f"Version {pinned.row.version} or its delta no longer has the digest {digest[:12]}.",
-                    "Ask which version is the newest.",
+                    "Download the newest version instead.",
                 )
             return await self._send(request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
         finally:
@@ -163,7 +163,7 @@ class ByteRoutes:
         )
 
     def _counter(self, request: web.Request) -> Callable[[int], None]:
-        """Return a function that counts sent bytes, for the server and, if the request has a lease, for the site."""
+        """Return a function that counts sent bytes for the server, and for the site if the request has a lease."""
         presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
 
         def count(nbytes: int) -> None:
@@ -333,7 +333,7 @@ class PartReceiver:
 
     @contextmanager
     def _only_upload(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
-        """Let only this request upload a part while the `with` block runs.
+        """During the `with` block, let only this request upload the part.
 
         If an earlier request is still uploading the same part, abort its connection: the worker no longer waits for
         that request, and its connection would stay open until the idle timeout.

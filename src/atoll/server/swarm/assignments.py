@@ -58,10 +58,10 @@ class Assignment:
         excluded: sites that failed to aggregate this round, oldest failure first.
         losses: number of aggregators lost in this round.
         lost_s: time at which an aggregator was last lost.
-        lost: text with the site of this aggregator, and why it was lost.
+        lost: name of this aggregator and why it was lost, as text.
         failures: (ticket, site) → number of times that the site's worker could not download the update.
-        since_s: time since which the aggregator has had work; None if it has none.
-        busy_s: longest uninterrupted time for which the aggregator has had work, in seconds.
+        since_s: time at which the aggregator's present work began; None if it has no work.
+        busy_s: longest time without a pause for which the aggregator has had work, in seconds.
         closing: closed round that the aggregator has to aggregate; None before the round closes.
         checker: site that checks the new version. It aggregates the next round, unless the user named others.
         checks_s: time at which `checker` was chosen.
@@ -122,7 +122,7 @@ class Offer:
 
 
 class SwarmView:
-    """What the server knows about a swarm. `work` computes from it what a worker has to do.
+    """What the server knows about a swarm. `work` uses this to compute what a worker has to do.
 
     Attributes:
         peers: site → record of its worker.
@@ -137,14 +137,14 @@ class SwarmView:
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """Return references from which a version can be downloaded, one for each worker that has it."""
+        """Return references to a version, one for each worker that has it. It can be downloaded with any of them."""
         return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
 
     def work(self, site: str) -> PeerWork:
         """Return everything that a site's worker has to do now.
 
-        That is: workers to try to connect to, versions to keep, updates to download, rounds to aggregate, and whether
-        to stay. The `stamp` of the result is a checksum of its content.
+        That is: which workers to try to connect to, versions to keep, updates to download and rounds to aggregate, and
+        whether it must stay in the run. The `stamp` of the result is a checksum of its content.
         """
         work = PeerWork(
             stamp=0,
@@ -164,7 +164,7 @@ class SwarmView:
         return work.model_copy(update={"stamp": 1 + zlib.crc32(work.model_dump_json().encode())})
 
     def _holds(self, site: str, fragment: int) -> list[Hold]:
-        """Return the versions of a fragment that a site has to keep, or to download if it lacks them.
+        """Return the versions of a fragment that a site has to keep. It first downloads those that it lacks.
 
         These are: versions that the site has and the run still needs; the newest version, if the site is chosen to have
         it; and the new version of a closed round, if the site aggregates or checks that round.
@@ -196,7 +196,7 @@ class SwarmView:
         return wanted
 
     def _is_needed(self, site: str) -> bool:
-        """Return whether a site must stay because of the versions that it has.
+        """Return whether a site must stay in the run because of the versions that it has.
 
         During the run, it must stay if it has a newest version that no other live worker has. After the end of the run,
         it must stay until it and all other live workers have the result.
@@ -215,7 +215,7 @@ class SwarmView:
         return False
 
     def _is_awaited(self, site: str) -> bool:
-        """Return whether a site must stay because an aggregator has not yet downloaded its update."""
+        """Return whether a site must stay in the run because an aggregator has not yet downloaded its update."""
         for fragment, job in enumerate(self.assignments):
             ended = self._ledger.state.rounds[fragment].phase == "finished"  # an asynchronous run may leave offers
             own = [ticket for ticket in self.available(fragment) if self.offers[ticket].site == site]
@@ -299,7 +299,7 @@ class SwarmView:
         return [row for row in self.peers[job.aggregator].closed if (row.fragment, row.version, row.tickets) == key]
 
     def _is_sound(self, closed: ReducedRound) -> bool:
-        """Return whether a report has one digest for each part, and its digest of the version follows from these."""
+        """Return whether a report has one digest for each part, and these agree with its digest of the version."""
         layout = self._plan.fragments[closed.fragment].version
         try:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)
@@ -340,10 +340,10 @@ class Swarm:
     # -- reports and offers of workers
 
     async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
-        """Record the report of a worker. Wait until the worker has something else to do, and return its work.
+        """Record a worker's report. Wait until the server has other work for it than before, and return this work.
 
-        The wait also ends after `message.wait_s` seconds, when the worker's next report comes, or when the worker wants
-        to leave and may go.
+        The wait also ends after `message.wait_s` seconds, when the worker's next report arrives, or when the worker
+        wants to leave and may do so.
         """
         site, view = lease.site, self.view
         peer = view.peers.known(site, message.address, lease.process)
@@ -491,7 +491,7 @@ class Swarm:
                 return
 
     def _could_not_pull(self, fragment: int, job: Assignment, ticket: int, offer: Offer, why: str) -> None:
-        """Handle the failure of the aggregator to download an update.
+        """Handle that the aggregator could not download an update.
 
         The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker that
         has the round's base version has failed to download the update, the update is refused.
@@ -499,7 +499,7 @@ class Swarm:
         site = job.aggregator
         job.failures[ticket, site] += 1
         if job.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
-            LOG.info("%s could not download the update of %s: %s", site, offer.site, why)
+            LOG.info("aggregator %s could not download the update of %s: %s", site, offer.site, why)
             del self.view.offers[ticket]
             return
         tried = {worker for (of, worker), count in job.failures.items() if count >= PULLS and of == ticket}

@@ -22,7 +22,7 @@ If the unreached worker is restarted, the time starts again.
 
 @dataclass
 class Peer:
-    """The server's record of one worker, from the worker's newest report. Times are by `time.monotonic`.
+    """The server's record of one worker, from the worker's newest report. Times are those of `time.monotonic`.
 
     Attributes:
         address: address for other workers.
@@ -32,7 +32,7 @@ class Peer:
         moved: number of bytes that the worker has sent and received for the swarm.
         bytes_s: time when `moved` last changed.
         heard_s: time of the newest report.
-        until_s: time from which the next report is overdue.
+        until_s: time after which the next report is overdue.
         leaving: whether the worker wants to leave the run.
         held: (fragment, version) → report about this version, which the worker has.
         collected: ticket → result of the attempt to download its update.
@@ -59,7 +59,7 @@ class Peer:
     tried_s: dict[str, float] = field(default_factory=dict)
 
     def require_own(self, site: str, *sources: str | None) -> None:
-        """Raise an error unless all references have this worker's own address, from which other workers download.
+        """Raise an error unless all references have this worker's own address, which other workers use.
 
         Args:
             site: site of this worker, for the message.
@@ -175,7 +175,7 @@ class Peers(dict[str, Peer]):
         return self.is_alive(site) and time.monotonic() <= self[site].until_s
 
     def strangers_of(self, site: str) -> list[str]:
-        """Return the live sites that this site has not reached yet, or that have not reached it yet."""
+        """Return the live sites that this site has not reached yet, and those that have not reached this site."""
         if site not in self:
             return self.alive
         own = self[site]
@@ -210,9 +210,9 @@ class Peers(dict[str, Peer]):
     def unreachable(self) -> tuple[str, int, str] | None:
         """Return the worker to evict because some workers cannot reach each other.
 
-        This is the worker in most pairs of workers that cannot reach each other. In a tie it is the one that joined
-        last. A pair counts after `SETTLED_S` seconds, and only if the unreached worker has reported since the first
-        failure: otherwise it may be dead, which heartbeats decide.
+        Among the pairs of workers that cannot reach each other, this is the worker that is in the most pairs; in a tie,
+        the one that joined last. A pair counts only if the failure is older than `SETTLED_S` seconds, and if the
+        unreached worker has reported since then: otherwise it may be dead, which heartbeats show.
 
         Returns:
             The site, the number of its lease, and the reason; None if no pair counts.

@@ -126,7 +126,7 @@ def require(
             f"evaluation_timeout_s is {evaluation_timeout_s!r}.", "Give a number of seconds, or 0 for no limit."
         )
     if not site_models and versions is not None and not versions:
-        raise ConfigError("versions is empty and site_models is false, so no model would be evaluated.", "Set either.")
+        raise ConfigError("There is no model to evaluate: versions is empty.", "Add one, or set site_models = true.")
 
 
 cross_site_evaluation.require = require  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ class ModelsToEvaluate:
             self._controller.ask(remove())  # a server that is stopping removes its objects itself
 
     def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, ModelLocation | None]]:
-        """Return the matrix row of each model of the run, and the place from which sites download the model.
+        """Return, for each model of the run, its row of the matrix and the place from which sites download it.
 
         If a model is missing, its row has an `error`, and the place is None. A model that `versions` names twice has
         only one row.
@@ -215,7 +215,7 @@ class ModelsToEvaluate:
             why = str(error)
             if isinstance(error, OSError) and path is not None:
                 why = f"{error.strerror}, at the server: {path.absolute()}"
-            LOG.error("%s cannot be evaluated: %s", row.name, why)
+            LOG.error("the model %s cannot be evaluated: %s", row.name, why)
             return row.model_copy(update={"error": why}), None
         finally:
             if temporary and path is not None:
@@ -294,7 +294,7 @@ class ModelSource:
         owner: the site that trained the model; empty for a model of the run.
         location: where to download the model. None means "not known yet" while `settled` is False, and "there is no
             model" when it is True.
-        settled: whether `place` is final.
+        settled: whether `location` is final.
     """
 
     row: EvaluatedModel
@@ -339,7 +339,7 @@ class EvaluationMatrix:
     async def _fill_column(self, site: str) -> None:
         """Let a site send its model, then evaluate all models.
 
-        If this fails, record that the site has no model, so that other columns do not wait for it.
+        If this fails, record that the site has no model of its own, so that the other sites do not wait for it.
         """
         own_model = next((source for source in self.sources if source.owner == site), None)
         try:
@@ -370,9 +370,9 @@ class EvaluationMatrix:
         self._run.wake()
 
     async def _next_for(self, site: str) -> ModelSource | None:
-        """Wait for a model that a site has not evaluated yet, and return it. If the site's column is full, return None.
+        """Wait for the next model that a site has to evaluate, and return it; None if it has evaluated all.
 
-        Each site begins with another row, so that not all sites download the same model at once.
+        Each site begins with another model, so that not all sites download the same one at once.
         """
         begin = self.sites.index(site)
         order = self.sources[begin:] + self.sources[:begin]
@@ -391,7 +391,7 @@ class EvaluationMatrix:
         self._waiting.discard(site)
 
     async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait for a site that has left or hangs, until `until()` is true.
+        """Wait for a site that has left or hangs until `until()` is true.
 
         Returns:
             True if `until()` is true. False if `RETURN_S` seconds have passed and no other site is working.
@@ -461,7 +461,7 @@ def _with_metrics(cell: Cell, payload: Any) -> Cell:
     for key, value in metrics.items():
         named = type(key) is str and 0 < len(key) <= messages.METRIC_CHARS and key.isprintable()
         if not named or type(value) not in (int, float):
-            error = _one_line(f"the metric {str(key)[:50]!r} of the site is {str(value)[:50]!r}, not a number")
+            error = _one_line(f"the site reported {str(key)[:50]!r} as {str(value)[:50]!r}, which is not a number")
             return cell.model_copy(update={"error": error})
         found[key] = float(value) if abs(value) < 1e300 else math.inf
     finite = {key: value for key, value in found.items() if math.isfinite(value)}

@@ -104,14 +104,14 @@ class TaskFilters:
             yield filtered(packed, filters, About(site, task=task), what)
 
     async def received_in_thread(self, threads: UserThreads, answer: Answer, task: str) -> Answer:
-        """Apply the filters to a site's answer, as `received` does, but in a thread for user code."""
+        """Do what `received` does, but in a thread for user code."""
         what = f"The server's filters for the answer of {answer.site} to task {task!r}"
         return await threads.run(functools.partial(self.received, answer, task), what, f"from {answer.site}")
 
     def received(self, answer: Answer, task: str) -> Answer:
         """Apply the filters to a site's answer, and return the result. A changed answer is in a new file.
 
-        If a filter fails, return an answer without a payload, with the reason in `error`.
+        If a filter fails, return an answer without a payload. Its `error` gives the reason.
         """
         filters = self.results.of(answer.site, task)
         if not filters or answer.contents is None:
@@ -223,7 +223,7 @@ class PayloadWriter:
                     if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
                         raise
                     if not trouble:
-                        LOG.error("task %r was not sent: %s", task, error)
+                        LOG.error("task %r is not sent yet: %s", task, error)
                     trouble[0] = str(error)
                 await asyncio.sleep(RETRY_S)
         finally:

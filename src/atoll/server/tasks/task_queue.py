@@ -42,10 +42,10 @@ class Answer(OwnedFile):
 
     Attributes:
         site: name of the site.
-        key: identifies the answer, which the site may send again.
+        key: identifies the answer, because the site may send the same answer again.
         error: why the site failed; empty if it did not.
-        way: how the payload was sent: `streamed` (an object in parts), `inline` (an object within its manifest) or
-            `skipped` (no object; the text is in the message).
+        way: how the payload was sent: `streamed` (an object in parts), `inline` (an object within its manifest), or
+            `skipped` (as text in the message, without an object).
         text: the payload, if it was in the message.
         contents: structure of the payload and descriptions of its tensors, if it was an object; values are in `fd`.
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
@@ -68,8 +68,8 @@ class TaskPayload:
 
     Attributes:
         objects: store of the object.
-        way: how the payload is sent: `streamed` (an object in parts), `inline` (an object within its manifest) or
-            `skipped` (no object; the text is in the message).
+        way: how the payload is sent: `streamed` (an object in parts), `inline` (an object within its manifest), or
+            `skipped` (as text in the message, without an object).
         body: what the message contains: the text, or the key of the object. `hold` sets the key.
     """
 
@@ -228,8 +228,8 @@ class TaskQueue:
         io: threads that read files.
 
     Attributes:
-        active: whether the run sends tasks, now or later.
-        trains: whether the run has rounds, now or later.
+        active: whether the run sends tasks now or will send some later.
+        trains: whether the run has rounds now or will have some later.
         rounds: state of the run's rounds: "to come", "now" or "over".
         follows: whether the run sends tasks after its rounds.
         finished: whether the last workflow has ended.
@@ -324,7 +324,7 @@ class TaskQueue:
         return task
 
     def give_up(self, task: OpenTask, site: str, lost: str, why: str) -> None:
-        """Stop waiting for a site's answer. The error `why` counts as the answer, and a later answer is refused.
+        """Stop waiting for a site's answer. The error `why` counts as the site's answer, and a later answer is refused.
 
         Args:
             task: the task.
@@ -343,7 +343,7 @@ class TaskQueue:
         task.payloads.discard()
 
     def finish(self) -> None:
-        """Record that the last workflow has ended, and answer so to sites that ask for a task."""
+        """Record that the last workflow has ended. Sites that ask for a task are told this."""
         self.finished = True
         self.wake()
 
@@ -374,7 +374,7 @@ class TaskQueue:
         return None
 
     def is_taken(self, task_id: str, site: str, key: str) -> bool:
-        """Return whether the server has this answer already. If not, the task must be open for the site.
+        """Return whether the server has this answer already. If not, check that the task is open for the site.
 
         Raises:
             Conflict: the site has given another answer.

@@ -108,10 +108,13 @@ class AnswerLimits:
         ):
             value = getattr(self, name)
             if value is not None and (type(value) not in (int, float) or not value >= 0):  # also if it is NaN
-                raise UsageError(f"{name} is {value!r}, not a valid number.", remedy)
+                raise UsageError(f"{name} is {value!r}, which is not a valid number.", remedy)
 
     def exceeded(self, run: Coordinator, site: str) -> tuple[str, str]:
-        """Return (`gone` or `stuck`, reason) if the workflow should stop waiting for a site; else two empty texts."""
+        """Return two texts if the workflow should stop waiting for a site: `gone` or `stuck`, and the reason.
+
+        Else both are empty.
+        """
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
         now_s, progress = time.monotonic(), progress_of(run, site)
@@ -341,7 +344,7 @@ class Controller:
                 self._calls.discard(call)
 
     def stop(self) -> None:
-        """Make the workflow's running and later calls raise `ServerStops`."""
+        """Make all calls of the workflow raise `ServerStops`: the running ones and later ones."""
         with self._lock:
             self._stopped = True
             calls = list(self._calls)

@@ -194,7 +194,7 @@ class WorkflowSchedule:
                 step.function = components.function_of(step.entry)
 
     def start(self, run: Coordinator) -> None:
-        """Begin the workflows, or continue them after a restart. Call this on the server's event loop."""
+        """Begin the workflows, or continue them after a restart of the server. Call this on the server's event loop."""
         self._run, queue = run, run.task_queue
         queue.active, queue.trains = self.sends_tasks, self.trains
         queue.rounds = "to come"
@@ -203,7 +203,7 @@ class WorkflowSchedule:
         if self._filters.results and self.sends_tasks:  # without filters no answer needs a thread
             queue.answer_filter = functools.partial(self._filters.received_in_thread, run.user_threads)
         if self._filters.data:
-            LOG.info("filters for what is sent to sites: %s", self._filters.data)
+            LOG.info("filters for the payloads that are sent to sites: %s", self._filters.data)
         if self.recorded:
             self._mark_ended(train)
         self._task = asyncio.get_running_loop().create_task(self._main())
@@ -222,7 +222,7 @@ class WorkflowSchedule:
     # -- on the loop
 
     def _mark_ended(self, train: int | None) -> None:
-        """Mark the workflows that had ended before this start, according to the journal.
+        """Mark the workflows that had ended before this start of the server, according to the journal.
 
         If the settings now have more rounds, training continues, and all later workflows run again.
 

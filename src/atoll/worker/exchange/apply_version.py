@@ -55,7 +55,7 @@ def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
 
 
 def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
-    """Mix a version of the global model into the local one, in place: w ← (1−α)·v + α·w.
+    """Mix a version of the global model into the local model, in place: w ← (1−α)·v + α·w.
 
     Here w is a tensor of the model and v the version's tensor of the same name. α = 0 loads the version, and α = 1
     leaves the model unchanged. For other α, integer and bool tensors take the version's values, since they cannot be
@@ -135,7 +135,7 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
 def _require_own_elements(name: str, tensor: object) -> None:
     if isinstance(tensor, Tensor) and is_expanded(tensor):
         raise UsageError(
-            f"The tensor {name!r} was made by expand(): elements share memory, so no values can be loaded into it.",
+            f"The tensor {name!r} was made by expand(): its elements share memory, so it cannot be loaded.",
             "Add .clone() after expand().",
         )
 

@@ -39,7 +39,7 @@ from atoll.worker.log_lines import LOG, size
 
 
 def name_of(name: str, fragment: int | None) -> str:
-    """Return the file name `name` with the fragment's number; `name` itself if `fragment` is None: one fragment."""
+    """Return the file name `name` with the fragment's number added; unchanged if `fragment` is None (one fragment)."""
     return name if fragment is None else f"{name}-f{fragment}"
 
 
@@ -119,7 +119,7 @@ class TensorFile:
         try:
             read_at(self.fd, target, offset)
         except EOFError as error:
-            raise EOFError(f"{self.path}: {error}") from None
+            raise EOFError(f"{self.path} is too short: {error}") from None
 
     def values(self, segment: Segment, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of the unencoded tensor at `segment`, in new memory."""
@@ -139,7 +139,7 @@ class TensorFile:
         try:
             read_pieces(self.fd, moves)
         except EOFError as error:
-            raise EOFError(f"{self.path}: {error}") from None
+            raise EOFError(f"{self.path} is too short: {error}") from None
 
     def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
         """Read elements [start, stop) of the tensor of `piece` into `scratch`. Return a tensor over that memory."""
@@ -161,8 +161,8 @@ class ScratchFile(TensorFile):
     """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        was_missing: whether the file had to be created when it was opened, because it was missing or had another size.
-            A note from before then no longer describes it.
+        was_missing: whether the file was missing or had another size, so that it was created anew. An earlier note does
+            not describe it.
 
     Args:
         path: the file's path.
@@ -272,7 +272,7 @@ def _data_from(fd: int, offset: int, nbytes: int) -> int:
 
 
 class PartsFile(ScratchFile):
-    """A preallocated file that is divided into parts. With the parts of one rank only, the rest of the file is a hole.
+    """A preallocated file that is divided into parts. If it has only the parts of one rank, the rest of it is a hole.
 
     Args:
         path: the file's path.
@@ -287,7 +287,7 @@ class PartsFile(ScratchFile):
         self._parts, self._count = parts, count
 
     def differing(self, digests: Sequence[str], among: Collection[Part] | None = None) -> list[Part]:
-        """Return the parts that have other bytes in the file than the given digests say.
+        """Return the parts that do not match the given digests.
 
         Args:
             digests: BLAKE3 in hex of the parts of all ranks, in order.
@@ -337,8 +337,8 @@ class BaseFile(PartsFile):
     def begin(self, note: BaseNote) -> list[Part]:
         """Write the note for a version that is about to be downloaded. Return the parts that have to be downloaded.
 
-        If an interrupted download left parts of the same version in the file, those that match their digests are not
-        returned.
+        Parts that an interrupted download of the same version left in the file are not returned if they match their
+        digests.
         """
         resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
         wanted = self.differing(note.part_digests) if resumed else list(self.layout.parts)
@@ -357,7 +357,7 @@ class BaseFile(PartsFile):
         self._write_note(replace(self.note, digest="", part_digests=[]))
 
     def replace_with(self, other: BaseFile) -> None:
-        """Move `other` over this file, with its note, and close `other`. `other` must be complete."""
+        """Replace this file and its note by `other` and its note, and close `other`. `other` must be complete."""
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
@@ -372,7 +372,7 @@ class BaseFile(PartsFile):
 
 
 class Outbox(PartsFile):
-    """The outbox file, which holds the update that was formed last. A server that loses power may need it again.
+    """The outbox file, which holds the update that was formed last. A server that has lost power may need it again.
 
     If the note names another site, that site's update is not sent from here; its note stays on disk.
     """
@@ -469,7 +469,7 @@ class DiskFiles:
             self._next_base = None
 
     def move_up(self) -> None:
-        """Make the file `base-next` the new base file. It must be complete."""
+        """Replace the base file by the file `base-next`, which must be complete."""
         self.base.replace_with(self.next_base())
         self._next_base = None
 
@@ -578,7 +578,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
-    """Yield those of the site's folders for another number of ranks that this rank has to remove."""
+    """Yield the site's folders for another number of ranks, if this rank has to remove them."""
     home = current.parent.parent if share else current.parent
     rank, ranks = share or (0, 1)
     if share and rank == 0:

@@ -59,7 +59,7 @@ class Filtered:
         filters: the filters, in the order in which they are applied.
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
-        about: what the filters may know about the update: site, round, weight, steps and metrics.
+        about: the information about the update that filters get: site, round, weight, steps and metrics.
         model: names of all tensors of the model if the update contains only one of its fragments; else empty.
 
     Raises:
@@ -75,11 +75,11 @@ class Filtered:
         self._chain = _as_usage_error(lambda: Chain(filters, specs, about, raw, model=model))
 
     def sends(self, name: str) -> bool:
-        """Return whether this tensor is sent: every filter keeps it."""
+        """Return whether this tensor is sent, because every filter keeps it."""
         return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return base − local after the filters, for elements [start, stop) of a float tensor; zeros if one drops it.
+        """Return base − local after the filters, for elements [start, stop) of a float tensor; zeros if it is dropped.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -91,7 +91,7 @@ class Filtered:
         return self.change(name, start, stop) if self.sends(name) else None
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a buffer after the filters; the base's elements if a filter drops it.
+        """Return elements [start, stop) of a buffer after the filters; those of the base if a filter drops the buffer.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -213,7 +213,7 @@ class EncodingLosses:
         self._lost.clear()
 
     def wants(self, run: ByteRun) -> bool:
-        """Return whether `add` still has to check this run: encoding may lose the change of one of its tensors."""
+        """Return whether `add` still has to check this run, because encoding may lose changes of its tensors."""
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
     def add(self, run: ByteRun, delta: Tensor, decoded: Tensor) -> None:
@@ -243,7 +243,7 @@ class EncodingLosses:
                 sums[0], sums[1] = sums[0] + lost**2, sums[1] + whole**2
 
     def end(self, is_zero: bool, steps: int, filters: bool) -> None:
-        """Log warnings about a complete update: that it is all zero, and once per process, that encoding lost changes.
+        """Log a warning if a complete update is all zero, and once per process, if encoding has lost changes.
 
         Args:
             is_zero: whether the pseudo-gradient was all zero before it was encoded.
@@ -252,14 +252,14 @@ class EncodingLosses:
         """
         self._told_zero = self._zero(steps, filters) if is_zero else ""
         if is_zero:
-            LOG.warning("%s: %s", self.site, self._told_zero)
+            LOG.warning("%s: this update changes nothing: %s", self.site, self._told_zero)
         lost = {name: sums for name, sums in self._lost.items() if name not in self._arrives}
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in lost}
         patience = PATIENCE if self._codec.feedback else 1
         silent = {name: sums for name, sums in lost.items() if self._in_a_row[name] >= patience}
         if silent and not self._told_lost:
             self._told_lost = self._few(silent, len(self._arrives | lost.keys()), patience)
-            LOG.warning("%s: %s", self.site, self._told_lost)
+            LOG.warning("%s: encoding loses changes: %s", self.site, self._told_lost)
 
     def _zero(self, steps: int, filters: bool) -> str:
         text = f"the pseudo-gradient is all zero{f' after {steps} steps' if steps else ''}"
@@ -536,7 +536,7 @@ class LocalFragment:
         info: the run's description.
         layouts: layouts and codecs of the fragment.
         base: the file of the version that the site trains from.
-        outcome_of: returns what became of the update of a ticket: whether it was counted, refused or lost.
+        outcome_of: returns the state of a ticket's update: whether it was counted, refused or lost.
         losses: checks whether encoding loses changes of tensors.
         rule: the algorithm's correction of local training; None: no correction.
         number: the fragment's number; None: the run has one fragment.
@@ -628,7 +628,7 @@ class LocalFragment:
         finish: Finish | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> Formed:
-        """Write the update for a ticket, and the local state that becomes current if the server counts the update.
+        """Write the update for a ticket, and the local state that applies from then on if the server counts the update.
 
         When this method returns, the local state's note names the update, but the caller still has to write the
         outbox's note (`Outbox.seal`). If the process is killed in between, the next process forms the update again

@@ -70,8 +70,8 @@ class Exchange:
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
-        settled: the ticket of the outbox's update after the base has taken that update in, so that it is not sent
-            twice; 0: none.
+        settled: the ticket of the outbox's update, if the base already includes this update, so that it must not be
+            sent twice; else 0.
     """
 
     session: Session
@@ -98,8 +98,8 @@ class Exchange:
     def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
         """Ask for the next ticket, as `Session.next_ticket` does, and bring the algorithm's local state up to date.
 
-        The reply names the site's last update that the server has counted. The state that belongs to that update
-        becomes current.
+        The reply names the site's last update that the server has counted. The local state from after that update
+        becomes the current one.
 
         Raises:
             ConfigError: the site has lost this state (see `AlgorithmState.follow`).
@@ -128,12 +128,12 @@ class Exchange:
                 return reply
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
-        """Return whether this ticket has expired, or was given again for another version, so that it is of no use.
+        """Return whether this ticket is useless: it has expired, or the server has issued it again for another version.
 
-        That is how it looks if the server lost power and continues from an older version: then the update in the outbox
-        has to be sent again, and must not be overwritten before the worker has asked for another ticket. An ordinary
-        ticket of a round that has closed is over, too. If the outbox is empty, or the server's disk already has a
-        version that includes its update, nothing has to be sent again: return False without asking the server.
+        This happens if the server has lost power and continues from an older version. Then the update in the outbox has
+        to be sent again, and must not be overwritten before the worker has asked for another ticket. It also happens
+        when the ticket's round has closed. If the outbox is empty, or a version that includes its update is safe on the
+        server's disk, nothing has to be sent again: return False without asking the server.
         """
 
         def needed() -> bool:
@@ -164,7 +164,7 @@ class Exchange:
         if isinstance(delivered, Lost):
             return delivered
         if not isinstance(delivered, Accepted):
-            LOG.warning("%s: %s", self.site, delivered.error)
+            LOG.warning("%s: the update that was submitted again does not count: %s", self.site, delivered.error)
             self.outbox.clear()
         return True
 
@@ -289,11 +289,11 @@ class Exchange:
         return self.files.is_next_base(self.session.info.run, version.digest)
 
     def break_off(self) -> None:
-        """Break off all running transfers at once, also those of other fragments."""
+        """End all running transfers at once, also those of other fragments."""
         self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
-        """Make another version the base, and keep the local progress: add what training has changed since the old base.
+        """Replace the base by another version, and keep the local progress: add the changes since the old base to it.
 
         If the server no longer keeps the version, use the newest one instead.
         """
@@ -468,9 +468,9 @@ class Exchange:
         """
         self.outbox.clear()  # else `ask_and_resend` would send the update again
         self.refusals += 1
-        LOG.warning("%s: %s", self.site, refusal.error)
+        LOG.warning("%s: this update does not count: %s", self.site, refusal.error)
         if self.refusals == 1 and (text := broken_moments(self.session.optimizers)):
-            LOG.warning("%s: %s", self.site, text)
+            LOG.warning("%s: check the optimizer: %s", self.site, text)
             self.session.warn(OF_THE_OPTIMIZER, [text])
             self._warned_of_optimizer = True
         if self.refusals >= MAX_REFUSALS:
@@ -511,7 +511,8 @@ class Exchange:
     def unsettled(self) -> OutboxNote | None:
         """The note of the outbox's update while that update is part of the local progress (model − base); else None.
 
-        This is so after the update was formed, until its result is loaded or the base has taken it in (`settle`).
+        This is the case from the forming of the update until its result is loaded, or until `settle` has added it to
+        the base.
         """
         note: OutboxNote | None = self.outbox.note
         base: BaseNote | None = self.base.note
@@ -520,7 +521,7 @@ class Exchange:
         return note
 
     def counted_step(self, base_step: int) -> int:
-        """Return the last local step that an update at the server includes, as far as this worker knows.
+        """Return the last local step that is included in an update at the server, as far as this worker knows.
 
         Args:
             base_step: the local step after which the current base was set.
@@ -529,10 +530,10 @@ class Exchange:
         return base_step + note.steps if note is not None and note.sent else base_step
 
     def settle(self, retries: int | None = None) -> int | Lost | None:
-        """Ask the server what became of the `unsettled` update.
+        """Ask the server for the state of the `unsettled` update.
 
-        If the server has the update, apply the update to the base, so that only later training counts as local
-        progress. If not, clear the outbox; the next update then includes the same progress.
+        If the server has the update, add the update to the base, so that only later training counts as local progress.
+        If not, clear the outbox: the next update then includes the same local steps.
 
         Returns:
             Number of local steps that no longer count as local progress; None if no update is unsettled; `Lost` if the
@@ -547,16 +548,16 @@ class Exchange:
         if not outcome.is_in:
             self.outbox.clear()
             return 0
-        LOG.info("%s: the update of round %d was accepted after all", self.site, note.round)
+        LOG.info("%s: the server had accepted the update of round %d", self.site, note.round)
         self.advance_base()
         self.settled = note.ticket
         return note.steps
 
     def advance_base(self) -> None:
-        """Set base ← base − dec(update), so that training which the server already has is not sent twice.
+        """Set base ← base − dec(update). So the local steps in this update are not sent twice.
 
-        Here dec(update) is the outbox's update as the server decodes it. What encoding lost is then still in model −
-        base and will be sent. So the stored encoding error goes back to its value from before the update.
+        Here dec(update) is the outbox's update as the server decodes it. The encoding error of this update is then
+        still in model − base, and will be sent. So the stored error is reset to its value from before the update.
         """
         if self.local.residuals is not None and self.outbox.note is not None:
             self.local.residuals.take_back(self.outbox.note.ticket)
@@ -564,7 +565,7 @@ class Exchange:
         apply_version.advance_base_(self.base, self.outbox, self.local.layouts.codecs)
 
     def make_base_of(self, tensors: Tensors) -> None:
-        """Copy the tensors into the base file: from now on, only later changes of the model are local progress."""
+        """Copy the tensors into the base file, so that only later changes of the model count as local progress."""
         self.base.begin_local()
         apply_version.store_(self.base, tensors)
 

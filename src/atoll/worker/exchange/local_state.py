@@ -1,4 +1,4 @@
-"""Crash-safe files for the state that a site keeps between rounds. It changes with each update that counts.
+"""Crash-safe files for the state that a site keeps between rounds. The state changes with each update that counts.
 
 An update counts when the server has aggregated it into a new version of the global model. Each state has two files: one
 holds the current state. The other is written while an update is formed, and becomes current when the server says that
@@ -47,8 +47,8 @@ class TwoPhaseNote:
 
     Attributes:
         current: index of the file with the current state, 0 or 1.
-        pending: ticket of the pending update; the state after it is in the file that is not current; 0: no update is
-            pending.
+        pending: ticket of the pending update; the other file, which is not current, holds the state after this update.
+            0: no update is pending.
         pending_version: the version that the pending update was formed against.
         counted: ticket of the update that counted last; 0: not known, or none counted.
         version: the version that the last counted update was formed against; -1: none counted.
@@ -57,8 +57,9 @@ class TwoPhaseNote:
         run: id of the run that the files belong to.
         update: digest of the update that counted last; empty if not known.
         pending_update: digest of the pending update; empty if not known.
-        before_version: which earlier state is in the file that is not current: the state after the counted update that
-            was formed against this version; -1: the state before any update counted; `NOTHING`: no earlier state.
+        before_version: the earlier state in the other file, which is not current, given by a version: the state from
+            after the counted update that was formed against this version. -1: the state from before any update counted.
+            `NOTHING`: there is no earlier state.
         before_update: digest of that earlier counted update; empty if not known.
     """
 
@@ -88,7 +89,7 @@ class TwoPhaseNote:
         )
 
     def counted_pending(self) -> TwoPhaseNote:
-        """Return the note that takes the last counted update back: it is pending again, the state before it current."""
+        """Return the note after undoing the last counted update: it is pending, and the state before it is current."""
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
@@ -101,7 +102,7 @@ class TwoPhaseNote:
 
 
 class TwoPhaseFile:
-    """Tensors that are stored twice, in two files, and a note that says which file holds the current values.
+    """Two files with the same tensors, and a note that says which of the files holds the current values.
 
     Attributes:
         found: whether the current file was found undamaged. If not, the tensors have undefined values until `zero` is
@@ -163,7 +164,7 @@ class TwoPhaseFile:
         return False
 
     def zero(self) -> None:
-        """Set all tensors to zero, and remove the note that says which update they belong to."""
+        """Set all tensors to zero, and remove the note, which names the update of the old values."""
         self._note_path.unlink(missing_ok=True)
         self.note, self._is_pending_lost = TwoPhaseNote(), False
         for file in self._files:
@@ -193,7 +194,7 @@ class TwoPhaseFile:
         self._files[1 - self.note.current].write(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Record that all new values are written, and to which update they belong.
+        """Record that all new values are written, and the update to which they belong.
 
         Args:
             ticket: ticket of the update.
@@ -207,17 +208,17 @@ class TwoPhaseFile:
         self._write(note)
 
     def passes_to(self, ticket: int, version: int) -> None:
-        """Record that the pending update is now submitted under another ticket, for another version."""
+        """Record that the pending update is submitted again, under another ticket and for another version."""
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
-        """If a version was made from the pending update, replace the current values with those of that update.
+        """If a version was made from the pending update, the values from after that update become the current ones.
 
         A restored server may have given the same ticket number to another update, so the digests of the updates are
         compared, too.
 
         Args:
-            outcome_of: returns what became of the update of a ticket.
+            outcome_of: returns the state of a ticket's update.
         """
         note = self.note
         if not note.pending or (outcome := outcome_of(note.pending)).state != "counted":
@@ -230,11 +231,11 @@ class TwoPhaseFile:
         self._write(note.pending_counted())
 
     def lose(self) -> None:
-        """Handle an update that counted although the values that belong to it are damaged: set all tensors to zero."""
+        """Handle that an update counted, but the values that belong to it are damaged: set all tensors to zero."""
         self.zero()
 
     def take_back(self, ticket: int) -> None:
-        """Undo the newest update, which has this ticket: make the values from before that update current again."""
+        """Undo the newest update, which has this ticket: the values from before it become the current ones again."""
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
@@ -253,7 +254,7 @@ class LocalState:
     """All files of a site's local state. Each method applies to every file.
 
     Args:
-        outcome_of: returns what became of the update of a ticket.
+        outcome_of: returns the state of a ticket's update.
         files: the files; None for a state that the run does not have.
     """
 
@@ -261,7 +262,7 @@ class LocalState:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
     def settle(self) -> None:
-        """For each file, if a version was made from its pending update, take over the values of that update."""
+        """For each file, if a version was made from its pending update, switch to the values from after it."""
         for file in self._all:
             file.settle(self._outcome_of)
 
@@ -374,13 +375,14 @@ class AlgorithmState(TwoPhaseFile):
     """The tensors that the run's algorithm keeps at one site, on disk, such as SCAFFOLD's control variate.
 
     Attributes:
-        state: "kept": the files have the state. "missing": no state was found, which is normal only in a site's first
-            round. "new": no state was found, and the user allowed the site to start from zero.
+        state: "kept": the files contain the state. "missing": no state was found, which is normal only in a site's
+            first round. "new": no state was found, and the user allowed the site to start from zero.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
         schema: the run's schema.
-        keeps: the names of the groups that the algorithm keeps. Each group has one tensor for each parameter.
+        keeps: the names of the groups of tensors that the algorithm keeps. Each group has one tensor for each
+            parameter.
         owner: the site and the run. Files of another owner count as lost.
     """
 
@@ -393,7 +395,7 @@ class AlgorithmState(TwoPhaseFile):
     def begin_anew_if_allowed(self, site: str) -> None:
         """Allow a missing state to start from zero if `ATOLL_NEW_STATE` is true.
 
-        If `state` stays "missing", a server that has aggregated updates of this site will not let it join.
+        If `state` stays "missing", a server that has aggregated updates of this site refuses the site when it joins.
 
         Raises:
             ConfigError: the variable is neither true nor false.
@@ -404,7 +406,7 @@ class AlgorithmState(TwoPhaseFile):
 
     @property
     def join_fields(self) -> dict[str, Any]:
-        """The fields about this state in the message with which the site joins the run."""
+        """The fields about this state in the site's request to join the run."""
         return {"local_state": self.state, "local_state_of": self.last_updates, "new_local_state": wanted_anew()}
 
     @property
@@ -424,11 +426,12 @@ class AlgorithmState(TwoPhaseFile):
         return updates
 
     def follow(self, counted: Counted) -> None:
-        """Make that state current which includes the site's updates up to the last one that counted.
+        """Switch to the state that includes all counted updates of the site, and no later one.
 
-        Usually this is the current state, or that of the pending update, and nothing changes. If the server has lost
-        the last update, because it fell back to an older version, the state before that update becomes current, and the
-        update becomes pending, to be sent again. If the server has no update of this site, the state becomes zero.
+        Usually this state is current already, or belongs to the pending update, and nothing changes. If the server fell
+        back to an older version and so lost the last update, the state from before that update becomes current. The
+        update becomes pending, so that it can be sent again. If the server has no update of this site, the state is set
+        to zero.
 
         Args:
             counted: the site's last counted update, as the server knows it.
@@ -455,7 +458,10 @@ class AlgorithmState(TwoPhaseFile):
         self._write(TwoPhaseNote(version=_version(counted), update=counted.digest, digests=digests))
 
     def _go_back(self) -> None:
-        """Make the state before the last counted update current. That update becomes pending, to be sent again."""
+        """Return to the state before the last counted update.
+
+        That update becomes pending, so that it can be sent again.
+        """
         LOG.warning(
             "%s: the server went back to before this site's last update, so this state goes back, too",
             self._note_path,
@@ -500,7 +506,7 @@ class AlgorithmState(TwoPhaseFile):
         self._written.clear()
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write new values of a tensor, from element `start` on, in the dtype in which the tensor is kept."""
+        """Write new values of a tensor, from element `start` on, in the dtype of the stored tensor."""
         self._written.add(name)
         super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
 
@@ -538,7 +544,7 @@ Kept = dict[str, bytes]
 
 
 def pending(folder: Path) -> set[int]:
-    """Return the tickets of those updates of a site that are still pending, read from the notes in its folder."""
+    """Return the tickets of a site's pending updates, read from the notes in its folder."""
     notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
 
@@ -551,7 +557,7 @@ def read_kept(folder: Path) -> Kept:
 
 
 def put_kept(folder: Path, kept: Kept) -> None:
-    """Write the files that `read_kept` returned into a folder that no other process is using."""
+    """Write the files from `read_kept` into a folder. No other process may use this folder."""
     if not kept:
         return
     folder.mkdir(parents=True, exist_ok=True)

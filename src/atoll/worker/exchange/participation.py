@@ -61,7 +61,7 @@ class Participation:
 
 @dataclass(frozen=True)
 class LoopTerms:
-    """What a training loop that counts local steps (DiLoCo) requires of the run. Only such a loop can use fragments.
+    """What a training loop that counts local steps (DiLoCo) requires of a run. Only such a loop can use fragments.
 
     Attributes:
         schema: the names, shapes and dtypes of the loop's tensors, which must equal the run's; None: not compared.
@@ -145,8 +145,8 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
     if info.streams and loop is None:
         raise ConfigError(
-            f"The run {info.name!r} streams (it has {info.fragments} fragments, sync delay {info.tau} and alpha "
-            f"{info.alpha:g}), but this worker trains whole models round by round.",
+            f"The run {info.name!r} uses streaming (it has {info.fragments} fragments, sync delay {info.tau} and "
+            f"alpha {info.alpha:g}), but this worker trains whole models round by round.",
             "Use atoll.DiLoCo(model, optimizer), or start the run without diloco.num_fragments, "
             "diloco.fragment_sync_delay and diloco.fragment_update_alpha.",
         )

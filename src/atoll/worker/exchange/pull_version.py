@@ -84,7 +84,7 @@ class DeltaFile(PartsFile):
 
 
 class DeltaAdder:
-    """Adds one delta (the encoded difference between two versions) to a base file, in memory of a fixed size.
+    """Adds one delta (the encoded difference between two versions) to a base file, with a fixed amount of memory.
 
     Args:
         file: the complete delta.
@@ -151,10 +151,10 @@ QUIET_S, LOOK_S = 5.0, 0.1
 
 
 class Sources(Protocol):
-    """In a swarm: access to the workers from which a version can be downloaded."""
+    """In a swarm: access to the workers that have a version."""
 
     def in_order(self, sources: Sequence[str]) -> Sequence[str]:
-        """Return the references to a version at different workers, in the order in which to try them."""
+        """Return references to one version at several workers, in the order of preference."""
 
     def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
         """Connect to the worker that a reference names; the connection closes at the end of the `with` block."""
@@ -173,7 +173,10 @@ class Patience(NamedTuple):
     within: int | None = None
 
     def into(self, model: object) -> Patience:
-        """Return the numbers for a download into `model`. If `model` is None, `before` replaces `within`."""
+        """Return the numbers of retries for a download into `model`.
+
+        If `model` is None, `before` is used throughout.
+        """
         return self if model is not None else Patience(self.before, self.before)
 
 
@@ -254,7 +257,7 @@ class Puller:
         manifest = self.session.patiently(ask, retries, f"pull version {number}")
         if manifest.digest != digest:
             raise Gone(
-                f"The content of version {number} at the server is no longer the one announced before.",
+                f"The server has another version with the number {number} than the one that it announced before.",
                 "Ask for the newest version again.",
             )
         manifest.require_digest(digest, self.files.base.layout, f"version {number}")
@@ -319,7 +322,7 @@ class Puller:
             pull: downloads the parts from an open connection, given the URL path.
 
         Raises:
-            Busy: no worker can give the version at this moment.
+            Busy: no worker can send the version at this moment.
             Gone: the server says that the version is no longer kept.
         """
         session, until_s = self.session, time.monotonic() + QUIET_S
@@ -402,7 +405,7 @@ class Puller:
     def _steps(
         self, downlink: Downlink, manifest: messages.Manifest, source: BaseFile, retries: int | None
     ) -> list[tuple[messages.Manifest, messages.Delta]]:
-        """Return each version after the one in `source`, up to that of `manifest`, with the delta that produces it.
+        """Return the versions that follow the one in `source`, up to that of `manifest`, each with its delta.
 
         A delta is the difference from the version before. The list is empty if a delta is missing, or if all deltas
         together have at least as many bytes as the whole version.

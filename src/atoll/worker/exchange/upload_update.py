@@ -157,7 +157,7 @@ class UpdateUpload:
     def _offer(
         self, server: UpdateServer, note: OutboxNote, bar: Progress, retries: int | None
     ) -> messages.Receipt | Lost:
-        """In a swarm: report to the server where the update can be downloaded, until a worker has downloaded it."""
+        """In a swarm: tell the server repeatedly where to download the update, until a worker has done so."""
 
         def offered() -> messages.Complete:
             return _message(note, source=str(server.offer(self.fragment, self.outbox, bar.add)))
@@ -182,7 +182,7 @@ def resend_note(
     info: messages.RunInfo,
     outcome_of: Callable[[int], messages.Outcome],
 ) -> OutboxNote | None:
-    """Return the outbox's note, changed to this ticket, if the outbox's update may be sent under the ticket; else None.
+    """Return the outbox's note, with the new ticket, if the outbox's update may be sent under this ticket; else None.
 
     Usually the ticket must be for the version that the update was formed from: the same number and the same bits. There
     are two exceptions after the server fell back to an older version, so that it no longer has the update. The version
@@ -192,7 +192,7 @@ def resend_note(
     Args:
         note: the outbox's note; None: the outbox is empty.
         ticket: the new ticket.
-        previous: what became of the site's previous ticket.
+        previous: the state of the site's previous ticket.
         info: the run's description.
         outcome_of: returns what became of the update of a ticket.
     """

@@ -73,7 +73,7 @@ class UpdateDamaged(StateCorrupt):
 
 
 def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
-    """Return the report to the server that this worker could not aggregate a round.
+    """Return the report for the server that this worker could not aggregate a round.
 
     Args:
         work: the round, with the list of its updates.
@@ -85,7 +85,7 @@ def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRo
 
 
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
-    """Return the report to the server that an error ended a round. Log the traceback of an unexpected error.
+    """Return the report for the server that an error ended the aggregation of a round. Log unexpected errors.
 
     Args:
         error: the error.
@@ -223,8 +223,8 @@ class SwarmPeer:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
                     LOG.warning(
-                        "%s: leaves the run, although other workers may still need its data, because no worker has "
-                        "downloaded any of it for too long",
+                        "%s: leaves the run: other workers may still need its data, but none has downloaded any of "
+                        "it for a long time",
                         self.site,
                     )
                     break
@@ -311,7 +311,7 @@ class SwarmPeer:
         )
 
     def _follow(self, work: PeerWork) -> None:
-        """Drop what the server no longer wants at this worker, and start a job for each missing item."""
+        """Drop the items that the server no longer wants here, and start a job for each missing item."""
         if not self._stopping.is_set():
             self._drop_unwanted(work)
             self._begin_missing(work)
@@ -385,7 +385,7 @@ class SwarmPeer:
     # -- jobs
 
     def _probe(self, address: str) -> None:
-        """Try to reach another worker, so that the next report tells the server whether that worked."""
+        """Try to reach another worker. The next report tells the server whether this was possible."""
         why = self._peer_server.why_unreached(address, self._stopping.wait)
         with self._lock:
             if why:
@@ -411,7 +411,7 @@ class SwarmPeer:
         LOG.debug("%s: stored version %d (%d bytes)", self.site, hold.version, nbytes)
 
     def _collect(self, collect: Collect) -> None:
-        """Download an update, and keep its norm, or what is wrong with it, for the next report to the server."""
+        """Download an update. Keep its norm, or the reason why it is not valid, for the next report to the server."""
         ticket = collect.ticket
         report = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
         with self._store.new_slots(collect.fragment, SPOOL) as (slot,):
@@ -459,7 +459,7 @@ class SwarmPeer:
             ended = failed_by(error, work, self._store.folder)
             with self._lock:  # one report has to contain the failure and the dropped file
                 if isinstance(error, StateCorrupt):  # drop the damaged file, so that it is pulled again
-                    LOG.warning("%s: %s", self.site, error)
+                    LOG.warning("%s: a downloaded file is damaged: %s", self.site, error)
                     self._forget(error.ticket) if isinstance(error, UpdateDamaged) else self._store.drop(base)
                 self._ended(ended, work)
 

@@ -207,7 +207,7 @@ class PeerStore:
 
     @contextmanager
     def reading(self, *files: Version | Spool) -> Iterator[None]:
-        """Prevent, for the duration of the `with` block, that the slots of these versions and updates are reused."""
+        """During the `with` block, keep the slots of these versions and updates from being reused."""
         with ExitStack() as stack:
             for each in files:
                 for kind, slot in each.slots():

@@ -43,7 +43,7 @@ CONNECTIONS = 2
 
 
 def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
-    """Start the HTTP server from which other workers of the swarm download this worker's files.
+    """Start this worker's HTTP server. Other workers of the swarm download this worker's files from it.
 
     Args:
         site: the site's name, for messages.
@@ -147,7 +147,7 @@ PROBE_S = 10.0
 
 
 class PeerServer:
-    """Serves this worker's files to other workers, which learn from the run's server where the files are.
+    """Serves this worker's files to other workers. The run's server tells them the address.
 
     Args:
         host: serves files over HTTP.
@@ -247,18 +247,18 @@ class PeerServer:
             own.close()
 
     def _read(self, ref: TensorRef, nbytes: int) -> None:
-        """Call the update's `on_bytes` if this worker itself reads bytes of the update that it offers to others."""
+        """Count bytes of the offered update that this worker itself has read: call the update's `on_bytes`."""
         with self._lock:
             at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
         if at is not None:
             self._watching[at](nbytes)
 
     def in_order(self, sources: Sequence[str]) -> list[str]:
-        """Return references to one version in the order in which to try them: this worker's own, then the others."""
+        """Return references to one version in the order of preference: first this worker's own, then the others."""
         return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
-        """Try to reach another worker, several times. Return why that failed; an empty text if it worked.
+        """Try several times to reach another worker. Return why this was impossible; an empty text if it was possible.
 
         Args:
             address: the other worker's address.
@@ -420,8 +420,8 @@ class PeerTransfers:
             source: the reference to the file.
             cut: the expected division of the file into parts.
             slot: the slot to write into.
-            digest: the expected digest of the file. If empty, only the digest in the reference is compared, and the
-                caller has to check the content.
+            digest: the expected digest of the file. If it is empty, only the digest in the reference is compared, and
+                the caller has to check the content.
             on_part: called with each part after it was written.
 
         Raises:
@@ -439,7 +439,7 @@ class PeerTransfers:
                 expected, parts = Manifest.of_cuts(cut, digests), cut.parts()
             if manifest != expected:
                 raise PartCorrupt(
-                    f"The file at {ref.server} is not divided into the expected parts.", "Use one release of Atoll."
+                    f"The file at {ref.server} does not have the expected parts.", "Use one release of Atoll for all."
                 )
             path = routes.OBJECT_DATA.format(object=ref.object)
             transfer.pull(path, digests, parts, [SlotWriter(slot)], on_bytes=self._move, on_part=on_part)

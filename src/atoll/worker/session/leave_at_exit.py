@@ -71,7 +71,7 @@ class EndedBySignal(SystemExit):
 
 
 def last_words(error: BaseException | None) -> str | None:
-    """Return the text with which the server is told which error ended training.
+    """Return the text that tells the server which error ended training.
 
     Return None if training ended well, or if the user interrupted it.
     """
@@ -201,9 +201,9 @@ def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -
 
 
 def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-    """Return a `sys.unraisablehook` for exceptions that Python drops: it sends a signal again if one was lost that way.
+    """Return a `sys.unraisablehook` that sends a signal again if Python has dropped the signal's exception.
 
-    The signal's exception is the dropped exception itself, or one in its chain of contexts.
+    The signal's exception can be the dropped exception itself, or one in its chain of contexts.
 
     Args:
         before: the hook to call for all other exceptions.
@@ -253,9 +253,9 @@ def _send_again(number: int) -> None:
 
 
 def _unwind_at_the_first(number: int) -> None:
-    """Make the next signal with this number raise an exception in the script, and a further one end the process.
+    """Make the next signal with this number raise an exception in the script, and a second one end the process.
 
-    It ends the process even while native code hangs.
+    The second one ends the process even if native code hangs.
 
     glibc's `sysv_signal` makes the kernel reset the handler after one call. Without glibc, the handler stays set.
     """

@@ -96,7 +96,7 @@ class RankGroup:
         return value
 
     def tick(self) -> None:
-        """Keep the other ranks, which wait in `from_rank0`, from running into the timeout of `torch.distributed`.
+        """Prevent a timeout of `torch.distributed` at the other ranks, which wait in `from_rank0`.
 
         Call this from time to time in a long `ask`, at rank 0. From any other thread, and at other ranks, it does
         nothing.
@@ -140,7 +140,7 @@ class RankGroup:
                 tensor.copy_(self.from_rank(tensor.detach(), 0))
 
     def from_rank(self, values: Tensor, rank: int) -> Tensor:
-        """Broadcast the values of one rank; return them at every rank, on the group's device.
+        """Send the values of one rank to all ranks. Return them at every rank, on the group's device.
 
         Args:
             values: the values to send at that rank; elsewhere a tensor of the same shape and dtype.
@@ -205,7 +205,7 @@ ALONE = RankGroup(0, 1, torch.device("cpu"))
 
 @contextmanager
 def _with_others() -> Iterator[None]:
-    """Turn a `RuntimeError` of `torch.distributed` in the `with` block into `RunFailed`: another rank ended."""
+    """Within the block, replace a `RuntimeError` of `torch.distributed` by `RunFailed`: another rank ended."""
     try:
         yield
     except RuntimeError as error:

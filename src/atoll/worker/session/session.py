@@ -89,8 +89,8 @@ def give_up_s() -> float:
 class OutageTimer:
     """Measures for how long the server has not answered one worker. Thread-safe.
 
-    The time begins with the first failed attempt after the last answer. So time during which this process itself was
-    stopped (SIGSTOP, a sleeping laptop) is not taken for silence of the server.
+    The time begins with the first failed attempt after the last answer. So the time during which this process itself
+    was stopped (SIGSTOP, a sleeping laptop) does not count.
 
     Args:
         server: address of the server, for messages.
@@ -107,12 +107,12 @@ class OutageTimer:
         self.was_answered = False
 
     def answered(self) -> None:
-        """Note that the server answered."""
+        """Record that the server has answered."""
         with self._lock:
             self._since_s, self.was_answered = None, True
 
     def failed(self) -> None:
-        """Note that the server did not answer an attempt."""
+        """Record that the server has not answered an attempt."""
         with self._lock:
             self._since_s = self._clock() if self._since_s is None else self._since_s
 
@@ -159,7 +159,7 @@ class Session:
         schema: names, shapes and dtypes of the run's model.
         heartbeat: the content of the next heartbeat; changed by `tell`.
         counters: bytes and retries so far.
-        optimizers: those optimizers of this process that were passed to Atoll.
+        optimizers: the optimizers of this process that the script has passed to Atoll.
         durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
             server.
         peer_address: in a swarm, the address where other workers reach this one; else empty.
@@ -251,8 +251,8 @@ class Session:
     def beat(self) -> bool:
         """Send a heartbeat. Return whether the server accepted it.
 
-        If the server has forgotten the worker, join again. The timeout is half a heartbeat interval, so that if a
-        connection is dead, there is time for another heartbeat before the server takes the worker for lost.
+        If the server has forgotten the worker, join again. The timeout is half a heartbeat interval, so that after a
+        timeout on a dead connection, there is time for another heartbeat before the server declares the worker dead.
         """
         lease = self.http.lease
         try:
@@ -272,7 +272,7 @@ class Session:
         return False
 
     def end(self) -> None:
-        """Tell the server that this worker submits no more updates, so that no round waits for one."""
+        """Tell the server that this worker submits no more updates, so that no round waits for this worker."""
         self.tell(ends=True, state="waiting for the last results")
         self.beat()
 
@@ -330,7 +330,7 @@ class Session:
             self._beat.start()
 
     def _watch_calls(self, ask: Callable[[], object], every_s: float) -> None:
-        """Start the thread that breaks off waiting calls if the server no longer answers.
+        """Start the thread that ends waiting calls if the server no longer answers.
 
         Args:
             ask: a call with which the thread finds out whether the server answers.
@@ -381,7 +381,7 @@ class Session:
             TRANSIENT: the attempt failed.
         """
         if not self.ranks.is_first:
-            raise LeaseLost(f"The server no longer knows the worker {self.site}.")
+            raise LeaseLost(f"The server no longer knows the worker {self.site}, which rank 0 has to register again.")
         with self._join_lock:
             if self._fatal is None and self.http.lease == lost:
                 self.reconnections += 1
@@ -532,12 +532,12 @@ class Session:
             self.on_wait()
             if time.monotonic() - logged_s >= SAY_EVERY_S:
                 logged_s = time.monotonic()
-                LOG.info("%s: %s", self.site, in_wait(logged_s - begin, reply))
+                LOG.info("%s: still %s", self.site, in_wait(logged_s - begin, reply))
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
-        """Return what became of the update of a ticket: whether it is accepted, counted, refused or expired.
+        """Return the state of a ticket's update: accepted, counted, refused or expired.
 
-        If the server no longer knows the ticket, the outcome is "expired".
+        If the server no longer knows the ticket, the state is "expired".
 
         Args:
             ticket: the ticket under which the update was submitted.
@@ -547,7 +547,7 @@ class Session:
         return self.call(lambda: self._state_of(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
-        """Return what became of the update of a ticket, as `outcome` does, but raise an error if the server is lost.
+        """Return the state of a ticket's update, as `outcome` does, but raise an error if the server is lost.
 
         Raises:
             TRANSIENT: this worker left during the call.
@@ -556,7 +556,7 @@ class Session:
         return require(self.outcome(ticket))
 
     def parts_at_server(self, ticket: int, digests: Mapping[int, bytes]) -> Collection[int]:
-        """Return the indices of those parts of an update that the server already has, with the right digests.
+        """Return the indices of the update's parts that the server already has, with the same digests.
 
         Args:
             ticket: the ticket under which the update is submitted.
@@ -593,7 +593,7 @@ class Session:
         return messages.VersionRef(fragment, number, self.manifest(fragment, number).digest)
 
     def _failed(self, error: AtollError) -> None:
-        """Note a failed attempt. Any error except an unreachable server or a stalled transfer counts as an answer."""
+        """Record a failed attempt. Any error except an unreachable server or a stalled transfer counts as an answer."""
         if isinstance(error, ServerUnreachable | TransferStalled):
             self.silence.failed()
         else:
@@ -648,11 +648,14 @@ class _Attempts:
                 self._error = error
 
     def failed(self, error: AtollError) -> None:
-        """Note that an attempt failed with this error. The next `begin` waits, or raises the error."""
+        """Record that an attempt failed with this error. The next call of `begin` waits, or raises the error."""
         self._error = error
 
     def succeeded(self) -> None:
-        """Note that the server answered the attempt. If earlier attempts failed, log that the server answers again."""
+        """Record that the server answered the attempt.
+
+        If earlier attempts failed, log that the server answers again.
+        """
         self._session._answered()
         if self._count:
             LOG.info("%s: the server answers again; continuing to %s", self._session.site, self._what)

@@ -77,8 +77,8 @@ class _Next:
 
     Attributes:
         task: the task's id.
-        stored: has the task's tensors as its result when they are on disk; None if the task has none, or if the
-            download failed.
+        stored: a future with the task's tensors, done when they are on disk. Its result is None if there are no
+            tensors, or if the download failed.
         abort: set this event to end the download.
     """
 
@@ -218,7 +218,7 @@ class Task:
             way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
             if way.warning and self.name not in self._warned:
                 self._warned.add(self.name)
-                LOG.warning("%s: %s", self._connection.site, way.warning)
+                LOG.warning("%s: an answer is sent in another way: %s", self._connection.site, way.warning)
             if way.plain is not None:
                 return tm.TaskAnswer(body=tm.Body(plain=way.plain))
             return written(packed, way.cut, None)
@@ -257,7 +257,7 @@ class Task:
             connection.patiently(lambda: connection.http.send(path, answer), None, f"answer task {self.name!r}")
             return True
         except (TicketClosed, Conflict, Gone) as error:
-            LOG.warning("%s: the server did not accept the answer to task %r: %s", connection.site, self.name, error)
+            LOG.warning("%s: the server refused the answer to task %r: %s", connection.site, self.name, error)
             return False
 
 
@@ -283,7 +283,7 @@ def say_evaluation_follows(connection: Session) -> None:
             "same script. Or leave the site out of the evaluation's sites; else the evaluation waits for the "
             "site and gets no values from it."
         )
-        LOG.warning("%s: %s", connection.site, warning)
+        LOG.warning("%s: a later evaluation needs a handler: %s", connection.site, warning)
         connection.warn(OF_EVALUATIONS, [warning])
 
 
@@ -297,7 +297,7 @@ class TaskWorker:
         site: the site's name.
         session: the site's session; None: no server sends tasks, so the handlers are never called.
         filters: filters that are applied to the site's answers.
-        pulls_ahead: whether to prefetch the tensors of the next task while a handler runs.
+        pulls_ahead: whether to download the tensors of the next task while a handler runs.
         local: returns the model that the site submitted last, read from a file; None: this process trains no model.
         folder: the folder for models while they are evaluated; by default that for temporary files.
     """
@@ -377,7 +377,7 @@ class TaskWorker:
         """Register the function that evaluates models on this site's data. Usable as a decorator.
 
         If the run asks for it, the site then also sends its own model, so that other sites can evaluate it. By default,
-        this is the model that the site submitted last; `submits` can choose another one.
+        this is the model that the site submitted last. To send another one, use `submits`.
 
         Args:
             function: takes a model and returns metrics: name → number.
@@ -400,7 +400,7 @@ class TaskWorker:
         return function
 
     def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Register the function that returns this site's model for evaluation by other sites. Usable as a decorator.
+        """Register the function that returns this site's model, for evaluation at other sites. Usable as a decorator.
 
         Without such a function, the site sends the model that it submitted last, as it was before filters and encoding.
 
@@ -494,7 +494,7 @@ class TaskWorker:
                     del packed
                 task.deliver(answer)
             except UNDELIVERED as error:
-                LOG.error("%s: %s", self.site, with_cause(error))
+                LOG.error("%s: the answer could not be sent: %s", self.site, with_cause(error))
                 task.fail(error)
         return self._rounds_begin
 
@@ -565,13 +565,13 @@ class TaskWorker:
 
 
 def never_came(session: Session, task: Task, why: TransferStalled) -> TransferStalled:
-    """Log and return an error that says that the download of a task's tensors stalled twice."""
+    """Return the error for a task: its tensors could not be downloaded in two attempts. Log it, too."""
     server = session.http.server
     error = TransferStalled(
         f"The tensors of {task.described} cannot be downloaded from {server} to site {session.site}: {why.message}",
         why.remedy,
     )
-    LOG.error("%s: %s", session.site, error)
+    LOG.error("%s: a task failed: %s", session.site, error)
     return error
 
 

@@ -46,7 +46,7 @@ class Models:
         session: the site's session; None: no server asks for evaluations.
         filters: filters that are applied to the site's own model before it is sent.
         local: returns the model that the site submitted last; None: this process trains no model.
-        folder: the folder for models while they are evaluated; None: that for temporary files.
+        folder: the folder in which a model is stored during its evaluation; None: the folder for temporary files.
 
     Attributes:
         give: the script's function that returns the site's model, set by `TaskWorker.submits`; None: use `local`.
@@ -110,7 +110,7 @@ class Models:
         state = fetch_lazily(ref, self._folder, idle_timeout_s=timeout_s, counters=connection.counters)
         if not isinstance(state, LazyState):
             raise BadRequest(
-                "The model to evaluate is not a flat dict of tensors.", "Check worker.submits at the site that sent it."
+                "The model to evaluate is not a flat dict of tensors.", "Let worker.submits at its site return one."
             )
         return state
 
@@ -126,7 +126,7 @@ class Models:
             model = self.give()
             if model is None:
                 raise UsageError(
-                    f"The function given to worker.submits at site {self._site} returned None instead of a model."
+                    f"The function given to worker.submits at site {self._site} returned None, not a model."
                 )
             if model is self.filled:
                 raise UsageError(
@@ -180,13 +180,13 @@ def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
 
 
 def reference_to(connection: Session, key: tm.ObjectKey) -> TensorRef:
-    """Return a reference with which an object at the server can be downloaded, given the object's key."""
+    """Return the reference of an object at the server, from the object's key. With it, the object can be downloaded."""
     http, secret = connection.http, key.secret
     return TensorRef(http.host, http.port, http.secure is not None, key.object, secret, key.digest, key.expires_at)
 
 
 def key_of(ref: TensorRef) -> tm.ObjectKey:
-    """Return the key under which the server knows an object that this site has uploaded."""
+    """Return the server's key of an object that this site has uploaded."""
     return tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
 
 

@@ -77,13 +77,13 @@ _OTHER_ALGORITHM = (
 
 @dataclass(frozen=True)
 class SyncProgress:
-    """What rank 0 tells every other rank of the worker about the synchronisations.
+    """What rank 0 sends to the other ranks of the worker about the synchronisations.
 
     Attributes:
         sync_every: local steps between two synchronisations, H.
         next_step: the next local step after which an update may be due or a received result may have to be merged.
         finished: whether the run is over.
-        lost: whether the server has not answered for so long that the worker has given it up.
+        lost: whether the server has not answered for so long that the worker has given up.
     """
 
     sync_every: int
@@ -123,7 +123,7 @@ def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str
 
 
 def release(loop: object) -> None:
-    """Give up what `claim` reserved for a loop. A second call does nothing."""
+    """End the reservations that `claim` made for a loop. A second call does nothing."""
     with _claiming:
         _active.pop(loop, None)
 
@@ -312,7 +312,10 @@ class DiLoCo:
         return self
 
     def _take_back(self, error: BaseException) -> None:
-        """Undo a start that failed with this error: remove the hook and leave the run. `start` can then be retried."""
+        """Undo a call of `start` that failed with this error: remove the hook and leave the run.
+
+        `start` can be called again.
+        """
         self._unhook()
         joined, self._joined, self._sync, self._progress = self._joined, None, None, None
         if joined is not None:
@@ -356,7 +359,7 @@ class DiLoCo:
             LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.http.server, terms)
             if not info.sync_every:  # 0: the run's algorithm does not count local steps
                 text = _OTHER_ALGORITHM.format(info.algorithm)
-                LOG.warning("%s: %s", site, text)
+                LOG.warning("%s: this run does not use DiLoCo: %s", site, text)
                 session.warn(OF_THE_ALGORITHM, [text])
         say_evaluation_follows(session)
         return self._progress_now()
@@ -394,7 +397,7 @@ class DiLoCo:
     def stop(self, error: BaseException | None = None) -> None:
         """Remove the hook and leave the run. Local steps since the last synchronisation are not undone.
 
-        In a fork of the process, do not leave.
+        In a forked child of the process that joined, do not leave the run.
 
         Args:
             error: the error that ended training, if any.
@@ -442,11 +445,11 @@ class DiLoCo:
             raise
         if self.step == 0 and error is None:
             LOG.warning(
-                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass DiLoCo the one that steps.", joined.site
+                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass the optimizer that steps.", joined.site
             )
         elif not sync.finished:
             if self.lost:
-                LOG.warning("%s: %s", joined.site, joined.session.silence.error())
+                LOG.warning("%s: the server was lost: %s", joined.site, joined.session.silence.error())
             self._say_unsent_steps(joined, sync)
 
     def _say_unsent_steps(self, joined: Participation, sync: Synchroniser) -> None:
@@ -463,11 +466,11 @@ class DiLoCo:
                 counted,
             )
         else:
-            LOG.info("%s: the %d steps after the last synchronisation are in the local model only", joined.site, steps)
+            LOG.info("%s: the %d steps after the last synchronisation are only in the local model", joined.site, steps)
 
     @public_api
     def state_dict(self) -> dict[str, Any]:
-        """Return Atoll's entry for a checkpoint: the run, the site, and the versions that it trains from.
+        """Return Atoll's entry for a checkpoint: the run, the site, and the versions that the site trains from.
 
         Without a run, the entry is empty.
 
@@ -518,10 +521,10 @@ class DiLoCo:
             self._joined.session.tell(metrics=dict(self._reports.newest))
 
     def credit(self, metrics: dict[str, float]) -> bool:
-        """Record metrics that a framework has just measured, if the model has the weights of the global model.
+        """Record metrics that a framework has just measured, if the model then had the weights of the global model.
 
-        It has them after a synchronisation, until the next step. Integrations call this, because a framework itself
-        decides when to evaluate.
+        The model has these weights after a synchronisation, until the next step. Integrations call this, because a
+        framework itself decides when to evaluate.
 
         Returns:
             Whether the metrics were recorded.
@@ -659,7 +662,7 @@ class DiLoCo:
         self._pace = (self.step, time.monotonic())
 
     def _act(self) -> SyncProgress | None:
-        """After a step: merge received results, and submit the fragment that is due.
+        """Called after a step: merge received results, and submit the fragment that is due.
 
         Return the new progress; None if nothing was merged or due.
         """

@@ -86,7 +86,7 @@ class Round:
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Load the global model into `model`, in place, and return `model`. A second call undoes the training since.
+        """Load the global model into `model`, in place, and return `model`. A second call undoes later training.
 
         Raises:
             SchemaMismatch: `model` has other tensors than the run's model. Nothing was downloaded.
@@ -232,10 +232,10 @@ class Round:
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
 
     def _finish(self, submitted: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
-        """Return a function that computes the tensors that the update needs besides the model; None if it needs none.
+        """Return a function that computes the update's tensors besides the model; None if there are none.
 
-        Either the hooks of `correct` have measured the groups; or the script computed the groups itself, and has given
-        them to `submit`.
+        These groups of tensors come from the hooks of `correct`, or the script has computed them and passed them to
+        `submit`.
 
         Args:
             submitted: the argument `groups` of `submit`.
@@ -360,7 +360,7 @@ class Worker(TaskWorker):
 
     @public_api
     def next_round(self, wait_s: float | None = None) -> Round | None:
-        """Wait for the next round, and return it. An alternative to iterating over the worker.
+        """Wait for the next round, and return it. Use it in place of a loop over the worker.
 
         Args:
             wait_s: longest time to wait, in seconds; None: no limit.
@@ -449,18 +449,18 @@ def joined_as(worker: Worker) -> Iterator[None]:
 
 
 def require_real(what: str) -> None:
-    """Raise an error if a training loop that a simulation does not support is started in a simulation.
+    """Raise an error if this process is part of a simulation, which does not support the loop `what`.
 
     Args:
-        what: name of the loop, for the message: "atoll.DiLoCo".
+        what: name of the training loop, such as "atoll.DiLoCo".
 
     Raises:
         UsageError: this process trains a simulated site.
     """
     if _simulated is not None:
         raise UsageError(
-            f"{what} cannot run in a simulation: it synchronises after a number of its own steps, but a simulated "
-            "site is trained for one round at a time.",
+            f"{what} cannot run in a simulation: it synchronises after a number of local steps, but a simulated site "
+            "is trained for one round at a time.",
             "Write the script as a loop over rounds with atoll.join, or run it with real workers.",
         )
 
@@ -519,7 +519,7 @@ def _run_of(worker: Worker) -> LocalFragment:
 
 
 def takes_part(server: str | None) -> bool:
-    """Return whether `atoll.join` with this server address would take part in a run of a server or of a simulation.
+    """Return whether `atoll.join` with this server address would take part in a run, of a server or of a simulation.
 
     Otherwise the script would train alone.
     """

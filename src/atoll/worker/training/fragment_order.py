@@ -72,8 +72,8 @@ class Candidate(NamedTuple):
     Attributes:
         round: the round that the worker takes part in next.
         is_free: whether the fragment has no update in flight, and its rounds are not over.
-        local_steps: this worker's own number of local steps, H_w, in a run that adapts it to the worker's speed (DyLU);
-            else 0.
+        local_steps: this worker's own number of local steps, H_w, if the run adapts this number to the worker's speed
+            (DyLU); else 0.
     """
 
     round: int
@@ -93,9 +93,9 @@ class FragmentOrder:
         self._rules, self._next = rules, first
 
     def steps_between(self, candidates: Sequence[Candidate]) -> int:
-        """Return the local steps between the synchronisations of one fragment and of the next: H/K, or H_w/K with DyLU.
+        """Return the number of local steps from the synchronisation of one fragment to that of the next: H/K, or H_w/K.
 
-        With DyLU, the run gives each worker its own number of local steps, H_w.
+        The run gives each worker its own number of local steps, H_w, if `diloco.dynamic_local_steps` is set (DyLU).
         """
         h = min((each.local_steps for each in candidates if each.local_steps), default=self._rules.every)
         return max(1, h // len(candidates))

@@ -27,7 +27,7 @@ from atoll.worker.training.federated_loop import Model, Round, Worker, join
 
 
 class _Part:
-    """The part of this process in its run: the worker, and the open round if there is one."""
+    """How this process takes part in its run: the worker, and the open round if there is one."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

@@ -40,12 +40,11 @@ class Reports:
         self._waiting = {name: value for name, value in self._waiting.items() if name not in named} | dict(finite)
 
     def take(self, fragment: int, *, is_lost: bool) -> dict[str, float]:
-        """Return the values to include in a fragment's next update: those that no earlier update included.
+        """Return the reported values that no earlier update has included, for a fragment's next update.
 
         Args:
             fragment: the fragment's number.
-            is_lost: whether the fragment's last update can no longer reach the global model. If so, the values of that
-                update are returned again.
+            is_lost: whether the fragment's last update is lost. If so, the values that it included are returned again.
         """
         carried = self._carried.pop(fragment, {}) if is_lost else {}
         self._carried[fragment], self._waiting = carried | self._waiting, {}
@@ -73,8 +72,8 @@ class Measured:
         """Measure the global model: call the script's function while the model holds the newest global version.
 
         For this, the newest version of each fragment is loaded into the model, and the local values are copied back
-        afterwards. If the model has one fragment and no local progress, it is the global model already, and nothing is
-        loaded.
+        afterwards. If the model has one fragment and was not trained since that version, it is the global model
+        already, and nothing is loaded.
 
         Args:
             parts: for each fragment, the model's own tensors and the file of the fragment's newest version.

@@ -1,4 +1,4 @@
-"""The backends of a round: where it gets the global model from, and where it sends its update to.
+"""The backends of a round: a backend provides the global model, and takes the round's update.
 
     ServerBackend   a worker of a run: the global model comes from a server, and updates go to it
     ScriptAlone     no server is configured: the script's model is the global model, and no update is sent
@@ -78,7 +78,7 @@ class RoundBackend(Protocol):
         """
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Load the version of the global model that a ticket is for into tensors.
+        """Load the version of the global model that a ticket names into the tensors `into`.
 
         Returns:
             The ticket to submit under. If the version no longer exists, this is a newer ticket, and its version was
@@ -86,10 +86,13 @@ class RoundBackend(Protocol):
         """
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Load the newest version of the global model into tensors. `keep`, if not None, stays the base version."""
+        """Load the newest version of the global model into the tensors `into`.
+
+        If `keep` is given, it stays the base.
+        """
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return whether the version of the global model that a ticket is for was loaded."""
+        """Return whether the version that a ticket names was loaded."""
 
     def global_state(self, group: str) -> dict[str, Tensor]:
         """Return a group of tensors that the algorithm adds to the global model: parameter name → new tensor."""
@@ -177,7 +180,7 @@ class ServerBackend:
         return reply
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Download the version that the ticket is for; if the server no longer has it, switch to the newest round.
+        """Download the version that the ticket names. If the server no longer has it, switch to the newest round.
 
         No training is lost, because none has started from the old version. A version can disappear when the round
         closes at its deadline, or when the server is restored from a backup.
@@ -199,7 +202,7 @@ class ServerBackend:
             self.participation.session.tell(state="training")
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return whether the base file has the version that the ticket is for."""
+        """Return whether the base file has the version that the ticket names."""
         return self.participation.exchange.base.holds(self.local.info.run, ticket.base.digest)
 
     def submit(
@@ -211,7 +214,7 @@ class ServerBackend:
         if self.local.info.keeps_local and not self.local.filters:
             keep_local(self.participation, tensors, ticket.round)
         if require(exchange.is_over(ticket)):
-            LOG.warning("%s: round %d is over; its update does not count", self.site, ticket.round)
+            LOG.warning("%s: round %d is over, so this site's update for it does not count", self.site, ticket.round)
         else:
             match exchange.submit(ticket, tensors, info, finish=finish):
                 case TooLate(error):  # keep the outbox: if the server falls back to the base, it needs this update
@@ -271,7 +274,7 @@ class ScriptAlone:
         return Open(ticket.base, ticket=ticket)
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Copy the tensors of the model that plays the global model into `into`, unless they are the same memory."""
+        """Copy the script's model, which is the global model here, into `into`, unless both are the same memory."""
         for name, tensor in named_tensors(self._loaded())[0].items():
             if into[name].data_ptr() != tensor.data_ptr():
                 into[name].copy_(tensor)

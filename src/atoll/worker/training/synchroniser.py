@@ -108,9 +108,9 @@ class FragmentState:
         round: the round that the worker takes part in next.
         ticket: the ticket for that round; None if there is none yet.
         local_steps: H_w, if the run has given this worker its own number of local steps (DyLU); else 0.
-        base_step: the local step after which the fragment's local progress begins; the base has the steps up to it.
+        base_step: the last local step that the base includes; local progress consists of the later steps.
         version: the version in the base.
-        ended: the reason why the run has ended; empty while the run goes on.
+        ended: the reason why the run has ended; empty until then.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -149,7 +149,8 @@ class PendingSync:
         done: set once the thread has ended.
         reply: the server's reply about the next round; set once the new version is in the file `base-next`.
         refusal: the server's refusal of the update, if any. In this case, the newest version is downloaded instead.
-        broke_off: why no new version was downloaded: the update came too late, or the server was lost; else None.
+        broke_off: why no new version was downloaded: the update came too late, or the server was lost. None if there is
+            no such reason.
         error: the error that ended the thread, if any.
         late: whether the new version had not arrived when it was to be merged.
     """
@@ -258,7 +259,7 @@ class Synchroniser:
 
     @property
     def base_step(self) -> int:
-        """The local step up to which the base of the first fragment includes this worker's training."""
+        """The last local step of this worker that the base of the first fragment includes."""
         return self._fragments[0].base_step
 
     @property
@@ -268,7 +269,7 @@ class Synchroniser:
 
     @property
     def next_step(self) -> int:
-        """The earliest later step after which, as known now, an update is due or a result has to be merged."""
+        """The next step after which, as far as is known now, an update is due or a result has to be merged."""
         soon = self._step + 1
         due_steps = [max(soon, each.step + self._rules.tau) for each in self._pending]
         return min([max(soon, self._due_step + self.steps_between), *due_steps])
@@ -371,7 +372,7 @@ class Synchroniser:
             self._finish_sync(pending)
 
     def abandon(self) -> None:
-        """Stop the threads that send the updates in flight; they transfer no further byte."""
+        """Stop the threads that send the updates in flight. They send or receive no further byte."""
         if self._pending:
             self._fragments[0].exchange.break_off()
 
@@ -395,9 +396,10 @@ class Synchroniser:
         return due or bool(ready)
 
     def _is_ready(self, pending: PendingSync) -> bool:
-        """Return whether to finish a pending update now: its new version has arrived and is due, or the update failed.
+        """Return whether to merge an update's result now: the new version is here and due, or the update failed.
 
-        In a synchronous run, also when the new version is due but has not arrived: then training waits for it.
+        In a synchronous run, also return True when the new version is due but has not arrived: then training waits for
+        it.
         """
         if self._step < pending.step + self._rules.tau:
             return pending in self._broken()  # handle a failed one at once: its fragment is due again
@@ -421,7 +423,7 @@ class Synchroniser:
         self._submit_next()
 
     def _submit_next(self) -> None:
-        """Choose the fragment that is due, get a ticket for its round, and submit its update."""
+        """Choose the fragment that is due, get a ticket (permission to submit) for its round, and submit its update."""
         for _ in range(2 * len(self._fragments)):  # if the server reports a later round, another fragment is due
             index = self._order.pick(self._candidates)
             if index is None:
@@ -476,8 +478,8 @@ class Synchroniser:
     def _settle(self, fragment: FragmentState) -> Lost | None:
         """If it is not known whether the fragment's last update counted, ask the server.
 
-        If the server accepted the update, its steps no longer count as local progress. If the server fell back to an
-        older version since it gave the fragment's ticket, drop the ticket. Return `Lost` if the server cannot be
+        If the server accepted the update, its steps no longer count as local progress. If the server has fallen back to
+        an older version since it issued the fragment's ticket, drop this ticket. Return `Lost` if the server cannot be
         reached, else None.
         """
         steps = fragment.exchange.settle(self._retries)
@@ -511,7 +513,7 @@ class Synchroniser:
         return reply, waited
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
-        """Continue from a version that was made without this worker's local steps: add them to it, or discard them.
+        """Continue from a version that was made without this worker's local steps: add them to it or discard them.
 
         Args:
             fragment: the fragment.
@@ -541,7 +543,7 @@ class Synchroniser:
             return pulled
         fragment.heard(pulled.newer or reply)
         self._count_steps_from(fragment, fragment.base_step)
-        LOG.info("%s: %s went on to version %d; added the local steps to it", site, name, fragment.version)
+        LOG.info("%s: %s went on to version %d; the local steps were added to it", site, name, fragment.version)
         return True
 
     def _submit(self, fragment: FragmentState) -> None:
@@ -593,7 +595,7 @@ class Synchroniser:
         self.staleness = reply.previous.staleness if reply.previous is not None else 0
 
     def _finish_sync(self, pending: PendingSync) -> None:
-        """Wait for the new version after an update, and merge it. If the update was refused or failed, handle this."""
+        """Wait for the new version after an update, and merge it. If no new version came, skip the synchronisation."""
         fragment = pending.fragment
         if not pending.done.is_set():
             self.merges_waited += 1
@@ -629,7 +631,7 @@ class Synchroniser:
                 self._submit_next()
 
     def _broken(self) -> list[PendingSync]:
-        """Return those updates in flight that failed, so that they may have to be submitted again."""
+        """Return the updates in flight that have failed and may have to be submitted again."""
         return [each for each in self._pending if each.done.is_set() and each.broke_off is not None]
 
     # -- versions into the model
@@ -685,7 +687,7 @@ class Synchroniser:
         self._count_steps_from(fragment, step)
 
     def _go_on_from_a_part(self, fragment: FragmentState, own: Tensors, version: int) -> None:
-        """Make the model's current tensors the base, after a download that stopped with only a part of the version."""
+        """Use the model's current tensors as the base, after a download that stopped in the middle of the version."""
         LOG.warning(
             "%s: the download of version %d stopped in the middle: the model has only a part of that "
             "version; training continues",
@@ -697,7 +699,7 @@ class Synchroniser:
         fragment.base_step = self._step
 
     def _count_steps_from(self, fragment: FragmentState, step: int) -> None:
-        """Record that the base has a new version, which includes this worker's training up to local step `step`."""
+        """Record that the base is a new version. It includes this worker's training up to local step `step`."""
         note = fragment.exchange.base.note
         assert note is not None
         fragment.exchange.forget_outbox_progress()
@@ -717,13 +719,13 @@ class Synchroniser:
     # -- failures and the end of the run
 
     def _refused(self, fragment: FragmentState, refusal: Refused) -> None:
-        """Handle an update that the server refused: log that its local steps are lost, and drop the update.
+        """Handle a refused update: log that its local steps are lost, and drop the update.
 
         Raises:
             UpdateRefused: too many updates in a row were refused.
         """
         of = "" if self._is_whole else f" of fragment {fragment.index}"
-        LOG.warning("%s: local steps%s since version %d are lost", self._session.site, of, fragment.version)
+        LOG.warning("%s: refused: the steps%s since version %d are lost", self._session.site, of, fragment.version)
         fragment.exchange.refused(refusal)
 
     def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost) -> None:
@@ -743,9 +745,9 @@ class Synchroniser:
         self._outage.skipped(broke_off.error, self._session.site, what, why)
 
     def _ended_without_us(self, fragment: FragmentState) -> bool:
-        """Return whether the run ended without this worker's update; if so, load the run's result.
+        """If the run has ended without this worker's update, load the run's result and return True; else return False.
 
-        If the server cannot be reached, return False; a later synchronisation asks again.
+        Also return False if the server cannot be reached: a later synchronisation asks again.
         """
         reply = fragment.exchange.ask(0.0, retries=0)
         step = self._step if self._is_whole else fragment.base_step
