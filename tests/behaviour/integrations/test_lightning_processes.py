@@ -9,10 +9,14 @@ import json
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import lightning_world
 import pytest
+from harness.processes import Nursery, free_port, wait_until
 from kit import together
 from lightning_world import (
     PACKAGES,
@@ -30,6 +34,8 @@ from lightning_world import (
 
 import atoll
 import atoll.integrations.lightning
+from atoll.protocol import routes
+from atoll.worker.session import session
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "lightning_sites.py"
 
@@ -46,13 +52,16 @@ def run_python(*argv: object, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def train_as_rank(package: str, out: Path, lr: float) -> None:
-    """What Lightning runs as two ranks."""
+def train_as_rank(package: str, out: Path, lr: float, patience_s: float) -> None:
+    """What Lightning runs as two ranks; they give each other up after `patience_s`, unless it is 0."""
     import torch.distributed as dist
 
     lightning_world.usual = package
     trainer = trainer_of(devices=2, strategy="ddp", use_distributed_sampler=True)
     atoll.integrations.lightning.patch(trainer, folder=out / f"files-{trainer.global_rank}")
+    if patience_s:
+        routes.LONG_POLL_S = session.LONGEST_BACKOFF_S = patience_s / 4
+        trainer.callbacks.insert(0, impatient(patience_s))
     module, locals_ = Tiny(lr=lr), []
     for _ in atoll.integrations.lightning.rounds(trainer):
         trainer.fit(module, data())
@@ -69,8 +78,18 @@ def train_as_rank(package: str, out: Path, lr: float) -> None:
     dist.destroy_process_group()  # else Gloo's threads may end the process with SIGABRT (pytorch issue 190489)
 
 
+def impatient(patience_s: float) -> Any:
+    """A callback that sets the timeout of the process group, for which the ranks can hardly start together."""
+    from torch.distributed import distributed_c10d
+
+    def setup(*_: Any, **__: Any) -> None:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=patience_s))
+
+    return lightning_world.package().callbacks.LambdaCallback(setup=setup)
+
+
 def run_ranks(package: str, url: str, out: Path, lr: float = 0.1) -> subprocess.CompletedProcess[str]:
-    return run_python(__file__, package, out, lr, ATOLL_SERVER=url, ATOLL_SITE="a")
+    return run_python(__file__, package, out, lr, 0, ATOLL_SERVER=url, ATOLL_SITE="a")
 
 
 @pytest.mark.slow
@@ -109,6 +128,19 @@ def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, package: str) -> No
         assert done.returncode != 0
         assert "sum of the learning rates of this round's 2 steps is 0" in done.stdout + done.stderr
         assert server.status().fragments[0].version == 0
+
+
+@pytest.mark.slow
+@pytest.mark.covers("S9")
+def test_rank_1_has_patience_while_rank_0_waits(nursery: Nursery, tmp_path: Path) -> None:
+    """Rank 1 gives rank 0 up after 3 s. Both still wait 5 s after rank 0 has begun to wait for a server."""
+    environment = {"ATOLL_SERVER": f"http://127.0.0.1:{free_port()}", "ATOLL_SITE": "a", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = nursery.start(__file__, PACKAGES[0], str(tmp_path), "0.1", "3.0", cwd=tmp_path, env=environment)
+    wait_until(lambda: "cannot join" in ranks.output() or ranks.poll() is not None, "the first attempt to join", 90)
+    begin_s = time.monotonic()
+    wait_until(lambda: time.monotonic() > begin_s + 5.0 or ranks.poll() is not None, "5 s", 60)
+    assert ranks.poll() is None, ranks.output()[-4000:]
+    ranks.kill()
 
 
 IMPORTS = """
@@ -156,4 +188,4 @@ def test_the_example_names_its_run_after_the_algorithm(
 
 
 if __name__ == "__main__":
-    train_as_rank(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
+    train_as_rank(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

@@ -70,8 +70,6 @@ class LoopTerms:
         num_fragments: the loop's own number of fragments; None: the run's number. The server refuses a value that
             differs from the run's.
         ranks: the ranks of the worker, as in `torch.distributed`.
-        on_wait: called from time to time while the worker waits for the server or for other workers, also before it has
-            joined.
         shards: returns this rank's shards of the model; None: the model is not sharded.
     """
 
@@ -79,7 +77,6 @@ class LoopTerms:
     sync_every: int | None = None
     num_fragments: int | None = None
     ranks: RankGroup = ALONE
-    on_wait: Callable[[], None] = ALONE.tick
     shards: Callable[[], Shards] | None = None
 
 
@@ -107,7 +104,7 @@ def take_part(
             Or the run has another number of ranks. Or the run's algorithm is not installed at this site.
     """
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
-    session = Session(http, site, labels=labels, ranks=terms.ranks, on_wait=terms.on_wait)
+    session = Session(http, site, labels=labels, ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
         _check(session, loop)

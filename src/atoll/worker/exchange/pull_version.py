@@ -32,6 +32,7 @@ from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile, name_of
 from atoll.worker.log_lines import LOG, progress
+from atoll.worker.session.ranks import keep_ranks_waiting
 from atoll.worker.session.session import Session
 
 # -- Deltas: the encoded difference between two versions. A delta is downloaded into a file, then added to the base.
@@ -329,7 +330,7 @@ class Puller:
         ask = partial(session.manifest, self.fragment, version)
         while not (sources := ask().sources) and time.monotonic() < until_s:
             time.sleep(LOOK_S)
-            session.on_wait()
+            keep_ranks_waiting()
         why = "no connected worker has it."
         for source in peers.in_order(sources):
             try:

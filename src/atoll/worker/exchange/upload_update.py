@@ -23,6 +23,7 @@ from atoll.transport.part_transfer import HttpTransfer, Pushing
 from atoll.worker.exchange.base_and_outbox import Outbox, OutboxNote
 from atoll.worker.exchange.pull_version import Sources
 from atoll.worker.log_lines import LOG, Progress, progress
+from atoll.worker.session.ranks import keep_ranks_waiting
 from atoll.worker.session.session import POLL_MARGIN_S, Session
 
 AGAIN_S = 1.0
@@ -168,7 +169,7 @@ class UpdateUpload:
             receipt = self.session.call(ask, "submit", retries=retries, kind=messages.Receipt)
             if isinstance(receipt, Lost) or receipt.accepted:
                 return receipt
-            self.session.on_wait()  # the call was a long poll
+            keep_ranks_waiting()  # the call was a long poll
             if receipt.unpulled:
                 time.sleep(AGAIN_S)
                 server.retract(self.fragment)

@@ -37,7 +37,6 @@ class RankGroup:
         self.rank, self.size = rank, size
         self.is_first, self._device = rank == 0, device
         self.is_distributed = size > 1 and dist.is_available() and dist.is_initialized()
-        self._asking: int | None = None  # thread that runs `ask` in `from_rank0`, while other ranks wait for rank 0
 
     @classmethod
     def of_process(cls, model: nn.Module) -> RankGroup:
@@ -83,26 +82,17 @@ class RankGroup:
             if isinstance(value, Exception):
                 raise value
             return values.validate_python(value, strict=False)  # type: ignore[no-any-return]
-        before, self._asking = self._asking, threading.get_ident()
+        before, _ASKING.group = getattr(_ASKING, "group", None), self
         try:
             value = ask()
         except BaseException as error:
-            self._asking = before
+            _ASKING.group = before
             with suppress(RunFailed):  # the other ranks may have ended, which may be why `ask` failed
                 self._text(json.dumps(_message_of(error)))
             raise
-        self._asking = before
+        _ASKING.group = before
         self._text(json.dumps({"value": values.dump_python(value, mode="json")}))
         return value
-
-    def tick(self) -> None:
-        """Prevent a timeout of `torch.distributed` at the other ranks, which wait in `from_rank0`.
-
-        Call this from time to time in a long `ask`, at rank 0. From any other thread, and at other ranks, it does
-        nothing.
-        """
-        if self._asking == threading.get_ident():
-            self._text(json.dumps({"wait": True}))
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Call `work` at every rank, and return at every rank the list of all results, in the order of the ranks.
@@ -201,6 +191,18 @@ class RankGroup:
 
 ALONE = RankGroup(0, 1, torch.device("cpu"))
 """The group of a worker that is one process."""
+
+_ASKING = threading.local()
+"""`group`: the group for which this thread runs `ask` in `from_rank0`, while the other ranks wait; else None."""
+
+
+def keep_ranks_waiting() -> None:
+    """Prevent a timeout of `torch.distributed` at the other ranks, which wait in `from_rank0`.
+
+    Call this from time to time in a long `ask`, at rank 0. From any other thread, and at other ranks, it does nothing.
+    """
+    if (group := getattr(_ASKING, "group", None)) is not None:
+        group._text(json.dumps({"wait": True}))
 
 
 @contextmanager

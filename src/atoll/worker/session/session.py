@@ -48,7 +48,7 @@ from atoll.worker.session.leave_at_exit import (
     note_lease,
     watch_exit,
 )
-from atoll.worker.session.ranks import ALONE, RankGroup
+from atoll.worker.session.ranks import ALONE, RankGroup, keep_ranks_waiting
 
 T = TypeVar("T")
 
@@ -151,7 +151,6 @@ class Session:
         site: the site's name.
         labels: labels of the worker, shown in the status.
         ranks: the processes of the worker. Rank 0 joins, sends heartbeats and makes calls; every rank gets the answers.
-        on_wait: called from time to time while the worker waits for the server or for other workers.
 
     Attributes:
         info: description of the run.
@@ -181,7 +180,6 @@ class Session:
         *,
         labels: dict[str, str] | None = None,
         ranks: RankGroup = ALONE,
-        on_wait: Callable[[], None] = ALONE.tick,
     ) -> None:
         self.site, self.http, self.ranks = site, http, ranks
         self.silence, self.counters = OutageTimer(http.server), http.counters
@@ -192,7 +190,6 @@ class Session:
         self.finished = self.has_left = False
         self.before_leave: Callable[[], None] = lambda: None
         self.cleanup = contextlib.ExitStack()
-        self.on_wait = on_wait
         self.durable_versions: dict[int, int | None] = {}
         self.peer_address = ""
         self.state_fields: Callable[[], dict[str, Any]] = dict
@@ -529,7 +526,7 @@ class Session:
             is_over = wait_s is not None and time.monotonic() - begin >= wait_s
             if reply.status != "wait" or reply.tasks or is_over:
                 return reply
-            self.on_wait()
+            keep_ranks_waiting()
             if time.monotonic() - logged_s >= SAY_EVERY_S:
                 logged_s = time.monotonic()
                 LOG.info("%s: still %s", self.site, in_wait(logged_s - begin, reply))
@@ -676,7 +673,7 @@ class _Attempts:
             raise error
         if self._most is None and silence.is_too_long:
             raise silence.error() from error
-        session.on_wait()
+        keep_ranks_waiting()
         wait_s = max(self._pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
         level = LOG.warning if self._count in (1, 4) or self._count % 20 == 0 else LOG.debug
         patience = f" {silence.patience}" if self._most is None else ""

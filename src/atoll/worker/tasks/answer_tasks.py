@@ -59,6 +59,7 @@ from atoll.worker.arguments import default_site, require_joined, require_site
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, ensure_lines, error_text
 from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.session.ranks import keep_ranks_waiting
 from atoll.worker.session.session import OF_EVALUATIONS, Session
 from atoll.worker.tasks.evaluate_models import Evaluate, Models, key_of, reference_to, uploaded
 
@@ -515,6 +516,7 @@ class TaskWorker:
         )
         while True:
             session.tell(state="waiting for a task")
+            keep_ranks_waiting()
             reply = session.patiently(ask, None, "ask for the next task")
             if reply.status == "finished":
                 LOG.info("%s: the workflow has ended", self.site)

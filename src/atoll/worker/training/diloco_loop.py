@@ -335,7 +335,6 @@ class DiLoCo:
                 self._given_sync_every,
                 self._given_fragments,
                 self._ranks if sharded else ONE_RANK,
-                self._ranks.tick,  # also if only rank 0 takes part, while the others wait for it
                 self._own_shards if sharded else None,
             ),
         )
