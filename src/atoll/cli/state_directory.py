@@ -18,6 +18,7 @@ from atoll.store import journal_tables
 
 HISTORY = 20
 AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
+UNDER_WAY = "was under way; if no server runs, `atoll server` "
 PHASES = {"open": "open", "frozen": "closing"}
 
 
@@ -140,8 +141,10 @@ def _last_status(state_dir: Path, run: str) -> status_messages.Status:
 
 def _status(db: sqlite3.Connection, last: status_messages.Status) -> status_messages.Status:
     epoch, ended = db.execute("SELECT epoch, finished FROM meta").fetchone()
-    # the journal marks a run as finished with its last round, which a run of tasks alone does not have
-    finished = bool(ended) or (last.finished and last.epoch == epoch)
+    workflows = _workflows(db, last.workflows)
+    # the journal marks a run as finished with its last round, but other workflows may follow
+    is_over = all(each.state == "done" for each in workflows) if workflows else bool(ended)
+    finished = is_over or (last.finished and last.epoch == epoch)
     counters = dict(db.execute("SELECT name, value FROM counters").fetchall())
     found = db.execute(
         "SELECT summary_json FROM history WHERE NOT lost AND summary_json != '' ORDER BY seq DESC LIMIT ?", (HISTORY,)
@@ -151,7 +154,8 @@ def _status(db: sqlite3.Connection, last: status_messages.Status) -> status_mess
             "epoch": epoch,
             "finished": finished,
             "left_s": None,
-            "fragments": _fragments(db, finished=finished),
+            "fragments": _fragments(db, finished=finished or bool(ended)),
+            "workflows": workflows,
             "workers": _workers(db, {worker.site: worker for worker in last.workers}),
             "history": [status_messages.RoundSummary.model_validate_json(text) for (text,) in reversed(found)],
             "deaths": counters.get("deaths", 0),
@@ -159,6 +163,20 @@ def _status(db: sqlite3.Connection, last: status_messages.Status) -> status_mess
             "durable_version": db.execute("SELECT min(durable_version) FROM heads").fetchone()[0],
         }
     )
+
+
+def _workflows(
+    db: sqlite3.Connection, last: list[status_messages.WorkflowStatus]
+) -> list[status_messages.WorkflowStatus]:
+    """Return the workflows of a run. The first that has not ended was under way."""
+    ended = {place for (place,) in db.execute("SELECT place FROM workflows").fetchall()}
+    found = [each.model_copy(update={"state": "done"}) if place in ended else each for place, each in enumerate(last)]
+    place = next((place for place, each in enumerate(found) if each.state != "done"), len(found))
+    for each in found[place : place + 1]:
+        if each.state != "failed":
+            how = "continues its rounds" if each.kind == "train" else "begins it again"
+            found[place] = each.model_copy(update={"state": "running", "quiet_s": 0.0, "detail": UNDER_WAY + how})
+    return found
 
 
 def _fragments(db: sqlite3.Connection, *, finished: bool) -> list[status_messages.FragmentStatus]:

@@ -18,6 +18,7 @@ from kit.workflows import workflow_server
 from ordered_world import ASK_TRAIN_ASK, TRAIN, Run, step, submitted
 
 import atoll
+from atoll.cli.state_directory import UNDER_WAY
 from atoll.errors import RunFailed, UsageError
 
 ALL = [
@@ -93,6 +94,12 @@ def test_a_workflow_of_tasks_that_is_interrupted_begins_again_and_those_before_i
     server, sites = run.serve(), run.sites()
     run.until_held()
     server.kill()
+    shown = nursery.start("atoll", "status", "--dir", "state", cwd=tmp_path)
+    assert shown.wait() == 0
+    for number, line in enumerate(
+        ("before: done", "train: done", f"flow.py:hold: running; {UNDER_WAY}begins it again"), 1
+    ):
+        assert f"workflow {number} of 3 {line}" in shown.output()
     run.let_go()
     run.serve(ends=0)
     assert run.told == [*ALL[:2], "hold begins", "hold begins", "hold ends"]
