@@ -137,7 +137,7 @@ LINES: dict[str, int] = {
     "worker": 201,
     "worker/exchange": 2_048,
     "worker/peer": 790,
-    "worker/session": 830,
+    "worker/session": 831,
     "worker/tasks": 581,
     "worker/training": 1_671,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -117,7 +118,7 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
     A signal to this process ends the command and prevents further restarts.
     """
     ended = _End(0, "")  # the last failure
-    leases = Path(tempfile.mkdtemp(prefix="atoll-"))
+    leases = Path(tempfile.gettempdir(), f"atoll-{secrets.token_hex(8)}")  # made by the command, when it has joined
     environment = environment | {LEASES: str(leases)}
     children: list[subprocess.Popen[bytes]] = []
     with _forwarded_signals(children) as signals:

@@ -84,7 +84,7 @@ def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_pat
 
 @pytest.mark.covers("L9")
 def test_a_site_takes_part_though_its_lease_cannot_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "gone"))
+    monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "gone" / "leases"))
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
             assert state_of(server) == "alive"
@@ -93,8 +93,8 @@ def test_a_site_takes_part_though_its_lease_cannot_be_noted(tmp_path: Path, monk
 
 @pytest.mark.covers("L9")
 def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nursery: Nursery) -> None:
-    leases = tmp_path / "leases"
-    leases.mkdir()
+    leases = tmp_path / "made" / "leases"
+    leases.parent.mkdir()
     ages: list[float] = []
 
     def is_heard_again_and_again() -> bool:
@@ -109,7 +109,7 @@ def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nurse
         wait_until(lambda: state_of(server) == "alive", "the site has joined")
         site.send(signal.SIGSTOP)
         wait_until(lambda: state_of(server) == "dead", "its lease is over")
-        shutil.rmtree(leases)
+        shutil.rmtree(leases.parent)
         site.send(signal.SIGCONT)
         wait_until(is_heard_again_and_again, "heartbeats under the new lease")
         site.send(signal.SIGTERM)
@@ -142,6 +142,18 @@ def test_a_killed_script_is_taken_out_of_the_run_when_a_signal_ends_its_restarts
             process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGTERM
         assert state_of(server) == "failed"
+
+
+@pytest.mark.covers("P6")
+def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    with serve(tmp_path, **AT_ONCE) as server:
+        script, temporary = JOINS.format(round=1, then=WAITS), {"TMPDIR": str(tmp_path / "temporary")}
+        with atoll_worker(tmp_path, server.url, script, env=temporary) as process:
+            wait_until(lambda: state_of(server) == "alive", "the site has joined", 60)
+            process.kill()
+            wait_until(lambda: state_of(server) == "failed", "its script has left")
+            wait_until(lambda: not list((tmp_path / "temporary").iterdir()), "the folder is removed")
 
 
 @pytest.mark.covers("P6")

@@ -358,8 +358,9 @@ def _leave_all() -> None:
 def note_lease(site: str, server: str, lease: str) -> None:
     """Write a worker's lease to a file in the folder `ATOLL_LEASES`, where `atoll worker` finds it.
 
-    With the lease, `atoll worker` can make the site leave if this process is killed. If the file cannot be written, log
-    a warning, once.
+    With the lease, `atoll worker` can make the site leave if this process is killed. The folder exists only while it
+    has leases, so that none stays behind if `atoll worker` itself is killed. If the file cannot be written, log a
+    warning, once.
 
     Args:
         site: the site's name.
@@ -373,6 +374,7 @@ def note_lease(site: str, server: str, lease: str) -> None:
         return
     temporary = Path(folder, f".{site}.{os.getpid()}")
     try:
+        temporary.parent.mkdir(0o700, exist_ok=True)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(f"{server}\n{lease}\n")
         temporary.replace(Path(folder, site))
@@ -385,11 +387,16 @@ def note_lease(site: str, server: str, lease: str) -> None:
 
 
 def forget_lease(site: str, lease: str) -> None:
-    """Remove the file of a lease after the worker has left. If it already has a newer process's lease, it stays."""
+    """Remove the file of a lease after the worker has left. If it already has a newer process's lease, it stays.
+
+    If it was the last file in its folder, remove the folder, too.
+    """
     if folder := os.environ.get(LEASES):
         path = Path(folder, site)
         if path.exists() and path.read_text().splitlines()[1:] == [lease]:
             path.unlink()
+            with contextlib.suppress(OSError):  # the folder has other leases
+                path.parent.rmdir()
 
 
 def keep_last_status(http: Http) -> None:
