@@ -205,7 +205,7 @@ class ObjectStore:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             return object_id, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise file_error(error, path) from error
+            raise file_error(error, error.filename or path) from error
 
     def discard(self, object_id: str) -> None:
         """Remove the file that `draft` created."""
@@ -318,11 +318,13 @@ class ObjectStore:
 
     def inline_bytes(self, entry: Entry) -> bytes | None:
         """Return the bytes of a complete object if they are sent within its manifest, else None."""
-        return self._path(entry, "safetensors").read_bytes() if entry.inline else None
+        with usable(self.folder):
+            return self._path(entry, "safetensors").read_bytes() if entry.inline else None
 
     def reader(self, entry: Entry) -> int:
         """Return a descriptor of a complete object; the caller closes it."""
-        return os.open(self._path(entry, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
+        with usable(self.folder):
+            return os.open(self._path(entry, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
 
     def remove(self, object_id: str, secret: str) -> None:
         """Remove an object on request of its publisher.
@@ -353,11 +355,14 @@ class ObjectStore:
                 self.drop(entry)
 
     def drop(self, entry: Entry) -> None:
-        """Remove an object and its files, and set its event `removed`. Idempotent."""
+        """Remove an object and its files, and set its event `removed`. Idempotent. Only log that files stay."""
         entry.removed.set()
         self._objects.pop(entry.object, None)
-        for kind in ("json", "safetensors", "part", "note"):  # the note first: after a kill, a start removes the rest
-            self._path(entry, kind).unlink(missing_ok=True)
+        try:
+            for kind in ("json", "safetensors", "part", "note"):  # the note first: after a kill, a start removes more
+                self._path(entry, kind).unlink(missing_ok=True)
+        except OSError as error:
+            LOG.warning("Files of an object stay on disk: %s", file_error(error, error.filename or self.folder))
         entry.close()
 
     def _recover(self) -> None:

@@ -85,6 +85,29 @@ def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
         assert differences(flat(), atoll.objects.fetch(inline)) == []
 
 
+@pytest.mark.covers("F41")
+def test_names_a_folder_of_objects_that_cannot_be_used_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file in its place, while the server runs: nothing can be published, fetched or removed."""
+    folder = tmp_path / "state" / "objects"
+    with serve(tmp_path) as server:
+        inline, kept = ({"w": torch.ones(count)} for count in (2, 2**17))
+        refs = [atoll.objects.publish(each, server=server.url) for each in (inline, kept)]
+        folder.rename(tmp_path / "away")
+        folder.touch()
+        for ref in refs:
+            with pytest.raises(AtollError, match=f"{folder}.* cannot be used"):
+                atoll.objects.fetch(ref)
+        with pytest.raises(AtollError, match=f"{folder} cannot be used"):
+            atoll.objects.publish(kept, server=server.url)
+        assert atoll.objects.withdraw(refs[0])
+        folder.unlink()
+        (tmp_path / "away").rename(folder)
+        assert differences(atoll.objects.fetch(refs[1]), kept) == []
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
 @pytest.mark.covers("P14", "D4")
 def test_what_expires_is_removed_and_the_reference_says_so(tmp_path: Path) -> None:
     with serve(tmp_path) as server:
