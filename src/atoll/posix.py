@@ -69,6 +69,22 @@ def usable(*folders: Path) -> Iterator[None]:
         raise file_error(error, path) from error
 
 
+def require_no_pipes(*folders: Path) -> None:
+    """Check that these folders have no named pipe, socket or device: one in place of a file may block its reader.
+
+    Raises:
+        StoreError: there is one; the message names it.
+    """
+    for folder in folders:
+        with usable(folder), os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.is_file() and not entry.is_dir() and os.path.exists(entry):
+                    raise StoreError(
+                        f"{entry.path} is neither a file nor a folder, but a named pipe, a socket or a device.",
+                        "Move it away, then start again.",
+                    )
+
+
 def require_writable_folder(folder: Path, remedy: str) -> None:
     """Make the folder if it is missing, and try to write into it.
 

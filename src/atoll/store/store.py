@@ -24,7 +24,7 @@ from typing import Self
 
 from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
-from atoll.posix import FolderTaken, file_error, folder_error, replace_file, take_folder
+from atoll.posix import FolderTaken, file_error, folder_error, replace_file, require_no_pipes, take_folder
 from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
@@ -94,6 +94,7 @@ class Store:
             raise folder_error(error, folder, WRITABLE) from error
         self._lock_fd = lock_directory(directory)
         try:
+            require_no_pipes(*(path for path in (directory, *directory.iterdir()) if path.is_dir()))
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
             journal = Journal(directory / "journal.sqlite", durability, begin=begin and not _has_begun(directory))
         except BaseException:

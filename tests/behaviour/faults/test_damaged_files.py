@@ -304,6 +304,35 @@ def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: 
 
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize(
+    "name", ["journal.sqlite", "audit.head", "lock", "slots/version-0-1.safetensors", "exports/best.json"]
+)
+def test_a_pipe_in_place_of_a_file_of_the_server_is_one_line_and_exit_code_7(
+    nursery: Nursery, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "state" / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    write_run_file(tmp_path, **{"network.port": 0, "rounds.best_metric": "loss"})
+    process = nursery.start("atoll", "server", "run.toml", cwd=tmp_path, log=tmp_path / "log")
+    assert process.wait(60) == StoreError.exit_code
+    assert str(path) in process.output().splitlines()[-1]
+    assert "Traceback" not in process.output()
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize("name", ["base.json", "outbox.json", "base.safetensors"])
+def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str) -> None:
+    with serve(tmp_path) as server:
+        path = tmp_path / "workers" / "a" / server.status().run / name
+        path.parent.mkdir(parents=True)
+        os.mkfifo(path)
+        with pytest.raises(StoreError) as refused:
+            atoll.join(server.url, "a", folder=tmp_path / "workers")
+    assert f"{path} is neither a file nor a folder" in str(refused.value)
+
+
+@pytest.mark.covers("F41")
+@pytest.mark.parametrize(
     ("run", "name"),
     [
         ("plain", "state/audit.head"),

@@ -29,7 +29,16 @@ from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
 from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
-from atoll.posix import Descriptor, FolderTaken, folder_error, read_at, take_folder, usable, write_at
+from atoll.posix import (
+    Descriptor,
+    FolderTaken,
+    folder_error,
+    read_at,
+    require_no_pipes,
+    take_folder,
+    usable,
+    write_at,
+)
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -486,12 +495,13 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
     Raises:
         StateLocked: another process of the same site on this machine holds the lock.
-        StoreError: the folder cannot be made, or its lock file cannot be opened.
+        StoreError: the folder cannot be made, or its lock file cannot be opened. Or the folder has a named pipe.
     """
     fd = None
     while fd is None:
         fd = _lock(folder, site)
     try:
+        require_no_pipes(folder)
         yield
     finally:
         os.close(fd)
