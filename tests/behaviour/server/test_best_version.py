@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_what_a_kill_left_out_is_written_at_the_next_start(tmp_path: Path) -> No
         assert json.loads((exports / "best.json").read_text())["version"] == 1
 
 
+def test_a_removed_file_of_the_best_version_is_written_again_after_the_next_round(tmp_path: Path) -> None:
+    with serve(tmp_path, **{"disk.keep_versions": 4}) as server:
+        work(server, tmp_path, 0.1, 0.3)
+        assert saved(server) == 1
+        before = best_of(server.exports)
+        shutil.rmtree(server.exports)
+        work(server, tmp_path, 0.2)
+        wait_until((server.exports / "best.json").exists, "the best version is written again")
+        assert best_of(server.exports) == before
+
+
 def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,7 +119,9 @@ def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
         assert saved(server) == 0
     (tmp_path / "state" / "exports" / "best.safetensors").unlink()
     with serve(tmp_path) as server:
-        wait_until(lambda: "was deleted before it was saved" in caplog.text, "it is said")
+        path = tmp_path / "state" / "exports" / "best.safetensors"
+        missing = f"no longer kept, so it cannot be saved: {path} is missing until a better version is found"
+        wait_until(lambda: missing in caplog.text, "it is said")
         work(server, tmp_path, 0.95)
         assert saved(server) == 4
         assert best_of(server.exports)[1] == [4.0, 4.0]

@@ -155,7 +155,7 @@ class BestVersion:
         return self._folder / BEST_MODEL
 
     def save(self, measured: Measured) -> None:
-        """Write both files for the best version `measured`, unless they have it already.
+        """Write both files for the best version `measured`, unless they exist and have it already.
 
         Raises:
             Gone: the server no longer has the version.
@@ -163,7 +163,7 @@ class BestVersion:
             SyncFailed: fsync failed; the server must end.
             StoreError: a folder has the name of one of the files.
         """
-        if self.saved == measured:
+        if self.saved == measured and self.path.exists():
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         require_files(self._folder)
@@ -227,18 +227,18 @@ class BestVersion:
 
 
 def require_files(folder: Path, *, best: bool = True) -> None:
-    """Check that no subfolder of the export folder has the name of a file that the run writes.
+    """Check that what has the name of a file that the run writes into its export folder is a file.
 
     Args:
         folder: the export folder.
         best: whether the run writes `best.safetensors` and `best.json`, too.
 
     Raises:
-        StoreError: one of them is a folder.
+        StoreError: one of them is a folder, a named pipe, a socket or a device.
     """
     for path in [folder / name for name in (MODEL, METRICS, *((BEST_MODEL, BEST_NOTE) if best else ()))]:
-        if path.is_dir():
-            raise StoreError(f"{path} is a folder.", "Move it away, then restart the server.")
+        if path.exists() and not path.is_file():
+            raise StoreError(f"{path} is not a file.", "Move it away, then restart the server.")
 
 
 def require_no_results(folder: Path) -> None:
@@ -302,6 +302,8 @@ class BackgroundWriter:
         self.best = BestVersion(plan, store, self.exports.folder)
         self._metrics_in_turn = asyncio.Lock()
         self._durable_in_turn = asyncio.Lock()
+        self._best_in_turn = asyncio.Lock()
+        self._measured: Measured | None = None  # the best version, as long as it can be saved
 
     def save_initial(self) -> None:
         """Pass version 0 to the user's persistor, if the run has just begun and `disk.export_every` is set."""
@@ -342,6 +344,8 @@ class BackgroundWriter:
             # one at a time: otherwise an older version that is fsynced later would be recorded as the durable one
             async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
+            if self._measured is not None and not self.best.path.exists():  # a user has removed it
+                await self.save_best(self._measured)
         except (AtollError, OSError) as error:
             reason = transient_reason(error)
             if reason is None:
@@ -355,16 +359,20 @@ class BackgroundWriter:
 
     async def save_best(self, measured: Measured) -> None:
         """Write the best version, and pass it to the user's persistor. Warn if the server no longer has the version."""
+        self._measured = measured
         try:
-            await self._saved("the best version", functools.partial(self.best.save, measured))
+            async with self._best_in_turn:
+                await self._saved("the best version", functools.partial(self.best.save, measured))
             self.persistor.save_best(self._plan, self._store, measured, self.best.path, self.best.metric)
         except Gone:
+            self._measured = None
             LOG.warning(
-                "version %d is the best so far (%s %.6g), but was deleted before it was saved: %s is unchanged",
+                "version %d is the best so far (%s %.6g), but is no longer kept, so it cannot be saved: %s %s",
                 measured.version,
                 self.best.metric,
                 measured.value,
                 self.best.path,
+                "is unchanged" if self.best.path.exists() else "is missing until a better version is found",
             )
 
     async def save_result(self) -> Path | str:
