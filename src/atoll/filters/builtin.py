@@ -88,10 +88,15 @@ class NormClip(Filter):
         return f"NormClip({self.max_norm:g}, noise={self.noise:g})"
 
     def begin(self, update: Outgoing) -> None:
-        """Compute the update's L2 norm in fp64, in one pass over the data, and draw a new secret key for the noise."""
-        squares = math.fsum(float(values.double().square().sum()) for _, _, values in update.runs())
-        norm = math.sqrt(squares)
-        self._scale = min(1.0, self.max_norm / norm) if norm else 1.0
+        """Compute the update's L2 norm in fp64, in one pass over the data, and draw a new secret key for the noise.
+
+        Two more passes are needed if squares of huge fp64 values overflow: then the norm is that of values / largest.
+        """
+        largest, norm = 1.0, _norm(update, 1.0)
+        if math.isinf(norm):
+            largest = max(float(values.abs().max()) for _, _, values in update.runs())
+            norm = _norm(update, largest) if math.isfinite(largest) else norm
+        self._scale = min(1.0, self.max_norm / largest / norm) if norm else 1.0
         self._key = self._seed or secrets.token_bytes(32)
         self._site, self._round = update.about.site, update.about.round
 
@@ -108,6 +113,14 @@ class NormClip(Filter):
         """Return a noise generator for one range of elements, seeded with key, site, round, tensor name and `start`."""
         key = blake3(f"{self._site}\n{self._round}\n{start}\n{name}".encode(), key=self._key).digest(8)
         return torch.Generator().manual_seed(int.from_bytes(key, "little", signed=True))
+
+
+def _norm(update: Outgoing, unit: float) -> float:
+    """Return the L2 norm of an update's values / `unit`; infinity if it overflows fp64."""
+    try:
+        return math.sqrt(math.fsum(float((values.double() / unit).square().sum()) for _, _, values in update.runs()))
+    except OverflowError:  # of a sum of finite squares
+        return math.inf
 
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

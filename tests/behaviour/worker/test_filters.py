@@ -72,6 +72,24 @@ def test_the_norm_is_of_what_is_left(tmp_path: Path, filters: list[Filter], w: l
     assert (found["bn.running_mean"].item(), found["n"].item()) == (mean, 9)
 
 
+@pytest.mark.covers("T8")
+@pytest.mark.parametrize(
+    ("w", "v"),
+    [
+        pytest.param([3e200, 4e200], [12e200], id="every square overflows"),
+        pytest.param([3.21e153, 4.28e153], [12.84e153], id="only the sum of the squares of both tensors overflows"),
+        pytest.param([4.2e307, 5.6e307], [16.8e307], id="the norm itself overflows too"),
+    ],
+)
+def test_clips_fp64_values_with_squares_that_overflow(tmp_path: Path, w: list[float], v: list[float]) -> None:
+    """In the proportion 3 : 4 : 12 the norm is 13 parts, here clipped to 6.5."""
+    local = {"w": torch.tensor(w, dtype=torch.float64), "v": torch.tensor(v, dtype=torch.float64)}
+    start = {name: torch.zeros_like(values) for name, values in local.items()}
+    found = sent(tmp_path, [NormClip(6.5)], start, local)
+    assert found["w"].tolist() == pytest.approx([1.5, 2.0], rel=1e-14)
+    assert found["v"].tolist() == pytest.approx([6.0], rel=1e-14)
+
+
 def test_cast_rounds_and_keeps_the_dtype(tmp_path: Path) -> None:
     """bfloat16 has 8 bits of significand: 1 + 2⁻⁹ becomes 1."""
     found = sent(tmp_path, [Cast("bf16")], START, LOCAL | {"w": torch.tensor([1.0 + 2.0**-9, 0.0])})
