@@ -57,6 +57,8 @@ FOR_SITES = (
 
 DEFAULT_PORT = 8512
 IDLE_TIMEOUT_S = 60.0
+MAX_WEIGHT = 1e300
+"""Largest weight of an update: sums of such weights are finite."""
 CHUNK_BYTES = 8 * 2**20
 """Default size of a part of a published object in bytes. Decision 0012: 2 and 4 MiB are slower, 16 not faster."""
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
@@ -332,7 +334,7 @@ class Aggregation(Group):
         "options, where name is `int8`, `int4`, …. Default: `none`, which sends whole versions.",
     )
     max_update_norm: float = Field(1e12, ge=0, description="Refuse updates with a larger L2 norm; 0: no limit.")
-    max_weight: float = Field(1e12, gt=0, le=1e300, description="Refuse updates with a larger weight.")
+    max_weight: float = Field(1e12, gt=0, le=MAX_WEIGHT, description="Refuse updates with a larger weight.")
 
 
 class Workflow(Group):

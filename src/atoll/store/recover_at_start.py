@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from atoll.config.settings import MAX_WEIGHT
 from atoll.errors import StateCorrupt
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
@@ -167,11 +168,15 @@ class Recovery:
     def _recover_spool(self, ticket: TicketRow) -> list[str]:
         """Check the received parts of a ticket's update. If parts are damaged, drop them.
 
-        An accepted update cannot be used without them, so its ticket expires.
+        An accepted update cannot be used without them, so its ticket expires. The same applies to an update with a
+        weight above `MAX_WEIGHT`, which an earlier version of Atoll has accepted.
 
         Returns:
             One sentence about the loss; an empty list if nothing was lost.
         """
+        if ticket.weight > MAX_WEIGHT:
+            reason = f"its weight is {ticket.weight:g}, above {MAX_WEIGHT:g}"
+            return [self._expire_accepted(ticket, reason, "submit with smaller weights")]
         if ticket.slot is None:
             return []
         slot = self._slots.pool(SPOOL, ticket.fragment).adopt(ticket.slot)
@@ -187,7 +192,12 @@ class Recovery:
                 if not bad:
                     return []
                 return [f"Parts {bad} of ticket {ticket.ticket} of {ticket.site} were damaged; they are sent again."]
-            reason = "its update was damaged on the server's disk"
+        reason = "its update was damaged on the server's disk"
+        return [self._expire_accepted(ticket, reason, "the site submits its update again")]
+
+    def _expire_accepted(self, ticket: TicketRow, reason: str, remedy: str) -> str:
+        """Expire the ticket of an accepted update, and open its round again. Return a sentence about the loss."""
+        with self._journal.transaction():
             self._expire(ticket, reason)
             self._journal.execute(
                 "UPDATE rounds SET state = 'open', tickets = '[]' WHERE fragment = ?1 AND state = 'frozen' "
@@ -195,7 +205,7 @@ class Recovery:
                 ticket.fragment,
                 ticket.ticket,
             )
-        return [f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; the site submits its update again."]
+        return f"Ticket {ticket.ticket} of {ticket.site} has expired: {reason}; {remedy}."
 
     def _bad_parts(self, ticket: TicketRow, slot: Slot | None) -> list[int]:
         """Return the numbers of an update's damaged parts and, if it was accepted, of parts without a journal row."""

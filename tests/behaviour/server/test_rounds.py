@@ -112,6 +112,33 @@ def test_weights_of_which_the_sum_overflows_are_never_accepted(tmp_path: Path) -
         plain_server(tmp_path, tiny(), **{"aggregation.max_weight": 1.7e308})
 
 
+@pytest.mark.covers("L15", "F31")
+@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
+def test_a_restart_expires_updates_with_weights_that_are_now_never_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str
+) -> None:
+    """With the limit of an earlier version, a run got stuck: the sum of the weights overflows, whenever it is tried."""
+    settings = {"sites": 2, "rounds": 1, "algorithm.name": algorithm}
+    server = plain_server(tmp_path, tiny(), **settings)
+    limits = server.settings.aggregation.model_copy(update={"max_weight": sys.float_info.max})
+    server.settings = server.settings.model_copy(update={"aggregation": limits})
+    with server:
+        sites = [WireSite(server.url, name) for name in "ab"]
+        for update in [site.train(1.0, weight=1.7e308) for site in sites]:
+            update.push().complete()
+        assert server.status().fragments[0].version == 0
+    with plain_server(tmp_path, **settings) as server:
+        for ticket, site in enumerate("ab", 1):
+            said = f"Ticket {ticket} of {site} has expired: its weight is 1.7e+308, above 1e+300; submit with smaller"
+            assert said in caplog.text
+        sites = [WireSite(server.url, name) for name in "ab"]
+        for update in [site.train(1.0, weight=3.0) for site in sites]:
+            update.submit()
+        assert server.wait(30)
+        (told,) = server.status().history
+    assert (told.workers, told.weights) == (["a", "b"], [3.0, 3.0])
+
+
 WORKERS, ROUNDS = 200, 2
 
 
