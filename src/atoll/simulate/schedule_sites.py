@@ -28,7 +28,7 @@ from atoll.simulate.engine import ATTEMPTS, Answer, Engine, Job, SiteRound
 from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin, Versions
-from atoll.worker.exchange.local_state import pending
+from atoll.worker.exchange.local_state import NEW, pending, wanted_anew
 from atoll.worker.log_lines import error_text
 
 
@@ -267,7 +267,8 @@ class SiteScheduler:
         sites = set(self._sites)
         if begun and self._run.plan.algorithm.state_groups:
             self._counted.update(filter(self._has_counted, self._sites))
-            self._require_state()
+            if not wanted_anew():
+                self._require_state()
         with self._one_transaction():
             for member in leases.alive(self._run.state.members):
                 if member.site not in sites:
@@ -295,7 +296,8 @@ class SiteScheduler:
                 raise ConfigError(
                     f"The local state of site {site} is missing in {self._folder}, although the run's model contains "
                     "updates that depend on it.",
-                    "Restore its folder from a backup, or start a new simulation with another disk.state_dir.",
+                    f"Restore its folder from a backup. Without a backup, set {NEW}=1 to start from zero, or begin a "
+                    "new simulation with another disk.state_dir.",
                 )
 
     # -- jobs

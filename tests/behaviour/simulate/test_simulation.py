@@ -229,7 +229,7 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(tmp_path:
 
 
 @pytest.mark.covers("S2", "V2", "F41")
-def test_a_control_that_is_damaged_or_lost_is_no_zero(tmp_path: Path) -> None:
+def test_a_control_that_is_damaged_or_lost_is_no_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At zero it would train that site away from the rest, without a word."""
 
     def simulated(rounds: int) -> Any:
@@ -246,6 +246,9 @@ def test_a_control_that_is_damaged_or_lost_is_no_zero(tmp_path: Path) -> None:
     shutil.rmtree(kept)
     with pytest.raises(ConfigError, match=r"The local state of site site-0001 is missing in .* Restore its folder"):
         simulated(rounds=4)
+    monkeypatch.setenv("ATOLL_NEW_STATE", "1")  # as for the site's worker
+    assert simulated(rounds=5).failed == {}  # round 4 was opened without the site
+    assert workers_of(tmp_path / "state")[-1] == list("0123")
 
 
 INT8 = {"algorithm.name": "fedavg", "aggregation.upload_codec.name": "int8"}
