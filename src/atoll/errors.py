@@ -384,17 +384,16 @@ def _public_function(function: Any) -> Any:
     return call
 
 
-def print_error(error: AtollError, where: str = "") -> None:
-    """Print an error as one line on standard error, after its traceback of user code, if it has one.
+def error_lines(error: AtollError, where: str = "") -> str:
+    """Return an error as one line to print, after its traceback of user code, if it has one.
 
     Args:
         error: the error.
         where: place in the user's script from which the error came; empty if unknown.
     """
-    if error.trace:
-        print(visible_lines(error.trace), file=sys.stderr)
+    trace = f"{visible_lines(error.trace)}\n" if error.trace else ""
     location = f" ({where})" if where else ""
-    print(f"atoll: {visible(' '.join(str(error).split()))}{visible(location)}", file=sys.stderr, flush=True)
+    return f"{trace}atoll: {visible(' '.join(str(error).split()))}{visible(location)}"
 
 
 def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
@@ -425,7 +424,7 @@ def _print_and_exit(kind: type[BaseException], error: BaseException, trace: Trac
         print("atoll: interrupted", file=sys.stderr, flush=True)
         return
     if isinstance(error, AtollError) and is_ours:
-        print_error(error, _last_place_of_user_code(trace))
+        print(error_lines(error, _last_place_of_user_code(trace)), file=sys.stderr, flush=True)
     else:
         _hook_before(kind, error, trace)
     if isinstance(error, AtollError):

@@ -197,3 +197,19 @@ def atoll_worker(
         process.kill()
         with process:  # closes the pipes: a script that outlives it may hold their other ends
             pass
+
+
+@contextmanager
+def unread_pipe() -> Iterator[int]:
+    """The writing end of a pipe that is full, and that nothing reads."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    try:
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writing, bytes(4096))
+        os.set_blocking(writing, True)
+        yield writing
+    finally:
+        os.close(reading)
+        os.close(writing)

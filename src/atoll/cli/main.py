@@ -11,7 +11,8 @@ import typer
 
 from atoll.child_processes import Terminated
 from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
-from atoll.errors import AtollError, DiskFull, print_error
+from atoll.cli.text import print_line
+from atoll.errors import AtollError, DiskFull, error_lines
 from atoll.posix import FULL
 
 INTERRUPTED, TERMINATED = 130, 143
@@ -69,7 +70,7 @@ def run_command(command: Callable[[], object]) -> None:
                 with contextlib.suppress(BrokenPipeError):
                     sys.stdout.flush()
     except AtollError as error:
-        print_error(error)
+        print_line(error_lines(error))
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
@@ -79,7 +80,7 @@ def run_command(command: Callable[[], object]) -> None:
         if error.errno not in FULL:
             raise
         full = DiskFull(f"The command's output cannot be written ({error.strerror}).", "Free disk space.")
-        print_error(full)
+        print_line(error_lines(full))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest of the output as it ends
         raise SystemExit(full.exit_code) from None
 

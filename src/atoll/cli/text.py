@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import logging.handlers
 import os
@@ -30,7 +31,7 @@ QUIET_S = 30.0
 MOST_LINES = 1000
 """Most log lines that wait until standard output takes them; further ones are dropped."""
 UNREAD_S = 2.0
-"""Seconds that a command waits at its end until standard output takes its last lines."""
+"""Seconds that a command waits until standard output takes its last lines, or standard error a line."""
 
 
 NAME_BYTES = 255
@@ -187,6 +188,32 @@ def log_lines(stream: TextIO | None = None) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+_last_line: threading.Thread | None = None
+"""The thread that prints, or has printed, the last line of `print_line`."""
+
+
+def print_line(text: str) -> None:
+    """Print a text on standard error. A thread prints it, so that the command goes on if nothing reads that output.
+
+    Until the text is read, further texts are dropped, each after `UNREAD_S` seconds.
+    """
+    global _last_line
+    if _last_line is not None:
+        _last_line.join(UNREAD_S)
+        if _last_line.is_alive():
+            return
+    _last_line = threading.Thread(target=print, args=(text,), kwargs={"file": sys.stderr, "flush": True}, daemon=True)
+    _last_line.start()
+    _last_line.join(UNREAD_S)
+    if _last_line.is_alive():
+        atexit.register(_leave_unread, _last_line)
+
+
+def _leave_unread(line: threading.Thread) -> None:
+    if line.is_alive():  # else Python waits for the thread's write when it flushes standard error at its exit
+        sys.stderr = sys.__stderr__ = None  # type: ignore[misc]
 
 
 class _InBackground(logging.handlers.QueueHandler):

@@ -12,7 +12,6 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from atoll.child_processes import END_WITH_PARENT
+from atoll.cli.text import print_line
 from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration
 from atoll.protocol import messages, routes
@@ -107,7 +107,7 @@ def _require_server(address: str, signals: list[int]) -> str:
             why = str(error)
         if why != last_reason or time.monotonic() - said_s >= REPEAT_S:
             upto = "" if math.isinf(most_s) else f" for up to {duration(most_s)}"
-            print(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}", file=sys.stderr, flush=True)
+            print_line(f"atoll: waiting for {address}{upto} (ATOLL_GIVE_UP_S): {why}")
             last_reason, said_s = why, time.monotonic()
         _pause(signals, SERVER_PAUSE_S)
 
@@ -134,7 +134,7 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                     if attempt == restarts and not signals:
                         raise
                 if not signals:
-                    print(f"atoll: {failure}; restart {attempt + 1} of {restarts}", file=sys.stderr, flush=True)
+                    print_line(f"atoll: {failure}; restart {attempt + 1} of {restarts}")
                     _pause(signals, restart_pause_s(attempt))
                 if signals:
                     return 128 + signals[-1]
@@ -178,7 +178,7 @@ def _run_once(
         return _End(128 + signals[-1], "")
     # a script prints nothing while it loads PyTorch; its arguments are not printed, because one may be a secret
     found = f"{environment['ATOLL_SERVER']} answers, run {name}"
-    print(f"atoll: {found}; starting {script[0]}", file=sys.stderr, flush=True)
+    print_line(f"atoll: {found}; starting {script[0]}")
     # the command has its own session, so that Ctrl-C reaches it only once, forwarded from here
     children[:] = [_start(script, environment)]
     if signals:  # while it was being started
@@ -223,7 +223,7 @@ def _leave(leases: Path, failure: str, *, killed: bool) -> None:
     sites = leave_for(leases, failure)
     if sites or killed:
         departed = f"; {', '.join(sites)} left the run" if sites else ""
-        print(f"atoll: {failure}{departed}", file=sys.stderr, flush=True)
+        print_line(f"atoll: {failure}{departed}")
 
 
 def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from harness.processes import Nursery, Process, wait_until
-from kit.processes import url_of, wait_for_words
+from kit.processes import unread_pipe, url_of, wait_for_words
 from kit.wire import WireSite
 
 import atoll
@@ -213,6 +213,19 @@ def test_a_standard_output_that_nothing_reads_stops_neither_the_server_nor_its_e
         os.close(unread)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("X3")
+def test_a_standard_error_that_nothing_reads_does_not_stop_the_end(tmp_path) -> None:
+    with unread_pipe() as output:
+        words = ["server", "--set", "rounds.sites=none"]
+        process = subprocess.Popen([*ATOLL, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=output)
+        try:
+            assert process.wait(60) == 2
+        finally:
+            process.kill()
+            process.communicate()
+
+
 def test_lines_that_found_no_room_are_counted_and_the_others_keep_their_order(monkeypatch) -> None:
     from atoll.cli import text
 
@@ -319,6 +332,8 @@ def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(ato
         ("algorithm.muu=0.5", "the setting 'muu', which fedavg does not have"),
         ('aggregation.upload_codec={name = "int8", bits = 3}', "'bits'. 'int8' has no options."),
         ('aggregation.download_codec={name = "topk", size = 3}', "'size'. The options of 'topk' are: density."),
+        ('aggregation.reducer={name = "trimmed_mean", part = 3}', "'part'. The options of 'trimmed_mean' are: trim."),
+        ('algorithm.outer_optimizer={name = "sgd", speed = 3}', "outer optimizer 'sgd' has no option 'speed'"),
     ],
 )
 def test_config_show_refuses_the_options_that_the_server_refuses(

@@ -15,6 +15,7 @@ import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import serve
 from kit.peers import Connection, Peer
+from kit.processes import unread_pipe
 from torch import nn
 
 import atoll
@@ -60,6 +61,21 @@ def test_a_wrong_number_of_sync_retries_is_refused(canned, monkeypatch) -> None:
 @pytest.mark.parametrize(("end", "code"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
 def test_its_exit_code_is_the_commands(canned, atoll_command, end: str, code: int) -> None:
     assert atoll_command("worker", "--server", canned.url, "--", sys.executable, "-c", end).returncode == code
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X3")
+def test_a_standard_error_that_nothing_reads_stops_neither_the_command_nor_its_end(canned, tmp_path) -> None:
+    script = "open('run', 'a').write('x'); raise SystemExit(7)"
+    words = ["worker", "--server", canned.url, "--site", "a", "--restarts", "1", "--", sys.executable, "-c", script]
+    with unread_pipe() as output:
+        process = subprocess.Popen([sys.executable, "-m", "atoll.cli.main", *words], cwd=tmp_path, stderr=output)
+        try:
+            assert process.wait(60) == 7
+        finally:
+            process.kill()
+            process.wait()
+    assert (tmp_path / "run").read_text() == "xx"
 
 
 def test_a_server_that_is_not_up_yet_is_waited_for(nursery, tmp_path) -> None:
