@@ -434,7 +434,7 @@ def result_of(settings: Settings, folder: Path, status: Status | None) -> RunRes
     """
     model, metrics = model_of(settings, folder), settings.exports / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-    rows = [{key: value for key, value in json.loads(line).items() if key != "at"} for line in lines]
+    rows = [{key: value for key, value in json.loads(line).items() if key not in ("at", "run")} for line in lines]
     return RunResult(
         model=model if model.exists() else None,
         history=[RoundSummary.model_validate(row) for row in rows],

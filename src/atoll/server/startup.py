@@ -21,7 +21,7 @@ from atoll.config.consistency import Argument, require_consistent
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.posix import usable
-from atoll.server.coordinator.background_writes import require_files, require_no_results
+from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
 from atoll.store.journal import NEW_RUN
@@ -95,7 +95,7 @@ def open_run(
         The plan of the run, its store, and one sentence for each loss of data by a crash.
 
     Raises:
-        ConfigError: the model or a setting cannot be used, or is not the one that the run began with; or a new run
+        ConfigError: the model or a setting cannot be used, or is not the one that the run began with; or the run
             would replace the exports of another run.
         StateLocked: another server uses the directory.
         StateCorrupt: no version in the directory is intact.
@@ -112,7 +112,9 @@ def open_run(
         try:
             require_files(settings.exports, best=settings.rounds.best_metric is not None)
             run = store.run_log.run
-            if not run:
+            if run:
+                require_own_results(settings.exports, run.run_id)
+            else:
                 require_no_results(settings.exports)
             if run and store.slots.in_memory:
                 raise ConfigError(

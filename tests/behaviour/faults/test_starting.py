@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from kit import FederatedSites, run_to_end, serve, write_run_file
 from kit.tls import write_certificate
 
 import atoll
-from atoll.errors import AuthError, ServerUnreachable
+from atoll.errors import AuthError, ConfigError, ServerUnreachable
 from atoll.testing.run import status
 
 
@@ -106,6 +107,25 @@ def test_a_new_run_replaces_no_exports_of_another_run(nursery: Nursery, tmp_path
             "Set another disk.export_dir, or move the old files away."
         )
     assert {path.name: path.read_bytes() for path in (tmp_path / exports).iterdir()} == files
+
+
+@pytest.mark.covers("X3")
+def test_a_run_that_continues_does_not_replace_the_exports_of_another_run(tmp_path: Path) -> None:
+    runs = []
+    for folder in (tmp_path / "one", tmp_path / "other"):
+        with serve(folder, **{"disk.export_dir": folder / "results"}) as server:
+            runs.append(server.status().run)
+            FederatedSites(server.url, folder).join()
+            server.run()
+    one, other = tmp_path / "one/results", tmp_path / "other/results"
+    files = {path: path.read_bytes() for path in other.iterdir()}
+    words = f"{other} has the exports of run {runs[1][:8]}, which this run, {runs[0][:8]}, would replace"
+    with pytest.raises(ConfigError, match=re.escape(words)), serve(tmp_path / "one", **{"disk.export_dir": other}):
+        pass
+    assert {path: path.read_bytes() for path in other.iterdir()} == files
+    for folder in (one, tmp_path / "new"):
+        with serve(tmp_path / "one", **{"disk.export_dir": folder}):
+            assert (folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
 
 
 @pytest.mark.covers("X2")

@@ -69,7 +69,7 @@ class Exports:
         with self._lock:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-                file.write(_line(summary.model_dump_json(), at))
+                file.write(self._line(summary.model_dump_json(), at))
 
     def rewrite_metrics(self) -> None:
         """Write the metrics file again from the journal.
@@ -84,10 +84,15 @@ class Exports:
             temporary = self.folder / f".{METRICS}.tmp"
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                temporary.write_text("".join(_line(row.summary_json, row.created_at) for row in rows), encoding="utf-8")
+                temporary.write_text(
+                    "".join(self._line(row.summary_json, row.created_at) for row in rows), encoding="utf-8"
+                )
                 os.replace(temporary, self.folder / METRICS)
             except OSError as error:
                 raise folder_error(error, self.folder, "Use a disk.export_dir that this user may write.") from error
+
+    def _line(self, summary_json: str, at: str) -> str:
+        return json.dumps({"at": at, "run": self._store.run_log.run_id, **json.loads(summary_json)}) + "\n"
 
 
 def export_model(
@@ -118,10 +123,6 @@ def export_model(
         return model_runs(owners, [(layout, *each) for layout, each in zip(plan.versions, files, strict=True)])
 
     return store.export(target, heads, header, contents, with_state=plan.has_masters)
-
-
-def _line(summary_json: str, at: str) -> str:
-    return json.dumps({"at": at, **json.loads(summary_json)}) + "\n"
 
 
 # -- The best version so far: its model in `best.safetensors`, and its number and metric in `best.json`.
@@ -251,6 +252,28 @@ def require_no_results(folder: Path) -> None:
     if found := [path.name for path in paths if path.is_file() and path.stat().st_size]:
         raise ConfigError(
             f"A new run would replace {', '.join(found)} of another run in {folder}.",
+            "Set another disk.export_dir, or move the old files away.",
+        )
+
+
+def require_own_results(folder: Path, run: str) -> None:
+    """Check, before a run continues, that its export folder has no metrics of another run, which it would replace.
+
+    Args:
+        folder: the export folder.
+        run: id of the run.
+
+    Raises:
+        ConfigError: there are such metrics; the message names both runs.
+    """
+    try:
+        with (folder / METRICS).open(encoding="utf-8") as file:
+            other = str(json.loads(file.readline())["run"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return  # no metrics yet, or damaged ones
+    if other != run:
+        raise ConfigError(
+            f"{folder} has the exports of run {other[:8]}, which this run, {run[:8]}, would replace.",
             "Set another disk.export_dir, or move the old files away.",
         )
 
