@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from atoll import registry
 from atoll.config import FIELDS, Settings, set_values, to_toml
 from atoll.config.run_file import source_of
 from atoll.config.settings import collected
+
+if TYPE_CHECKING:
+    from atoll.algorithms.resolve import ResolvedAlgorithm
 
 app = typer.Typer(help="Settings of a run.", no_args_is_help=True)
 
@@ -104,10 +107,23 @@ def _require_accepted(settings: Settings) -> None:
         if name := settings.at(key).name:
             registry.require_known(kind, f"{key}.name", name)
     if settings.algorithm.name:
-        resolve(settings)
+        _require_options(settings, resolve(settings))
     for key in ("aggregation.upload_codec", "aggregation.download_codec"):
         if name := settings.at(key).name:
             build_codecs(name, settings.at(key).options, setting=key)
+
+
+def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
+    """Check the options of reducer and outer optimizer. This imports PyTorch, so do it only if options are set."""
+    reducer, outer = settings.aggregation.reducer, settings.algorithm.outer_optimizer
+    if reducer.options and not reducer.path:
+        from atoll.reducers import build_reducers
+
+        build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
+    if (outer.options or settings.algorithm.outer_lr_of) and not outer.path:
+        from atoll.outer_optimizers import build_outer
+
+        build_outer(algorithm.outer, algorithm.outer_options, settings.algorithm.outer_lr_of)
 
 
 @app.command()
