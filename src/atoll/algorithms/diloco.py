@@ -11,8 +11,6 @@ Distributed Low-Communication Training of Language Models. arXiv 2311.08105, alg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from atoll.algorithms.base import Algorithm
 
 diloco = Algorithm(
@@ -26,7 +24,7 @@ diloco = Algorithm(
 )
 
 
-def dynamic_local_steps(speeds: Mapping[str, float], site: str, sync_every: int, fragments: int = 1) -> int:
+def dynamic_local_steps(speed: float, fastest: float, sync_every: int, fragments: int = 1) -> int:
     """Return H_w, the number of local steps that a site takes between two synchronisations: fewer if it is slower.
 
     Dynamic local updates (DyLU): all sites submit about equally often. B. Liu et al., arXiv 2401.09135, section 5:
@@ -34,12 +32,11 @@ def dynamic_local_steps(speeds: Mapping[str, float], site: str, sync_every: int,
     is due once in H_w steps.
 
     Args:
-        speeds: live site → local steps per second; 0 if its speed is unknown.
-        site: the site.
+        speed: v_w, the site's local steps per second; 0 if they are unknown.
+        fastest: v_max, the local steps per second of the fastest live site; 0 if they are unknown.
         sync_every: H, the number of local steps of the fastest site; a multiple of `fragments`.
         fragments: K, number of fragments.
     """
-    speed, fastest = speeds.get(site, 0.0), max(speeds.values(), default=0.0)
     if speed <= 0 or fastest <= 0:
         return sync_every
     # 1e-9 keeps rounding errors from reducing a whole number of steps by one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -96,6 +97,20 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
     assert json.loads(over.model_dump_json())["left_s"] is None
     lines = [line for line in caplog.messages if line.startswith("round ")]
     assert [bool(re.search(r"; about [\d.]+ s left$", line)) for line in lines] == [True, True, True, False]
+
+
+@pytest.mark.covers("L6", "X4")
+def test_a_status_compares_the_speeds_of_all_sites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for each site: with 1,000 sites, a status would hold up all requests for seconds."""
+    dynamic = {"algorithm.name": "diloco", "diloco.dynamic_local_steps": True, "async.enabled": True}
+    count, alive = itertools.count(), Coordinator._alive
+    with serve(tmp_path, **dynamic, **SILENT) as server:
+        for number in range(5):
+            WireSite(server.url, f"site-{number}")
+        monkeypatch.setattr(Coordinator, "_alive", lambda run: (next(count), alive(run))[1])
+        workers = server.status().workers
+    assert [worker.local_steps for worker in workers] == [server.settings.diloco.sync_every] * 5
+    assert next(count) < 5
 
 
 @pytest.mark.covers("X4", "L13")

@@ -235,9 +235,8 @@ def test_a_planted_bug_of_asynchronous_rounds_is_found(plant, monkeypatch):
     ],
 )
 def test_steps(speed, h, k, steps):
-    assert dynamic_local_steps({"a": 10.0, "b": speed}, "b", h, k) == steps
+    assert dynamic_local_steps(speed, 10.0, h, k) == steps
 
 
 def test_gives_the_full_steps_before_any_measurement():
-    assert dynamic_local_steps({}, "b", 500) == 500
-    assert dynamic_local_steps({"a": 0.0, "b": 0.0}, "b", 500) == 500
+    assert dynamic_local_steps(0.0, 0.0, 500) == 500

@@ -33,6 +33,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
     lost = [run.store.run_log.lost_versions(f) if each.lost else () for f, each in enumerate(run.state.rounds)]
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     durable = [version for version in found if version is not None]
+    roster, local_steps = sorted(run.roster.items()), run.local_steps(run.roster)
     history = [_summary(row.summary_json) for row in run.store.run_log.history(HISTORY) if row.summary_json]
     return status_messages.Status(
         run=run.store.run_log.run_id,
@@ -57,7 +58,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         downlink_codec=settings.aggregation.download_codec.target or "none",
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
-        workers=[_worker(run, presence, now_s, lost) for _, presence in sorted(run.roster.items())],
+        workers=[_worker(run, presence, now_s, lost, local_steps[site]) for site, presence in roster],
         history=history,
         bytes_up=run.bytes_up,
         bytes_down=run.bytes_down,
@@ -75,12 +76,8 @@ def status_of(run: Coordinator) -> status_messages.Status:
             *run.attendance.warnings(run.state),
             *run.stale.warnings,
             *run.task_queue.warnings.values(),
-            *(presence.rival for _, presence in sorted(run.roster.items()) if presence.rival),
-            *(
-                f"{presence.site}: {text}"
-                for _, presence in sorted(run.roster.items())
-                for text in presence.beat.warnings
-            ),
+            *(presence.rival for _, presence in roster if presence.rival),
+            *(f"{presence.site}: {text}" for _, presence in roster for text in presence.beat.warnings),
         ],
     )
 
@@ -152,7 +149,7 @@ def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.Fra
 
 
 def _worker(
-    run: Coordinator, presence: Presence, now_s: float, lost: Sequence[Sequence[int]]
+    run: Coordinator, presence: Presence, now_s: float, lost: Sequence[Sequence[int]], local_steps: int
 ) -> status_messages.WorkerStatus:
     beat = presence.beat
     bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]
@@ -181,6 +178,6 @@ def _worker(
         reconnections=beat.reconnections,
         metrics=dict(beat.metrics),
         labels=presence.labels,
-        local_steps=run.local_steps(presence.site),
+        local_steps=local_steps,
         error=presence.error,
     )

@@ -486,19 +486,23 @@ class Coordinator:
             base_version=base_version,
             base_digest=digest,
             layout_digest=self.plan.fragments[fragment].update.digest,
-            local_steps=self.local_steps(site),
+            local_steps=self.local_steps([site])[site],
         )
 
-    def local_steps(self, site: str) -> int:
-        """Return how many local steps a site takes between two synchronisations, from its speed (DyLU).
+    def local_steps(self, sites: Iterable[str]) -> dict[str, int]:
+        """Return for each site how many local steps it takes between two synchronisations, from its speed (DyLU).
 
         Return 0 if dynamic local steps are off. Then the number in the settings applies.
         """
-        settings = self.settings
-        if not settings.diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
-            return 0
+        diloco = self.settings.diloco
+        if not diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
+            return dict.fromkeys(sites, 0)
         speeds = {site: self.roster[site].beat.steps_per_s for site in self._alive() if site in self.roster}
-        return dynamic_local_steps(speeds, site, settings.diloco.sync_every, settings.diloco.num_fragments)
+        fastest = max(speeds.values(), default=0.0)
+        return {
+            site: dynamic_local_steps(speeds.get(site, 0.0), fastest, diloco.sync_every, diloco.num_fragments)
+            for site in sites
+        }
 
     def _unpulled(self, fragment: int) -> Collection[int]:
         """Return the base versions of open tickets, if the sites have probably not downloaded them yet.
