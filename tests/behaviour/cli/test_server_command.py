@@ -264,7 +264,10 @@ def test_lines_that_found_no_room_are_counted_and_the_others_keep_their_order(mo
 def test_config_show_says_what_was_set(atoll_command) -> None:
     given = {
         "algorithm.name": ("diloco", "diloco"),
-        "algorithm.outer_optimizer": ("{lr = 0.5, betas = [0.9, 0.95]}", {"lr": 0.5, "betas": [0.9, 0.95]}),
+        "algorithm.outer_optimizer": (
+            '{name = "adam", lr = 0.5, betas = [0.9, 0.95]}',
+            {"name": "adam", "lr": 0.5, "betas": [0.9, 0.95]},
+        ),
         "network.insecure": ("yes", True),
         "model.buffers": ("*mean, *var", ["*mean", "*var"]),
         "async.enabled": ("true", True),
