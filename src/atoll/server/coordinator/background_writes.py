@@ -235,11 +235,11 @@ def require_files(folder: Path, *, best: bool = True) -> None:
         best: whether the run writes `best.safetensors` and `best.json`, too.
 
     Raises:
-        StoreError: one of them is a folder, a named pipe, a socket or a device.
+        StoreError: one of them is a folder, or else no plain file.
     """
     for path in [folder / name for name in (MODEL, METRICS, *((BEST_MODEL, BEST_NOTE) if best else ()))]:
         if path.exists() and not path.is_file():
-            raise StoreError(f"{path} is not a file.", "Move it away, then restart the server.")
+            raise StoreError(f"{path} is a folder, or a named pipe.", "Move it away, then restart the server.")
 
 
 def require_no_results(folder: Path) -> None:
