@@ -17,6 +17,11 @@ def open_paths() -> list[str]:
     return found
 
 
+def nameless_files(folder: Path) -> set[str]:
+    """Files that never had a name in the folder, as this process has them open."""
+    return {path for path in open_paths() if path.startswith(f"{folder}/#")}
+
+
 def copy_folder(source: Path, target: Path) -> Path:
     """Copy a folder with all that is in it; holes of sparse files stay holes, SQLite files are copied unopened."""
     target.mkdir(parents=True)

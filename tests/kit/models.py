@@ -32,6 +32,17 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
 
+class TiedHead(nn.Module):
+    """Two names of one weight, of which the further one comes first in the alphabet, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 2)
+        self.head = nn.Linear(2, 5, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("scale", torch.ones(1))
+
+
 def train_(model: nn.Module, site: str, number: int) -> None:
     """Change every tensor in a way that depends on its value, on the site and on the round."""
     generator = torch.Generator().manual_seed(1000 * number + ord(site[0]))

@@ -40,8 +40,14 @@ def joined(url: str, site: str, **more: Any) -> str:
     return str(reply["lease"])
 
 
+def version_path(url: str, version: int = 0) -> str:
+    """The path of a version's file, which ends with its digest."""
+    path = f"/v1/fragments/0/versions/{version}"
+    return f"{path}/{get(url, path)[1]['digest']}"
+
+
 def begin_request(
-    port: int, line: str, body: bytes = b"", *, receive_bytes: int = 0, **headers: object
+    port: int, line: str, body: bytes = b"", *, receive_bytes: int = 0, address: str = "127.0.0.1", **headers: object
 ) -> socket.socket:
     """Send the head of a request and what there is of its body; the answer is read from the socket.
 
@@ -50,11 +56,11 @@ def begin_request(
         receive_bytes: of the socket's buffer; 0: as large as usual.
         headers: with `_` for `-`.
     """
-    raw = socket.socket()
+    raw = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     if receive_bytes:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     raw.settimeout(30.0)
-    raw.connect(("127.0.0.1", port))
+    raw.connect((address, port))
     fields = {"Host": "localhost"} | {name.replace("_", "-"): value for name, value in headers.items()}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     raw.sendall(f"{line} HTTP/1.1\r\n{head}\r\n".encode() + body)

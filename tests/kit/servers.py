@@ -28,8 +28,23 @@ SETTINGS: dict[str, Any] = {
 }
 """With outer momentum and unequal weights, a lost, doubled or reordered update changes the result."""
 
+DEFAULT_OUTER_OPTIMIZER: dict[str, Any] = {
+    "algorithm.outer_optimizer.name": None,
+    "algorithm.outer_optimizer.lr": None,
+    "algorithm.outer_optimizer.momentum": None,
+}
+"""Takes what SETTINGS says of it out: with FedAvg, the new model is the mean of the sites'."""
+
 ENDLESS: dict[str, Any] = {"algorithm.name": "diloco", "rounds.total": 0}
 """DiLoCo, until it is stopped."""
+
+PLAIN_DILOCO: dict[str, Any] = {
+    "algorithm.name": "diloco",
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.0,
+    "aggregation.upload_codec.name": "none",
+}
+"""DiLoCo whose new model is the mean of the sites'."""
 
 PLAIN: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": 0, "disk.min_free_bytes": 0}
 """With plain averages, numbers are derived by hand."""

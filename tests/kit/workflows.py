@@ -7,12 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from harness.processes import Nursery
 
 import atoll
-from atoll.testing.run import Threads
+from atoll.testing.run import Status, Threads
 from kit.folders import open_paths
 from kit.servers import new_server
 
@@ -51,46 +49,52 @@ class AnsweringSites(Threads):
             worker.run()
 
 
-def play(
+def run_workflow_to_status(
     folder: Path,
     workflow: Callable[[Any], Any],
     handlers: Mapping[str, Handler],
     names: Iterable[str] = "a",
     options: Mapping[str, Mapping[str, Any]] | None = None,
     **settings: Any,
-) -> Any:
-    """Run a workflow with these sites to its end, and return what it returns; nothing of it is left at the server."""
-    sites, came = list(names), list[Any]()
+) -> tuple[Any, Status]:
+    """Run a workflow with these sites to its end: what it returns, and the status then.
+
+    Nothing of it is left at the server.
+    """
+    sites, returned = list(names), list[Any]()
 
     def main(controller: Any) -> None:
         controller.sites(at_least=len(sites), timeout_s=30)
-        came.append(workflow(controller))
+        returned.append(workflow(controller))
 
     with workflow_server(folder, main, **settings) as server:
         answering = AnsweringSites(server.url, sites, handlers, options)
         assert server.wait(60)
         server.run()
         answering.join()
+        status = server.status()
     assert files_of_objects(folder) == []
-    return came[0]
+    return returned[0], status
 
 
-def play_as_processes(
+def run_workflow(*arguments: Any, **settings: Any) -> Any:
+    """What the workflow returns, with the arguments of `run_workflow_to_status`."""
+    return run_workflow_to_status(*arguments, **settings)[0]
+
+
+def run_workflow_as_processes(
     nursery: Nursery, script: Path, folder: Path, workflow: Callable[[Any], Any], names: Iterable[str], **settings: Any
-) -> tuple[Any, Any]:
-    """Run a workflow to its end with a script for each of these sites; what it returns, and the status at the end.
-
-    Nothing of it is left at the server.
-    """
-    came = list[Any]()
-    with workflow_server(folder, lambda controller: came.append(workflow(controller)), **settings) as server:
+) -> tuple[Any, Status]:
+    """As `run_workflow_to_status`, with a process of this script for each site."""
+    returned = list[Any]()
+    with workflow_server(folder, lambda controller: returned.append(workflow(controller)), **settings) as server:
         workers = [nursery.start(str(script), server.url, name, cwd=folder) for name in names]
         assert server.wait(60)
         server.run()
         status = server.status()
     assert [worker.wait() for worker in workers] == [0] * len(workers)
     assert kept_objects(folder) == []
-    return came[0], status
+    return returned[0], status
 
 
 def kept_objects(folder: Path) -> list[str]:
@@ -102,14 +106,3 @@ def files_of_objects(folder: Path) -> list[str]:
     """As `kept_objects`, and files without a name that this process has open."""
     objects = str(folder / "state" / "objects")
     return kept_objects(folder) + [path for path in open_paths() if path.startswith(objects)]
-
-
-def plain(value: Any) -> Any:
-    """A payload with (kind, dtype, values) in place of tensors and arrays: equal for equal payloads."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(plain(item) for item in value)
-    if isinstance(value, torch.Tensor):
-        return ("tensor", value.dtype, value.shape, bytes(value.contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return ("array", value.dtype, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value

@@ -24,25 +24,26 @@ import pytest
 import torch
 from blake3 import blake3
 from harness.processes import Nursery, wait_until
-from harness.proxy import Fault, Proxy
+from harness.proxy import Fault
+from kit.folders import nameless_files
+from kit.payloads import plain
 from kit.peers import Connection, Peer, Request
 from kit.requests import begin_request
 from object_world import (
     PART,
     connections_at,
-    differences,
-    fetching,
     flat,
     large,
-    nameless_files,
-    paused,
-    publishing,
-    said,
+    output_of,
+    start_fetch,
+    start_paused_fetch,
+    start_publisher,
+    through_proxy,
 )
 
 import atoll
 from atoll import TensorRef
-from atoll.errors import AtollError, AuthError, BadRequest, Gone, PartCorrupt, TransferAborted, TransferStalled
+from atoll.errors import AtollError, AuthError, BadRequest, PartCorrupt, TransferAborted, TransferStalled
 
 DATA = "GET .*/data"
 UNDISTURBED = 1 + 17
@@ -51,37 +52,38 @@ UNDISTURBED = 1 + 17
 
 @pytest.mark.covers("P1", "P2")
 @pytest.mark.parametrize("action", ["close", "reset", "flip"])
-def test_what_broke_in_the_middle_is_asked_for_again_alone(nursery: Nursery, tmp_path: Path, action: Any) -> None:
-    publisher, ref = publishing(nursery, tmp_path, "flat", chunk_bytes=PART)
-    with Proxy(ref.port) as proxy:
-        through = dataclasses.replace(ref, port=proxy.port)
-        assert differences(flat(), atoll.objects.fetch(through)) == []
+def test_a_part_that_broke_in_the_middle_is_asked_for_again_alone(
+    nursery: Nursery, tmp_path: Path, action: Any
+) -> None:
+    publisher, ref = start_publisher(nursery, tmp_path, "flat", chunk_bytes=PART)
+    with through_proxy(ref) as (proxy, through):
+        assert plain(atoll.objects.fetch(through)) == plain(flat())
         assert proxy.count(DATA) == UNDISTURBED
         proxy.requests.clear()
         fault = Fault(DATA, "down", at=50_000, action=action)
         proxy.faults.append(fault)
-        assert said(fetching(nursery, tmp_path, through)) == "same"
+        assert output_of(start_fetch(nursery, tmp_path, through)) == "same"
         assert fault.reached.is_set()
         assert proxy.count(DATA) == UNDISTURBED + 1
     publisher.kill()
 
 
-@pytest.mark.covers("P1", "X3")
-def test_damage_that_lasts_is_an_error_that_names_the_reference() -> None:
+@pytest.mark.covers("P1", "P5", "X3")
+@pytest.mark.parametrize(
+    ("at", "action", "error", "words"),
+    [
+        (10, "flip", PartCorrupt, "Part 0 .*damaged .* and the disk of"),
+        (1000, "stall", TransferStalled, r"moved no byte for 0\.2 s"),
+    ],
+    ids=["damage", "silence"],
+)
+def test_a_fault_that_lasts_is_an_error_that_names_the_reference(
+    at: int, action: Any, error: type[AtollError], words: str
+) -> None:
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
-    with Proxy(ref.port) as proxy:
-        proxy.faults += [Fault(DATA, "down", at=10, action="flip") for _ in range(4)]
-        with pytest.raises(PartCorrupt, match=rf"Reference {ref.object[:8]} .*Part 0 .*damaged .* and the disk of"):
-            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port))
-
-
-@pytest.mark.covers("P5")
-def test_a_transfer_that_moves_no_byte_ends_by_the_idle_timeout() -> None:
-    ref = atoll.objects.publish(flat(), chunk_bytes=PART)
-    with Proxy(ref.port) as proxy:
-        proxy.faults += [Fault(DATA, "down", at=1000, action="stall") for _ in range(40)]
-        with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.2 s"):
-            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), idle_timeout_s=0.2)
+    with through_proxy(ref, *(Fault(DATA, "down", at, action) for _ in range(40))) as (_, through):
+        with pytest.raises(error, match=rf"Reference {ref.object[:8]} .*{words}"):
+            atoll.objects.fetch(through, idle_timeout_s=0.2)
 
 
 @pytest.mark.covers("P5")
@@ -102,17 +104,17 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
 ) -> None:
     """It is stopped, not killed: connections stay, new ones are taken. Of the two that stand still, the first one may
     be tried again, as the other has moved later; and either may have had the end of a run in its buffer before."""
-    publisher, ref = publishing(nursery, tmp_path, "large")
+    publisher, ref = start_publisher(nursery, tmp_path, "large")
     asked: list[int] = []
 
     def stop() -> None:
         os.kill(publisher.pid, signal.SIGSTOP)
         asked.append(proxy.count(DATA))
 
-    with Proxy(ref.port) as proxy:
-        proxy.faults.append(Fault(DATA, "down", at=2**20, action="stall", wait=stop))  # the head is smaller
+    stall = Fault(DATA, "down", at=2**20, action="stall", wait=stop)  # the head is smaller
+    with through_proxy(ref, stall) as (proxy, through):
         with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
-            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), idle_timeout_s=0.5, to_disk=tmp_path)
+            atoll.objects.fetch(through, idle_timeout_s=0.5, to_disk=tmp_path)
         assert proxy.count(DATA) - asked[0] <= 3  # four attempts each would be 6 more at least
     publisher.kill()
 
@@ -120,17 +122,13 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
 @pytest.mark.covers("P5", "D4")
 def test_an_abort_ends_a_transfer_that_stands_still(tmp_path: Path) -> None:
     ref, abort = atoll.objects.publish(flat(), chunk_bytes=PART), threading.Event()
-    with Proxy(ref.port) as proxy:
-        fault = Fault(DATA, "down", at=50_000, action="stall")
-        proxy.faults.append(fault)
-        setter = threading.Thread(target=lambda: (fault.reached.wait(30), abort.set()))
-        setter.start()
+    stall = Fault(DATA, "down", at=50_000, action="stall", wait=abort.set)
+    with through_proxy(ref, stall) as (proxy, through):
         with pytest.raises(TransferAborted):  # far below the idle timeout of 60 s, and the test's limit
-            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), abort=abort, to_disk=tmp_path)
-        setter.join()
+            atoll.objects.fetch(through, abort=abort, to_disk=tmp_path)
         asked = len(proxy.requests)
         with pytest.raises(TransferAborted):
-            atoll.objects.fetch(dataclasses.replace(ref, port=proxy.port), abort=abort)
+            atoll.objects.fetch(through, abort=abort)
         assert len(proxy.requests) == asked
     assert list(tmp_path.iterdir()) == []
 
@@ -139,34 +137,34 @@ def test_an_abort_ends_a_transfer_that_stands_still(tmp_path: Path) -> None:
 def test_a_receivers_abort_ends_the_sending_too(nursery: Nursery, tmp_path: Path) -> None:
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
-        process, go = paused(nursery, tmp_path, ref, abort=str(tmp_path / "abort"))
+        process, go = start_paused_fetch(nursery, tmp_path, ref, abort=str(tmp_path / "abort"))
         assert connections_at(ref.port) >= 2
         (tmp_path / "abort").touch()
         wait_until(lambda: not connections_at(ref.port), "the end of the sending")
         go.touch()
-        assert said(process).startswith("TransferAborted")
+        assert output_of(process).startswith("TransferAborted")
 
 
 @pytest.mark.covers("P5")
 def test_withdrawing_ends_the_receiving_too(nursery: Nursery, tmp_path: Path) -> None:
     with atoll.objects.Publisher(folder=tmp_path) as publisher:
         ref = publisher.publish(large(), chunk_bytes=16 * 2**20)
-        process, go = paused(nursery, tmp_path, ref)
-        assert nameless_files(tmp_path) == 1
+        process, go = start_paused_fetch(nursery, tmp_path, ref)
+        assert len(nameless_files(tmp_path)) == 1
         assert publisher.withdraw(ref)
         go.touch()
-        assert re.match(rf"Gone: Reference {ref.object[:8]} .*withdrawn", said(process))
+        assert re.match(rf"Gone: Reference {ref.object[:8]} .*withdrawn", output_of(process))
         wait_until(lambda: not nameless_files(tmp_path), "the end of its file")
 
 
 @pytest.mark.covers("P5", "X3")
 def test_a_publisher_killed_in_the_middle_is_named(nursery: Nursery, tmp_path: Path) -> None:
-    publisher, ref = publishing(nursery, tmp_path, "large")
-    process, go = paused(nursery, tmp_path, ref, idle_timeout_s=0.2)
+    publisher, ref = start_publisher(nursery, tmp_path, "large")
+    process, go = start_paused_fetch(nursery, tmp_path, ref, idle_timeout_s=0.2)
     publisher.kill()
     go.touch()
     words = rf"ServerUnreachable: The publisher of reference {ref.object[:8]}.*only while its publisher runs"
-    assert re.match(words, said(process))
+    assert re.match(words, output_of(process))
     assert process.returncode == 5
 
 
@@ -183,7 +181,7 @@ def test_stalled_receivers_hold_up_no_others(tmp_path: Path) -> None:
             assert torch.equal(atoll.objects.fetch(ref)["w"], big["w"])
             wait_until(lambda: not connections_at(ref.port), "the end of those that stand still")
             publisher.withdraw(ref)
-            assert nameless_files(tmp_path) == 0
+            assert not nameless_files(tmp_path)
         finally:
             for sock in stalled:
                 sock.close()
@@ -195,7 +193,7 @@ def test_stalled_receivers_hold_up_no_others(tmp_path: Path) -> None:
 OBJECT, SECRET = "1" * 32, "2" * 32
 
 
-def manifest(head_bytes: int, data: bytes) -> dict[str, Any]:
+def make_manifest(head_bytes: int, data: bytes) -> dict[str, Any]:
     """That of an object with this head, and these bytes in all."""
     borders = [*range(0, head_bytes, PART), *range(head_bytes, len(data), PART), len(data)]
     return {
@@ -207,21 +205,21 @@ def manifest(head_bytes: int, data: bytes) -> dict[str, Any]:
     }
 
 
-def fetched(told: Any, data: bytes, digest: str) -> Any:
+def fetched(manifest: Any, data: bytes, digest: str) -> Any:
     """What comes of a reference to a publisher that answers with this manifest and these bytes."""
 
     def answer(connection: Connection, request: Request) -> None:
         if request.path.endswith("/data"):
             connection.answer(206, data[request.range])
         else:
-            connection.answer(200, told if isinstance(told, bytes) else json.dumps(told).encode())
+            connection.answer(200, manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode())
 
     with Peer.answering(answer) as peer:
         return atoll.objects.fetch(TensorRef("127.0.0.1", peer.port, False, OBJECT, SECRET, digest, 2**31))
 
 
-def id_of(told: dict[str, Any]) -> str:
-    return blake3(bytes.fromhex(told["layout_digest"] + "".join(told["part_digests"]))).hexdigest()
+def digest_of(manifest: dict[str, Any]) -> str:
+    return blake3(bytes.fromhex(manifest["layout_digest"] + "".join(manifest["part_digests"]))).hexdigest()
 
 
 def head_of(table: object, payload: object, *, raw: bytes | None = None) -> bytes:
@@ -276,12 +274,12 @@ HOSTILE: dict[str, bytes] = {
 
 HEAD = head_of(ONE, FITS)
 DATA_OF_ONE = HEAD + torch.arange(2.0).numpy().tobytes()
-SOUND = manifest(len(HEAD), DATA_OF_ONE)
+SOUND = make_manifest(len(HEAD), DATA_OF_ONE)
 
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize(
-    ("told", "error"),
+    ("manifest", "error"),
     [
         (b"<html>", BadRequest),
         (b"[]", BadRequest),
@@ -301,21 +299,21 @@ SOUND = manifest(len(HEAD), DATA_OF_ONE)
         *("inline short", "inline damaged", "inline no base64"),
     ],
 )
-def test_a_manifest_that_is_none_is_refused(told: Any, error: type[AtollError]) -> None:
-    assert fetched(SOUND, DATA_OF_ONE, id_of(SOUND))["a"].tolist() == [0.0, 1.0]
+def test_a_manifest_that_is_none_is_refused(manifest: Any, error: type[AtollError]) -> None:
+    assert fetched(SOUND, DATA_OF_ONE, digest_of(SOUND))["a"].tolist() == [0.0, 1.0]
     with pytest.raises(error, match=OBJECT[:8]):
-        fetched(told, DATA_OF_ONE, id_of(SOUND))
+        fetched(manifest, DATA_OF_ONE, digest_of(SOUND))
 
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = HOSTILE[case] + bytes(8)
-    told = manifest(len(HOSTILE[case]), data)
+    manifest = make_manifest(len(HOSTILE[case]), data)
     made: list[object] = []
     monkeypatch.setattr(torch, "empty", lambda *shape, **_: made.append(shape))
     with pytest.raises(BadRequest, match=OBJECT[:8]):
-        fetched(told, data, id_of(told))
+        fetched(manifest, data, digest_of(manifest))
     assert made == []
 
 
@@ -323,9 +321,9 @@ def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, mon
 @pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
 def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused(head_bytes: int, more: int) -> None:
     data = DATA_OF_ONE + bytes(more)
-    told = manifest(len(HEAD) + head_bytes, data)
+    manifest = make_manifest(len(HEAD) + head_bytes, data)
     with pytest.raises(BadRequest, match=OBJECT[:8]):
-        fetched(told, data, id_of(told))
+        fetched(manifest, data, digest_of(manifest))
 
 
 @pytest.mark.covers("P1")
@@ -337,5 +335,3 @@ def test_a_publisher_refuses_what_it_does_not_publish() -> None:
         with pytest.raises(AuthError):
             publisher.withdraw(dataclasses.replace(ref, secret="0" * 32))
         assert not publisher.withdraw(dataclasses.replace(ref, object="0" * 32))
-    with pytest.raises(Gone):
-        atoll.objects.fetch(dataclasses.replace(atoll.objects.publish({}), object="0" * 32))

@@ -6,9 +6,7 @@ import dataclasses
 import gc
 import json
 import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,20 @@ import pytest
 import torch
 from harness.processes import Nursery
 from harness.proxy import Proxy
+from kit.payloads import (
+    PART_SIZE_SETTINGS,
+    PART_SIZE_VARIABLES,
+    calls_of,
+    choose_part_sizes,
+    manifest_of,
+    plain,
+)
 from kit.peers import Peer
 from kit.processes import command
 from kit.requests import get, joined, post
 from kit.servers import new_server
 from kit.workflows import AnsweringSites
-from object_world import PART, SIZES, differences, manifest_of
+from object_world import PART, through_proxy
 
 import atoll
 from atoll import Settings, TensorRef, resolve
@@ -37,7 +43,6 @@ from atoll.errors import ConfigError, TransferStalled, UsageError
 EIGHT = 8 * 2**20
 MOST_INLINE_BYTES = 15 * 2**20
 TORCH, NUMPY = 6 * PART, 3 * PART
-KEYS = ("workflow.tensor_part_bytes", "workflow.array_part_bytes")
 
 CASES = {
     "default": (None, None, (EIGHT, TORCH + NUMPY, False)),
@@ -55,23 +60,16 @@ def tree() -> dict[str, Any]:
     return {"t": torch.arange(TORCH // 4, dtype=torch.float32), "a": array, "again": [array], "lr": 0.5}
 
 
-def told(message: dict[str, Any]) -> tuple[int, int, bool]:
+def sizes_of(message: dict[str, Any]) -> tuple[int, int, bool]:
     """What a manifest, or the request to keep an object, says of its sizes."""
     return message["part_bytes"], message["nbytes"] - message["head_bytes"], bool(message.get("inline"))
 
 
-def options(torch_size: int | None, numpy_size: int | None) -> dict[str, int]:
-    return {key: size for key, size in zip(KEYS, (torch_size, numpy_size), strict=True) if size is not None}
+def settings_of(*sizes: int | None) -> dict[str, int]:
+    return {key: size for key, size in zip(PART_SIZE_SETTINGS, sizes, strict=True) if size is not None}
 
 
-def choose(monkeypatch: pytest.MonkeyPatch, *sizes: int | None) -> None:
-    """Set the variables of torch's size and of NumPy's, where there is one."""
-    for variable, size in zip(SIZES, sizes, strict=True):
-        if size is not None:
-            monkeypatch.setenv(variable, str(size))
-
-
-def both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bool]]:
+def sizes_both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bool]]:
     """How the payload of a task and its answer travel; they must be the same bits."""
     came: dict[str, Any] = {}
 
@@ -83,42 +81,40 @@ def both_ways(folder: Path, settings: Settings) -> list[tuple[int, int, bool]]:
         assert get(server.url, "/v1/run")[1]["idle_timeout_s"] == settings.network.idle_timeout_s
         _, reply = post(server.url, "/v1/tasks", {"wait_s": 20.0}, joined(server.url, "a"))
         key = reply["task"]["body"]["object"]
-        sent = told(manifest_of(TensorRef("127.0.0.1", server.port, False, **key)))
+        sent = sizes_of(manifest_of(TensorRef("127.0.0.1", server.port, False, **key)))
         AnsweringSites(proxy.url, "a", {"train": lambda payload: payload}).join()
         server.run()
-    assert differences(tree(), came["back"]) == []
+    assert plain(came["back"]) == plain(tree())
     assert came["back"]["a"] is came["back"]["again"][0]
     (answered,) = [json.loads(body) for line, body in proxy.posted if line.startswith("POST /v1/objects ")]
-    return [sent, told(answered)]
+    return [sent, sizes_of(answered)]
 
 
 @pytest.mark.covers("P13", "P2")
 @pytest.mark.parametrize("case", CASES)
 def test_a_task_and_its_answer_travel_as_is_set_and_the_bits_are_the_same(tmp_path: Path, case: str) -> None:
-    torch_size, numpy_size, expected = CASES[case]
-    settings = Settings.build(options(torch_size, numpy_size))
-    assert both_ways(tmp_path, settings) == [expected, expected]
+    *sizes, expected = CASES[case]
+    assert sizes_both_ways(tmp_path, Settings.build(settings_of(*sizes))) == [expected, expected]
 
 
 @pytest.mark.covers("P13")
 @pytest.mark.parametrize("source", ["file", "variable", "flag", "keyword"])
 def test_every_source_has_the_same_effect(tmp_path: Path, source: str) -> None:
-    given = {**options(0, PART), "network.idle_timeout_s": 7.5}
+    given = {**settings_of(0, PART), "network.idle_timeout_s": 7.5}
     path = tmp_path / "run.toml"
     path.write_text("".join(f"{key} = {value}\n" for key, value in given.items()) if source == "file" else "")
-    variables = (*SIZES, "ATOLL_NETWORK__IDLE_TIMEOUT_S")
+    variables = (*PART_SIZE_VARIABLES, "ATOLL_NETWORK__IDLE_TIMEOUT_S")
     environ = dict(zip(variables, map(str, given.values()), strict=True)) if source == "variable" else {}
     flags = {key: str(value) for key, value in given.items()} if source == "flag" else {}
     settings = new_server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
     assert settings.network.idle_timeout_s == 7.5
-    assert both_ways(tmp_path, settings) == [CASES["torch inline"][2]] * 2
+    assert sizes_both_ways(tmp_path, settings) == [CASES["torch inline"][2]] * 2
 
 
 @pytest.mark.covers("P13")
 def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", "0")
-    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(PART))
-    sent, answered = both_ways(tmp_path, Settings.build({}))
+    choose_part_sizes(monkeypatch, 0, PART)
+    sent, answered = sizes_both_ways(tmp_path, Settings.build({}))
     assert sent == CASES["default"][2]
     assert answered == CASES["torch inline"][2]
 
@@ -127,17 +123,17 @@ def test_a_workers_own_environment_decides_for_its_answers(tmp_path: Path, monke
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_process_publishes_is_cut_as_its_environment_says(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     *sizes, expected = CASES[case]
-    choose(monkeypatch, *sizes)
+    choose_part_sizes(monkeypatch, *sizes)
     with atoll.objects.Publisher() as publisher:
         ref = publisher.publish(tree())
-        assert told(manifest_of(ref)) == expected
-        assert differences(tree(), atoll.objects.fetch(ref)) == []
+        assert sizes_of(manifest_of(ref)) == expected
+        assert plain(atoll.objects.fetch(ref)) == plain(tree())
         chosen = publisher.publish(tree(), chunk_bytes=2 * PART)  # what is said counts more
         assert manifest_of(chosen)["part_bytes"] == 2 * PART
 
 
 @pytest.mark.covers("P13", "T11")
-def test_what_is_too_large_to_go_inline_is_streamed_and_said(
+def test_tensors_too_large_for_one_message_are_streamed_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """15 MiB of tensors and what describes them are more than 15 MiB; 1,000 bytes less are not: 256 describe one of
@@ -145,21 +141,21 @@ def test_what_is_too_large_to_go_inline_is_streamed_and_said(
     large = {"w": torch.zeros(MOST_INLINE_BYTES, dtype=torch.uint8), "a": np.zeros(2)}
     fits = {"w": large["w"][:-1000], "a": large["a"]}
     with caplog.at_level(logging.WARNING, "atoll"), atoll.objects.Publisher() as publisher:
-        choose(monkeypatch, 0, PART)
-        assert told(manifest_of(publisher.publish(fits))) == (PART, 16, False)  # the array alone
+        choose_part_sizes(monkeypatch, 0, PART)
+        assert sizes_of(manifest_of(publisher.publish(fits))) == (PART, 16, False)  # the array alone
         assert "too many" not in caplog.text
         ref = publisher.publish(large)
-        assert told(manifest_of(ref)) == (PART, MOST_INLINE_BYTES + 16, False)
+        assert sizes_of(manifest_of(ref)) == (PART, MOST_INLINE_BYTES + 16, False)
         assert f"{MOST_INLINE_BYTES} bytes, too many for one message, so they are sent in parts" in caplog.text
         assert torch.equal(atoll.objects.fetch(ref)["w"], large["w"])
-        choose(monkeypatch, 0, 0)
-        assert told(manifest_of(publisher.publish(large))) == (EIGHT, MOST_INLINE_BYTES + 16, False)
+        choose_part_sizes(monkeypatch, 0, 0)
+        assert sizes_of(manifest_of(publisher.publish(large))) == (EIGHT, MOST_INLINE_BYTES + 16, False)
 
 
 @pytest.mark.covers("P13")
 def test_the_most_that_goes_inline_fits_into_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 tensors of 1 KiB are 9.8 MiB, what describes them (256 bytes each, and the tree's text) 3 MiB."""
-    choose(monkeypatch, 0, 0)
+    choose_part_sizes(monkeypatch, 0, 0)
     ref = atoll.objects.publish({f"{index:05}": torch.zeros(1024, dtype=torch.uint8) for index in range(10_000)})
     manifest = manifest_of(ref)
     assert manifest["inline"]
@@ -168,7 +164,7 @@ def test_the_most_that_goes_inline_fits_into_one_answer(monkeypatch: pytest.Monk
 
 
 @pytest.mark.covers("P13", "X3")
-@pytest.mark.parametrize(("key", "variable"), list(zip(KEYS, SIZES, strict=True)))
+@pytest.mark.parametrize(("key", "variable"), list(zip(PART_SIZE_SETTINGS, PART_SIZE_VARIABLES, strict=True)))
 @pytest.mark.parametrize("value", ["-1", "1", "65535", "65600001", "16777280", "65568", "8 MiB", "1.5", ""])
 def test_a_size_that_cannot_be_is_refused_by_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, variable: str, value: str
@@ -219,41 +215,25 @@ def tensors(count: int) -> dict[str, Any]:
     return {f"layer.{i}.weight": torch.full((TOTAL // 4 // count,), float(i)) for i in range(count)}
 
 
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[list[int]]:
-    """How often a function of `os` is called within, as the length of a list."""
-    calls: list[int] = []
-    real: Callable[..., Any] = getattr(os, name)
-
-    def counting(*given: Any, **more: Any) -> Any:
-        calls.append(1)
-        return real(*given, **more)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, name, counting)
-        yield calls
-
-
 @pytest.mark.covers("T5", "P2")
-def test_small_tensors_are_written_to_disk_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_are_written_to_disk_in_runs() -> None:
     """2 MiB have 655 tensors of 3,200 bytes: ceil(5,000 / 655) = 8 writes, and one of the head, which is larger than
     256 KiB. The 50 are larger, too, and each is written from where it is; their head is gathered: 51."""
     for count, writes in ((MANY, 9), (FEW, 51)):
-        with counted(monkeypatch, "pwrite") as calls:
+        with calls_of("pwrite") as calls:
             ref = atoll.objects.publish(tensors(count))
         assert len(calls) == writes
-        assert differences(tensors(count), atoll.objects.fetch(ref)) == []
+        assert plain(atoll.objects.fetch(ref)) == plain(tensors(count))
 
 
 @pytest.mark.covers("T5")
 @pytest.mark.parametrize("count", [MANY, FEW], ids=["many", "few"])
-def test_requests_and_runs_do_not_grow_with_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_requests_and_runs_do_not_grow_with_the_number_of_tensors(count: int) -> None:
     """16 MB in parts of 8 MiB are 2 parts, and 2 requests over two connections; one for the head, one for the manifest.
     To disk each part is 4 runs of 2 MiB at most."""
     ref = atoll.objects.publish(tensors(count))
-    with Proxy(ref.port) as proxy:
-        through = dataclasses.replace(ref, port=proxy.port)
-        with counted(monkeypatch, "pwrite") as writes:
+    with through_proxy(ref) as (proxy, through):
+        with calls_of("pwrite") as writes:
             lazy = atoll.objects.fetch(through, to_disk=True)
         assert proxy.count("GET ") == 1 + 1 + 2
         assert len(writes) == 8
@@ -261,9 +241,9 @@ def test_requests_and_runs_do_not_grow_with_the_number_of_tensors(monkeypatch: p
         target = {name: torch.zeros_like(tensor) for name, tensor in tensors(count).items()}
         atoll.objects.fetch(through, into=target)
         assert proxy.count("GET ") == 1 + 1 + 2
-    assert differences(tensors(count), target) == []
-    with counted(monkeypatch, "preadv") as reads:
-        assert differences(tensors(count), resolve(lazy)) == []
+    assert plain(target) == plain(tensors(count))
+    with calls_of("preadv") as reads:
+        assert plain(resolve(lazy)) == plain(tensors(count))
     assert len(reads) == count  # each when it is asked for
 
 
@@ -304,6 +284,6 @@ def test_the_program_that_measures_it_runs(nursery: Nursery, tmp_path: Path) -> 
     words = ("--gb", "0.02", "--repetitions", "1", "--json", "--dir", str(tmp_path))
     done = command(nursery, tmp_path, *words, program=str(ROOT / "bench/many_tensors.py"))
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert set(told) == {"50", "5000"}
-    assert set(told["50"]) == {"publish", "fetch", "fetch into", "fetch to disk", "load", "lazily, both"}
+    measured = json.loads(done.stdout)
+    assert set(measured) == {"50", "5000"}
+    assert set(measured["50"]) == {"publish", "fetch", "fetch into", "fetch to disk", "load", "lazily, both"}

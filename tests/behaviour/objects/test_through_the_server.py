@@ -21,12 +21,13 @@ import torch
 from blake3 import blake3
 from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
+from kit import serve, write_run_file
+from kit.payloads import manifest_of, plain
 from kit.peers import Connection, Peer, Request
+from kit.processes import url_of
 from kit.requests import post, send
-from kit.servers import plain_server
-from object_world import PART, SCRIPT, differences, fetching, flat, manifest_of, paused, said
-from safetensors.torch import load_file, save_file
-from torch import nn
+from object_world import PART, SCRIPT, flat, output_of, start_fetch, start_paused_fetch
+from safetensors.torch import load_file
 
 import atoll
 from atoll import TensorRef
@@ -44,11 +45,6 @@ from atoll.errors import (
 PUT = "PUT .*/parts/5 "
 
 
-def serve(folder: Path, **options: Any) -> atoll.Server:
-    """A server whose only work is to keep objects."""
-    return plain_server(folder, nn.Linear(2, 2), **options)
-
-
 def files(folder: Path) -> list[str]:
     """Kinds of files that it keeps."""
     return sorted(path.suffix for path in (folder / "state" / "objects").glob("*"))
@@ -58,17 +54,17 @@ def files(folder: Path) -> list[str]:
 def test_what_a_process_left_at_the_server_another_one_gets_after_a_restart(nursery: Nursery, tmp_path: Path) -> None:
     port = free_port()
     with serve(tmp_path, **{"network.port": port}) as server:
-        told = json.dumps({"what": "flat", "server": server.url, "chunk_bytes": PART})
-        publisher = nursery.start(str(SCRIPT), "publish", told, cwd=tmp_path)
-        ref = TensorRef.parse(said(publisher))  # it has ended
+        arguments = json.dumps({"what": "flat", "server": server.url, "chunk_bytes": PART})
+        publisher = nursery.start(str(SCRIPT), "publish", arguments, cwd=tmp_path)
+        ref = TensorRef.parse(output_of(publisher))  # it has ended
         assert (ref.host, ref.port) == ("127.0.0.1", port)
-        assert said(fetching(nursery, tmp_path, ref)) == "same"
+        assert output_of(start_fetch(nursery, tmp_path, ref)) == "same"
     with serve(tmp_path, **{"network.port": port}):
-        assert said(fetching(nursery, tmp_path, ref, how="disk")) == "same"
+        assert output_of(start_fetch(nursery, tmp_path, ref, how="disk")) == "same"
         assert files(tmp_path) == [".json", ".safetensors"]
         assert atoll.objects.withdraw(ref)
         assert files(tmp_path) == []
-        assert said(fetching(nursery, tmp_path, ref, optional=True)) == "none"
+        assert output_of(start_fetch(nursery, tmp_path, ref, optional=True)) == "none"
 
 
 @pytest.mark.covers("P1", "P2")
@@ -77,12 +73,11 @@ def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
         atoll.objects.publish(flat(), server=server.url)
         (path,) = (tmp_path / "state" / "objects").glob("*.safetensors")
         opened = load_file(path)
-        assert (
-            differences({key: torch.as_tensor(value) for key, value in flat().items()}, {k: opened[k] for k in flat()})
-            == []
+        assert plain({key: opened[key] for key in flat()}) == plain(
+            {key: torch.as_tensor(value) for key, value in flat().items()}
         )
         inline = atoll.objects.publish(flat(), server=server.url, chunk_bytes=0)
-        assert differences(flat(), atoll.objects.fetch(inline)) == []
+        assert plain(atoll.objects.fetch(inline)) == plain(flat())
 
 
 @pytest.mark.covers("F41")
@@ -104,7 +99,7 @@ def test_names_a_folder_of_objects_that_cannot_be_used_and_goes_on(
         assert atoll.objects.withdraw(refs[0])
         folder.unlink()
         (tmp_path / "away").rename(folder)
-        assert differences(atoll.objects.fetch(refs[1]), kept) == []
+        assert plain(atoll.objects.fetch(refs[1])) == plain(kept)
     assert [record for record in caplog.records if record.exc_info] == []
 
 
@@ -118,7 +113,7 @@ def test_what_expires_is_removed_and_the_reference_says_so(tmp_path: Path) -> No
         with pytest.raises(Gone, match=rf"{ref.object[:8]} .*it expired at .* longer expires_s"):
             atoll.objects.fetch(ref)
         assert atoll.objects.fetch(ref, optional=True) is None
-        assert differences(flat(), atoll.objects.fetch(kept)) == []
+        assert plain(atoll.objects.fetch(kept)) == plain(flat())
 
 
 @pytest.mark.covers("P14", "D4")
@@ -141,17 +136,14 @@ def test_a_start_removes_what_expired_meanwhile_and_what_a_killed_server_left(tm
         (folder / name).write_text("[]")
     with serve(tmp_path, **{"network.port": port}):
         assert sorted(path.name for path in folder.iterdir()) == [f"{ref.object}.json", f"{ref.object}.safetensors"]
-        assert differences(flat(), atoll.objects.fetch(ref)) == []
+        assert plain(atoll.objects.fetch(ref)) == plain(flat())
 
 
 @pytest.mark.covers("D4", "X3")
 def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nursery: Nursery, tmp_path: Path) -> None:
-    save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
-    settings = 'model.source = "model.safetensors"\nalgorithm.name = "fedavg"\nrounds.total = 1\n'
-    (tmp_path / "run.toml").write_text(settings + 'network.port = 0\ndisk.state_dir = "state"\n')
+    write_run_file(tmp_path, **{"network.port": 0})
     server = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
-    listens = wait_until(lambda: re.search(r"listening on http://127\.0\.0\.1:(\d+)", server.output()), "the server")
-    with Proxy(int(listens[1])) as proxy, ThreadPoolExecutor(1) as pool:
+    with Proxy(int(url_of(server).rpartition(":")[2])) as proxy, ThreadPoolExecutor(1) as pool:
         fault = Fault(PUT, "up", at=1000, action="stall")
         proxy.faults.append(fault)
         upload = pool.submit(atoll.objects.publish, flat(), server=proxy.url, chunk_bytes=PART, idle_timeout_s=0.5)
@@ -160,7 +152,7 @@ def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nurse
         server.kill()
         assert isinstance(upload.exception(30), TransferError)
     again = nursery.start("atoll", "server", "run.toml", cwd=tmp_path)
-    wait_until(lambda: "listening on" in again.output(), "the next start")
+    url_of(again)
     assert files(tmp_path) == []
     again.kill()
 
@@ -169,13 +161,9 @@ def test_a_server_killed_within_an_upload_leaves_nothing_at_its_next_start(nurse
 def test_an_upload_that_was_told_to_stop_leaves_nothing(tmp_path: Path) -> None:
     abort = threading.Event()
     with serve(tmp_path) as server, Proxy(server.port) as proxy:
-        fault = Fault(PUT, "up", at=1000, action="stall")
-        proxy.faults.append(fault)
-        setter = threading.Thread(target=lambda: (fault.reached.wait(30), abort.set()))
-        setter.start()
+        proxy.faults.append(Fault(PUT, "up", at=1000, action="stall", wait=abort.set))
         with pytest.raises(TransferAborted):
             atoll.objects.publish(flat(), server=proxy.url, chunk_bytes=PART, abort=abort)
-        setter.join()
         assert files(tmp_path) == []
 
 
@@ -197,7 +185,7 @@ def test_a_part_that_broke_on_its_way_up_is_sent_again_alone(tmp_path: Path, act
         assert fault.reached.is_set()
         assert proxy.count("PUT ") == 18 + 1
         assert proxy.count(PUT) == 2
-        assert differences(flat(), atoll.objects.fetch(dataclasses.replace(ref, port=server.port))) == []
+        assert plain(atoll.objects.fetch(dataclasses.replace(ref, port=server.port))) == plain(flat())
 
 
 @pytest.mark.covers("X3", "P14")
@@ -224,7 +212,7 @@ def test_publishing_needs_the_token_and_fetching_the_reference_alone(
     with serve(tmp_path) as server:
         ref = atoll.objects.publish(flat(), server=server.url)
         monkeypatch.delenv("ATOLL_TOKEN")
-        assert said(fetching(nursery, tmp_path, ref)) == "same"  # a process without a token
+        assert output_of(start_fetch(nursery, tmp_path, ref)) == "same"  # a process without a token
         with pytest.raises(AuthError, match="token"):
             atoll.objects.publish(flat(), server=server.url)
         for field in ("secret", "object"):
@@ -233,7 +221,7 @@ def test_publishing_needs_the_token_and_fetching_the_reference_alone(
                 atoll.objects.fetch(foreign)
             with suppress(AuthError):
                 assert not atoll.objects.withdraw(foreign)
-        assert differences(flat(), atoll.objects.fetch(ref)) == []
+        assert plain(atoll.objects.fetch(ref)) == plain(flat())
 
 
 @pytest.mark.covers("X2")
@@ -319,8 +307,8 @@ def test_sizes_that_no_object_has_are_refused_before_a_file_is_made(
 def test_withdrawing_breaks_off_pulls_from_the_server(nursery: Nursery, tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         ref = atoll.objects.publish({"w": torch.zeros(2**25)}, server=server.url)
-        process, go = paused(nursery, tmp_path, ref)
+        process, go = start_paused_fetch(nursery, tmp_path, ref)
         assert atoll.objects.withdraw(ref)
         assert files(tmp_path) == []
         go.touch()
-        assert re.match(rf"Gone: Reference {ref.object[:8]} ", said(process))
+        assert re.match(rf"Gone: Reference {ref.object[:8]} ", output_of(process))

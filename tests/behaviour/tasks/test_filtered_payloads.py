@@ -16,7 +16,8 @@ import pytest
 import torch
 from harness.proxy import Proxy
 from kit import Threads
-from kit.workflows import play, workflow_server
+from kit.filters import Halved
+from kit.workflows import run_workflow, workflow_server
 from torch import Tensor
 
 import atoll
@@ -75,12 +76,6 @@ def arrived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
         yield Answers(begun.get(timeout=30), proxy)
         over.set()
         assert server.wait(30)
-
-
-class Halved(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        assert len(values) <= CHUNK_ELEMENTS
-        return values.div_(2)
 
 
 @dataclass
@@ -178,7 +173,7 @@ def test_shipped_filters_see_the_tensors_of_a_payload_as_they_are(arrived: Answe
 
 
 @pytest.mark.covers("T8", "T1")
-def test_what_is_dropped_has_none_in_its_place_and_does_not_travel(arrived: Answers) -> None:
+def test_a_dropped_tensor_has_none_in_its_place_and_does_not_travel(arrived: Answers) -> None:
     """Neither of 4 MB: what is left has less than 4 KB, its description included."""
     tree = {
         "head": {"w": torch.ones(10**6), "n": torch.tensor(1)},
@@ -300,6 +295,6 @@ def test_filtering_an_answer_that_has_come_takes_a_few_runs_of_memory(tmp_path: 
         return results[1].payload["w"]
 
     handlers = {"train": lambda small: {"w": torch.ones(1)} if small else tree}
-    tensor = play(tmp_path, workflow, handlers, filters={"a": [NormClip(2.0**11)]})
+    tensor = run_workflow(tmp_path, workflow, handlers, filters={"a": [NormClip(2.0**11)]})
     assert torch.equal(tensor, torch.full((2**24,), 0.5))
     assert growth[0] < MORE_BYTES

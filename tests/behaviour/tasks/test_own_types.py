@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from harness.processes import Nursery
+from kit.payloads import calls_of, choose_part_sizes, manifest_of, plain
 from kit.processes import command
-from kit.requests import send
-from kit.workflows import play_as_processes
+from kit.workflows import run_workflow_as_processes
 from torch import Tensor
 
 import atoll
@@ -33,15 +32,12 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "own_types.py"
 BLOCK = 2**20
 
 
-def pattern(nbytes: int) -> Iterator[bytes]:
-    """So many bytes, which repeat only after 251 of them: a run that is lost or swapped shows."""
+def write_pattern(path: Path, nbytes: int) -> Path:
+    """Write so many bytes, which repeat only after 251 of them: a run that is lost or swapped shows."""
     whole = bytes(range(251)) * (BLOCK // 251 + 2)
-    for start in range(0, nbytes, BLOCK):
-        yield whole[start % 251 :][: min(BLOCK, nbytes - start)]
-
-
-def content(path: Path) -> bytes:
-    return path.read_bytes()
+    with path.open("wb") as file:
+        file.writelines(whole[start % 251 :][: min(BLOCK, nbytes - start)] for start in range(0, nbytes, BLOCK))
+    return path
 
 
 @pytest.mark.covers("T13")
@@ -49,13 +45,10 @@ class TestFile(PayloadTypeContract):
     in_memory = False
 
     def make(self, folder: Path, nbytes: int) -> Any:
-        path = folder / f"{nbytes}.bin"
-        with path.open("wb") as file:
-            file.writelines(pattern(nbytes))
-        return File(path)
+        return File(write_pattern(folder / f"{nbytes}.bin", nbytes))
 
     def same(self, one: Any, other: Any) -> bool:
-        return one.path.name == other.path.name and content(one.path) == content(other.path)
+        return one.path.name == other.path.name and one.path.read_bytes() == other.path.read_bytes()
 
 
 @pytest.mark.covers("T13")
@@ -109,31 +102,27 @@ class Blob:
 
 
 KEPT: list[Any] = []
+RUNS: dict[Path, Iterator[bytes]] = {}
+ARRIVED_IN = [Path()]
+"""The folder of the test that runs."""
 
 
-def chunked(blob: Blob) -> Iterator[bytes]:
+def chunks_of(blob: Blob) -> Iterator[bytes]:
     with blob.path.open("rb") as file:
         while run := file.read(BLOCK):
             yield run
 
 
-def stream(blob: Blob, chunks: Callable[[], Any]) -> dict[str, Any]:
-    return {"word": blob.word, "bytes": Stream(torch.uint8, (blob.path.stat().st_size,), chunks)}
+def stream(blob: Blob, chunks: Callable[[], Any] | None = None) -> dict[str, Any]:
+    nbytes = blob.path.stat().st_size
+    return {"word": blob.word, "bytes": Stream(torch.uint8, (nbytes,), chunks or (lambda: chunks_of(blob)))}
 
 
-def right(blob: Blob) -> dict[str, Any]:
-    return stream(blob, lambda: chunked(blob))
+def stream_once(blob: Blob) -> dict[str, Any]:
+    return stream(blob, lambda: RUNS.setdefault(blob.path, chunks_of(blob)))
 
 
-def once(blob: Blob) -> dict[str, Any]:
-    runs = _ONCE.setdefault(str(blob.path), chunked(blob))
-    return stream(blob, lambda: runs)
-
-
-_ONCE: dict[str, Iterator[bytes]] = {}
-
-
-def whole(blob: Blob) -> dict[str, Any]:
+def stream_whole(blob: Blob) -> dict[str, Any]:
     return stream(blob, lambda: [blob.path.read_bytes()])
 
 
@@ -141,50 +130,42 @@ def in_the_text(blob: Blob) -> dict[str, Any]:
     return {"word": blob.word, "bytes": blob.path.read_bytes()}
 
 
-def changed(blob: Blob) -> dict[str, Any]:
-    sent = right(blob)
+def stream_and_change(blob: Blob) -> dict[str, Any]:
+    sent = stream(blob)
     blob.word = "sent"
     return sent
 
 
-def rebuilt(sent: dict[str, Any]) -> Blob:
-    path = Path(KEPT_IN[0]) / f"{len(list(Path(KEPT_IN[0]).iterdir()))}.arrived"
+def rebuild(sent: dict[str, Any], runs: Iterable[Tensor] | None = None) -> Blob:
+    path = ARRIVED_IN[0] / f"{len(list(ARRIVED_IN[0].iterdir()))}.arrived"
     with path.open("wb") as file:
-        for run in sent["bytes"].runs():
+        for run in runs or sent["bytes"].runs():
             file.write(run.numpy())
     return Blob(path, sent["word"])
 
 
-KEPT_IN = [""]
+def rebuild_at_once(sent: dict[str, Any]) -> Blob:
+    return rebuild(sent, [sent["bytes"].resolve()])
 
 
-def rebuilt_at_once(sent: dict[str, Any]) -> Blob:
-    path = Path(KEPT_IN[0]) / "whole.arrived"
-    path.write_bytes(sent["bytes"].resolve().numpy())
-    return Blob(path, sent["word"])
+def rebuild_without_word(sent: dict[str, Any]) -> Blob:
+    return Blob(rebuild(sent).path, "")
 
 
-def without_word(sent: dict[str, Any]) -> Blob:
-    return Blob(rebuilt(sent).path, "")
-
-
-def hoarded(sent: dict[str, Any]) -> Blob:
+def rebuild_and_keep(sent: dict[str, Any]) -> Blob:
     KEPT.append(sent)
-    return rebuilt(sent)
+    return rebuild(sent)
 
 
 class BlobContract(PayloadTypeContract):
     in_memory: ClassVar[bool] = False
 
     def make(self, folder: Path, nbytes: int) -> Any:
-        KEPT_IN[0] = str(folder)
-        path = folder / f"{nbytes}.blob"
-        with path.open("wb") as file:
-            file.writelines(pattern(nbytes))
-        return Blob(path, "hello")
+        ARRIVED_IN[0] = folder
+        return Blob(write_pattern(folder / f"{nbytes}.blob", nbytes), "hello")
 
     def same(self, one: Any, other: Any) -> bool:
-        return one.word == other.word and content(one.path) == content(other.path)
+        return one.word == other.word and one.path.read_bytes() == other.path.read_bytes()
 
 
 class Alike(BlobContract):
@@ -214,17 +195,17 @@ def fails(suite: PayloadTypeContract, folder: Path, name: str) -> bool:
 @pytest.mark.parametrize(
     ("suite", "produce", "consume", "fault"),
     [
-        pytest.param(BlobContract, right, rebuilt, "", id="none"),
-        pytest.param(BlobContract, right, without_word, "it_arrives_as_it_was_sent", id="something is lost"),
-        pytest.param(BlobContract, once, rebuilt, "it_can_be_sent_again_and_is_the_same_bytes", id="once only"),
-        pytest.param(BlobContract, changed, rebuilt, "sending_does_not_change_it", id="changed"),
-        pytest.param(BlobContract, whole, rebuilt, "sending_it_takes_a_few_chunks_of_memory", id="read whole"),
-        pytest.param(BlobContract, in_the_text, rebuilt, "what_stands_for_it_is_small", id="in the text"),
+        pytest.param(BlobContract, stream, rebuild, "", id="none"),
+        pytest.param(BlobContract, stream, rebuild_without_word, "it_arrives_as_it_was_sent", id="something is lost"),
+        pytest.param(BlobContract, stream_once, rebuild, "it_can_be_sent_again_and_is_the_same_bytes", id="once only"),
+        pytest.param(BlobContract, stream_and_change, rebuild, "sending_does_not_change_it", id="changed"),
+        pytest.param(BlobContract, stream_whole, rebuild, "sending_it_takes_a_few_chunks_of_memory", id="read whole"),
+        pytest.param(BlobContract, in_the_text, rebuild, "what_stands_for_it_is_small", id="in the text"),
         pytest.param(
-            BlobContract, right, rebuilt_at_once, "receiving_it_takes_a_few_chunks_beyond_the_value", id="loaded whole"
+            BlobContract, stream, rebuild_at_once, "receiving_it_takes_a_few_chunks_beyond_the_value", id="loaded whole"
         ),
-        pytest.param(BlobContract, right, hoarded, "the_file_that_it_came_in_goes_with_it", id="hoarded"),
-        pytest.param(Alike, right, rebuilt, "values_differ", id="all are the same"),
+        pytest.param(BlobContract, stream, rebuild_and_keep, "the_file_that_it_came_in_goes_with_it", id="hoarded"),
+        pytest.param(Alike, stream, rebuild, "values_differ", id="all are the same"),
     ],
 )
 def test_a_planted_fault_fails_the_contract(
@@ -237,7 +218,7 @@ def test_a_planted_fault_fails_the_contract(
     """Without a fault, the type passes all of it."""
     register(Blob, "tests.blob", produce, consume)
     KEPT.clear()
-    _ONCE.clear()
+    RUNS.clear()
     found = [name for name in ([fault] if fault else CONTRACT) if fails(suite(), tmp_path, name)]
     KEPT.clear()
     assert found == ([fault] if fault else [])
@@ -297,21 +278,9 @@ def tree() -> dict[str, Any]:
     return {"blob": blob, "again": [blob], "a": ARRAY, "t": torch.arange(3)}
 
 
-def same(arrived: Any) -> bool:
-    blobs = arrived["blob"] == arrived["again"][0] == CutBlob(BLOB)
-    array = arrived["a"].dtype == ARRAY.dtype and np.array_equal(arrived["a"], ARRAY)
-    return blobs and array and torch.equal(arrived["t"], torch.arange(3))
-
-
-def choose(monkeypatch: pytest.MonkeyPatch, tensors: int, arrays: int) -> None:
-    """The sizes of a part; 0: inline."""
-    monkeypatch.setenv("ATOLL_WORKFLOW__TENSOR_PART_BYTES", str(tensors))
-    monkeypatch.setenv("ATOLL_WORKFLOW__ARRAY_PART_BYTES", str(arrays))
-
-
 def streamed_bytes(ref: atoll.TensorRef) -> int:
     """What of an object is not in its head."""
-    manifest = send(ref.server, "GET", f"/v1/objects/{ref.object}", secret=ref.secret)[1]
+    manifest = manifest_of(ref)
     assert not manifest["inline"]
     return int(manifest["nbytes"] - manifest["head_bytes"])
 
@@ -326,11 +295,12 @@ def test_a_stream_is_cut_as_a_torch_tensor_is(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], streamed: int
 ) -> None:
     """Two blobs of 4 parts (each is produced, so each travels), an array of 2, and 3 int64 of torch: 24 bytes."""
-    choose(monkeypatch, *sizes)
+    choose_part_sizes(monkeypatch, *sizes)
     ref = atoll.objects.publish(tree())
     assert streamed_bytes(ref) == streamed
-    assert same(atoll.objects.fetch(ref))
-    assert same(atoll.objects.fetch(ref, to_disk=True) | {"a": ARRAY, "t": torch.arange(3)})
+    assert plain(atoll.objects.fetch(ref)) == plain(tree())
+    lazy = atoll.objects.fetch(ref, to_disk=True)
+    assert [lazy["blob"], *lazy["again"]] == [CutBlob(BLOB)] * 2
 
 
 @pytest.mark.covers("P13", "T13")
@@ -338,24 +308,17 @@ def test_a_stream_is_cut_as_a_torch_tensor_is(
 def test_a_stream_that_is_too_large_to_go_inline_is_not_read_into_the_head(
     monkeypatch: pytest.MonkeyPatch, arrays: int
 ) -> None:
-    choose(monkeypatch, 0, arrays)
+    choose_part_sizes(monkeypatch, 0, arrays)
     assert streamed_bytes(atoll.objects.publish([CutBlob(bytes(MOST_INLINE_BYTES))])) == MOST_INLINE_BYTES
 
 
 @pytest.mark.covers("T5", "T13")
-def test_small_chunks_of_a_stream_are_written_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_of_a_stream_are_written_in_runs() -> None:
     """2,622 chunks of 100 bytes and the head fit into one run of 2 MiB."""
-    writes: list[int] = []
-    pwrite = os.pwrite
-
-    def note(fd: int, data: memoryview, offset: int) -> int:
-        writes.append(len(data))
-        return pwrite(fd, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", note)
-    ref = atoll.objects.publish(CutBlob(BLOB), chunk_bytes=PART)
-    assert len(writes) == 1
-    assert writes[0] > streamed_bytes(ref) == len(BLOB)
+    with calls_of("pwrite") as writes:
+        ref = atoll.objects.publish(CutBlob(BLOB), chunk_bytes=PART)
+    (nbytes,) = writes
+    assert nbytes > streamed_bytes(ref) == len(BLOB)
     assert atoll.objects.fetch(ref) == CutBlob(BLOB)
 
 
@@ -366,12 +329,12 @@ def test_code_of_a_type_finds_the_collector_as_it_was(
     monkeypatch: pytest.MonkeyPatch, enabled: bool, sizes: tuple[int, int]
 ) -> None:
     """It is put off around small objects of Atoll's own; what a user's code leaves may be more."""
-    choose(monkeypatch, *sizes)
+    choose_part_sizes(monkeypatch, *sizes)
     collecting.clear()
     if not enabled:
         gc.disable()
     try:
-        assert same(atoll.objects.fetch(atoll.objects.publish(tree())))
+        assert plain(atoll.objects.fetch(atoll.objects.publish(tree()))) == plain(tree())
         assert gc.isenabled() is enabled
     finally:
         gc.enable()
@@ -382,34 +345,23 @@ def test_code_of_a_type_finds_the_collector_as_it_was(
 
 
 SCRIPT = Path(__file__).with_name("typed_process.py")
-FORTY_MIB = 40 * 2**20
-
-
-def play(
-    nursery: Nursery, folder: Path, workflow: Callable[[Any], Any], stream_tasks: tuple[str, ...] = ("echo",)
-) -> Any:
-    """What a workflow with the site a returns; nothing of it is left."""
-    return play_as_processes(nursery, SCRIPT, folder, workflow, "a", **{"workflow.streamed_tasks": stream_tasks})[0]
-
-
-def file_of(folder: Path, nbytes: int) -> Any:
-    path = folder / "some.bin"
-    path.write_bytes(bytes(range(256)) * (nbytes // 256))
-    return File(path)
+STREAMED: dict[str, Any] = {"workflow.streamed_tasks": ("echo",)}
 
 
 @pytest.mark.covers("T13")
 @pytest.mark.parametrize("stream", [(), ("echo",)], ids=["inline", "streamed"])
-def test_they_come_back_from_a_site_as_they_were_sent(
+def test_own_types_come_back_from_a_site_as_they_were_sent(
     nursery: Nursery, tmp_path: Path, stream: tuple[str, ...]
 ) -> None:
-    file, matrix = file_of(tmp_path, 3 * 2**20), Quantised.of(torch.arange(12.0).reshape(3, 4))
+    file, matrix = File(write_pattern(tmp_path / "some.bin", 3 * 2**20)), Quantised.of(torch.arange(12.0).reshape(3, 4))
     sent = ({"file": file, "list": [matrix, torch.arange(3), (Word("hello"), 0.5)]}, {"only": Word("no tensors")})
 
     def workflow(controller: Any) -> Any:
         return [controller.send("a", "echo", tree, timeout_s=60).payload for tree in sent]
 
-    came, word = play(nursery, tmp_path, workflow, stream)
+    (came, word), _ = run_workflow_as_processes(
+        nursery, SCRIPT, tmp_path, workflow, "a", **{"workflow.streamed_tasks": stream}
+    )
     assert came["file"].path != file.path
     assert came["file"].path.read_bytes() == file.path.read_bytes()
     back, numbers, rest = came["list"]
@@ -439,7 +391,7 @@ def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nurse
             result.payload  # noqa: B018
         return site, str(caught.value), controller.send("a", "echo", 1, timeout_s=60).payload
 
-    site, server, after = play(nursery, tmp_path, workflow)
+    (site, server, after), _ = run_workflow_as_processes(nursery, SCRIPT, tmp_path, workflow, "a", **STREAMED)
     assert "payload['x'][0] has the type 'tests.server_only', which is not registered in this process" in site
     assert "registered are: examples.file, examples.quantised, tests." in site
     assert "Call atoll.objects.register(…, 'tests.server_only', …) in this process, too" in site
@@ -459,15 +411,15 @@ def test_a_stream_that_fails_is_the_answer_of_its_site_and_the_sender_s_own_erro
             controller.send("a", "echo", [Torn()], timeout_s=60)
         return torn, short, controller.send("a", "echo", 1, timeout_s=60).payload
 
-    torn, short, after = play(nursery, tmp_path, workflow)
+    (torn, short, after), _ = run_workflow_as_processes(nursery, SCRIPT, tmp_path, workflow, "a", **STREAMED)
     assert "payload['it'] (as tests.torn)['data'] could not be read: OSError: the disk is gone." in torn
     assert "payload['it'] (as tests.short) produced only 4 bytes, but torch.int16[3] has 6 bytes." in short
     assert after == 1
 
 
 @pytest.mark.covers("T13", "P1")
-def test_they_travel_behind_references_in_bounded_memory(tmp_path: Path) -> None:
-    file, arrived = file_of(tmp_path, FORTY_MIB), []
+def test_own_types_travel_behind_references_in_bounded_memory(tmp_path: Path) -> None:
+    file, arrived = File(write_pattern(tmp_path / "some.bin", 40 * 2**20)), []
     with atoll.objects.Publisher() as publisher:
         refs: list[Any] = []
         assert peak_growth(lambda: refs.append(publisher.publish({"file": file, "w": torch.ones(3)}))) < MORE_BYTES
@@ -487,19 +439,26 @@ class Thing:
 
 
 @pytest.mark.covers("T13")
-def test_what_cannot_be_registered_is_refused() -> None:
+def test_a_type_that_is_registered_twice_is_sent_as_said_last() -> None:
     register(Thing, "tests.thing", lambda _: None, lambda _: Thing())
-    register(Thing, "tests.thing", lambda _: 1, lambda sent: ["newer", sent])  # once more: the newer one holds
+    register(Thing, "tests.thing", lambda _: 1, lambda sent: ["newer", sent])
     assert atoll.objects.fetch(atoll.objects.publish(Thing())) == ["newer", 1]
-    for type_, name, what in (
+
+
+@pytest.mark.covers("T13")
+@pytest.mark.parametrize(
+    ("type_", "name", "words"),
+    [
         (dict, "tests.dict", "'dict' cannot be registered"),
         (torch.Tensor, "tests.tensor", "'Tensor' cannot be registered"),
-        (Thing, "tests.other", "already registered as 'tests.thing'"),
-        (Word, "tests.thing", "is already used by"),
+        (Quantised, "tests.other", "already registered as 'examples.quantised'"),
+        (Thing, "examples.quantised", "is already used by"),
         (Thing, "a name", "is not a valid name of a type"),
-    ):
-        with pytest.raises(UsageError, match=what):
-            register(type_, name, lambda _: None, lambda _: None)
+    ],
+)
+def test_what_cannot_be_registered_is_refused(type_: type, name: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        register(type_, name, lambda _: None, lambda _: None)
 
 
 class Loop:

@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,11 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bad_filters import Infinite, Shorter, Undecided
 from harness.processes import wait_until
 from harness.proxy import Proxy
+from kit.filters import Broken, Halved, Hanging, Infinite, Leaving, Shorter, Undecided
 from kit.wire import WireSite
-from kit.workflows import AnsweringSites, files_of_objects, kept_objects, play, workflow_server
+from kit.workflows import (
+    AnsweringSites,
+    files_of_objects,
+    kept_objects,
+    run_workflow,
+    run_workflow_to_status,
+    workflow_server,
+)
 from torch import Tensor
 
 import atoll
@@ -47,36 +53,6 @@ def numbers(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: numbers(value) for key, value in tree.items()}
     return tree.tolist() if isinstance(tree, Tensor | np.ndarray) else tree
-
-
-class Halved(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        assert len(values) <= CHUNK_ELEMENTS
-        return values.div_(2)
-
-
-class Broken(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        if name == "model.w":
-            raise KeyError("salt")
-        return values
-
-
-class Leaving(Filter):
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        raise SystemExit(3)
-
-
-class Waiting(Filter):
-    """Calls `began`, and hangs until the event is set."""
-
-    def __init__(self, go: threading.Event, began: Callable[[], object]) -> None:
-        self.go, self.began = go, began
-
-    def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-        self.began()
-        assert self.go.wait(60)
-        return values
 
 
 # -- what passes them
@@ -114,7 +90,7 @@ def test_the_run_file_says_what_a_site_is_sent_and_what_is_taken_of_its_answer(
         return payload
 
     handlers = {"train": answer, "measure": answer}
-    came = play(tmp_path, workflow, handlers, "ab", **{"workflow.streamed_tasks": stream}, **settings)
+    came = run_workflow(tmp_path, workflow, handlers, "ab", **{"workflow.streamed_tasks": stream}, **settings)
     whole = {"model": {"w": [3.0, 4.0], "head": [0.0, 0.0]}, "n": 9, "lr": 0.5}
     half = {"model": {"w": [1.5, 2.0], "head": [0.0, 0.0]}, "n": 9, "lr": 0.5}
     assert numbers(came["train"]) == {"a": half | {"model": {"w": [1.5, 2.0], "head": None}}, "b": half}
@@ -163,7 +139,7 @@ def test_a_sites_own_filters_come_before_any_byte_leaves(tmp_path: Path, stream:
     handlers = dict.fromkeys(("train", "measure"), lambda _: model())
     mine = {"a": {"filters": {"train": [Drop("*.head"), Halved()]}}}
     settings = {"workflow.streamed_tasks": stream, "filters": [Looking()]}
-    came = play(tmp_path, workflow, handlers, "ab", mine, **settings)
+    came = run_workflow(tmp_path, workflow, handlers, "ab", mine, **settings)
     whole = {"w": [3.0, 4.0], "head": [0.0, 0.0]}
     assert came == {"train": {"a": {"w": [1.5, 2.0], "head": None}, "b": whole}, "measure": {"a": whole, "b": whole}}
     assert seen == {"train": {"model.w": [1.5, 2.0]}, "measure": {"model.w": [3.0, 4.0], "model.head": [0.0, 0.0]}}
@@ -173,7 +149,7 @@ def test_a_sites_own_filters_come_before_any_byte_leaves(tmp_path: Path, stream:
 def test_arrays_in_the_head_of_an_object_are_filtered_like_what_is_streamed(tmp_path: Path) -> None:
     """On all three ways: sent, answered, taken. 8 and 16 become 1 and 2."""
     tree = {"w": torch.full((3,), 8.0), "b": np.full(2, 16.0), "n": np.arange(2)}
-    came = play(
+    came = run_workflow(
         tmp_path,
         lambda controller: controller.send("a", "train", tree, timeout_s=30).payload,
         {"train": echo},
@@ -203,15 +179,15 @@ def test_memory_of_what_was_filtered_is_given_back_at_once(tmp_path: Path, broke
         return ok, still, [result.payload for result in controller.broadcast("measure", None, timeout_s=30)]
 
     def train(_: Any) -> Any:
-        result = {"model": {"w": torch.ones(5)}}
-        answered.append(weakref.ref(result["model"]["w"]))
+        result = {"head": torch.ones(5)}
+        answered.append(weakref.ref(result["head"]))
         return result
 
     handlers = {"train": train, "measure": lambda _: all(each() is None for each in answered)}
     filters = [Broken() if broken else NormClip(1.0)]
     gc.disable()
     try:
-        came = play(
+        came = run_workflow(
             tmp_path,
             workflow,
             handlers,
@@ -238,7 +214,7 @@ def test_what_is_pulled_ahead_is_the_sites_own(tmp_path: Path) -> None:
 
     handlers = {"train": lambda payload: payload["w"].mean().item()}
     ahead = {"a": {"request_task_tensors": False}}
-    assert play(tmp_path, workflow, handlers, "a", ahead, data_filters={"a": [Halved()]}) == [1.0, 2.0, 3.0]
+    assert run_workflow(tmp_path, workflow, handlers, "a", ahead, data_filters={"a": [Halved()]}) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.covers("T8")
@@ -264,7 +240,7 @@ def test_two_payloads_of_one_site_do_not_meet_in_its_filter(tmp_path: Path) -> N
             return [result.payload["w"] for result in done]
 
     settings = {"data_filters": {"a": [First()]}, "workflow.streamed_tasks": ("train",)}
-    came = play(tmp_path, workflow, {"train": echo}, **settings)
+    came = run_workflow(tmp_path, workflow, {"train": echo}, **settings)
     assert sorted(entered) == [float(number) for number in range(1, 9)]
     assert all(torch.equal(each, torch.ones(size)) for each in came)
 
@@ -291,7 +267,7 @@ def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
             controller.broadcast("train", TREE, sites=["a", "b"], timeout_s=30)
 
     given = Noted()
-    play(tmp_path, workflow, {"train": echo}, "ab", data_filters=[given])
+    run_workflow(tmp_path, workflow, {"train": echo}, "ab", data_filters=[given])
     (a, again), (b, _) = seen["a"], seen["b"]
     assert a is again
     assert (a.norms, b.norms, given.norms) == ({"a": 1.0}, {"b": 1.0}, {})
@@ -302,7 +278,7 @@ def test_a_filter_keeps_nothing_of_one_site_for_another(tmp_path: Path) -> None:
 # -- what fails: where a filter of site b works × how it fails → what b's result says
 
 FAILURES = {
-    Broken: r"the filter Broken\(\) failed at 'model\.w': KeyError: 'salt'",
+    Broken: r"the filter Broken\(\) failed at 'model\.head': KeyError: 'salt'",
     Undecided: r"the filter Undecided\(\) failed at 'model\.\w+': KeyError: 'model\.\w+'",
     Shorter: r"the filter Shorter\(\) changed 'model\.\w+' from torch\.float\d\d \[2\] to torch\.float\d\d \[1\]",
     Infinite: r"the filter Infinite\(\) returned NaN or Inf in 'model\.\w+'",
@@ -342,7 +318,9 @@ def broadcasts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     handlers: dict[str, Any] = dict.fromkeys(names, echo) | {"measure": lambda payload: payload + 1}
     filters = {"data_filters": {"b": of("data")}, "filters": {"b": of("result")}}
-    return play(tmp_path_factory.mktemp("rows"), workflow, handlers, "ab", {"b": {"filters": of("site")}}, **filters)
+    return run_workflow(
+        tmp_path_factory.mktemp("rows"), workflow, handlers, "ab", {"b": {"filters": of("site")}}, **filters
+    )
 
 
 @pytest.mark.covers("T8", "T7", "X3")
@@ -363,24 +341,18 @@ def test_a_filter_that_fails_is_an_error_of_its_site_and_the_others_go_on(
 def test_a_task_that_no_site_can_be_sent_has_its_errors_at_once(tmp_path: Path) -> None:
     """No site is asked, so none is waited for."""
 
-    came: list[Any] = []
+    def workflow(controller: Any) -> Any:
+        return controller.send("a", "train", model()), controller.send("a", "measure", 1, timeout_s=30)
 
-    def main(controller: Any) -> None:
-        came.extend((controller.send("a", "train", model()), controller.send("a", "measure", 1, timeout_s=30)))
-
-    with workflow_server(tmp_path, main, data_filters=[Broken()]) as server:
-        sites = AnsweringSites(server.url, "a", {"measure": echo})
-        server.run()
-        sites.join()
-        row = server.status().sent[0]
-    assert "The payload of task 'train' for site a was not sent: the filter Broken()" in came[0].error
-    assert came[1].payload == 1
-    assert (row.answers, row.missing) == ({"failed": 1}, [])
+    (train, measure), status = run_workflow_to_status(tmp_path, workflow, {"measure": echo}, data_filters=[Broken()])
+    assert "The payload of task 'train' for site a was not sent: the filter Broken()" in train.error
+    assert measure.payload == 1
+    assert (status.sent[0].answers, status.sent[0].missing) == ({"failed": 1}, [])
 
 
 @pytest.mark.covers("T8", "T7")
 @pytest.mark.parametrize("where", ["data_filters", "filters"])
-def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_full_disk_is_named_in_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """What a site is sent ends the workflow's call, as without filters; what it answered is that site's failure."""
 
     filtering, pwrite = threading.Event(), os.pwrite
@@ -403,7 +375,7 @@ def test_a_disk_that_is_full_is_told_as_such(tmp_path: Path, monkeypatch: pytest
                 told = str(error)
         return told, controller.send("a", "train", model(), timeout_s=30).ok
 
-    told, goes_on = play(tmp_path, workflow, {"train": echo}, **{where: [Filling()]})
+    told, goes_on = run_workflow(tmp_path, workflow, {"train": echo}, **{where: [Filling()]})
     assert filtering.is_set()
     assert "is full" in told
     assert goes_on
@@ -421,7 +393,7 @@ def test_a_server_without_room_for_a_sites_own_payload_says_so_and_keeps_none(tm
 
     handlers = {"train": lambda payload: payload["w"].sum().item()}
     settings = {"disk.objects_max_bytes": 100_000, "data_filters": {"a": [Halved()]}}
-    assert play(tmp_path, workflow, handlers, "ab", **settings) == ([], 20_000.0)
+    assert run_workflow(tmp_path, workflow, handlers, "ab", **settings) == ([], 20_000.0)
 
 
 def test_refuses_what_is_no_filter_before_any_site_is_asked() -> None:
@@ -487,8 +459,8 @@ def test_sends_no_payload_through_a_filter_that_hangs_and_serves_the_others(tmp_
             go.set()
             wait_until(lambda: kept_objects(tmp_path) == [], "that nothing is left")
 
-    settings = {"data_filters": {"a": [Waiting(go, bool)]}, "workflow.streamed_tasks": ("train",)}
-    assert play(tmp_path, workflow, {"train": echo}, "ab", **settings) == {
+    settings = {"data_filters": {"a": [Hanging(go, bool)]}, "workflow.streamed_tasks": ("train",)}
+    assert run_workflow(tmp_path, workflow, {"train": echo}, "ab", **settings) == {
         "a": "The server's filters for the payload of task 'train' to a did not finish within 1 s, so the payload was "
         "not sent. Check the code of the filters, or raise the timeout.",
         "b": [1.0] * 3,
@@ -513,8 +485,8 @@ def test_filters_that_hang_leave_room_for_the_others(tmp_path: Path) -> None:
         finally:
             go.set()
 
-    filters = {site: [Waiting(go, lambda: begun.append(1))] for site in HANG} | {"b": [Filter()]}
-    came = play(tmp_path, workflow, {"train": echo}, HANG + "b", data_filters=filters)
+    filters = {site: [Hanging(go, lambda: begun.append(1))] for site in HANG} | {"b": [Filter()]}
+    came = run_workflow(tmp_path, workflow, {"train": echo}, HANG + "b", data_filters=filters)
     assert came == ([False] * 9, 8, [1.0] * 3)
 
 
@@ -535,10 +507,10 @@ def test_answers_that_hang_in_filters_are_let_go_with_their_task(
             go.set()
             wait_until(lambda: files_of_objects(tmp_path) == [], "the end of what was being filtered")
 
-    filters = {site: [Waiting(go, lambda: begun.append(1))] for site in HANG} | {"b": [Filter()]}
+    filters = {site: [Hanging(go, lambda: begun.append(1))] for site in HANG} | {"b": [Filter()]}
     settings = {"filters": filters, "workflow.streamed_tasks": ("train",)}
     with caplog.at_level(logging.WARNING, "atoll"):
-        assert play(tmp_path, workflow, {"train": echo}, HANG + "b", **settings) == [1.0] * 3
+        assert run_workflow(tmp_path, workflow, {"train": echo}, HANG + "b", **settings) == [1.0] * 3
 
 
 @pytest.mark.covers("T8", "T3")
@@ -548,7 +520,7 @@ def test_a_filter_that_hangs_does_not_hold_up_the_end_of_the_server(tmp_path: Pa
     def main(controller: Any) -> None:
         controller.broadcast("train", sites=["a"])  # for ever
 
-    server = workflow_server(tmp_path, main, filters={"a": [Waiting(go, begun.set)]}).start()
+    server = workflow_server(tmp_path, main, filters={"a": [Hanging(go, begun.set)]}).start()
     try:
         AnsweringSites(server.url, "a", {"train": lambda _: torch.ones(2)})
         assert begun.wait(30)

@@ -16,8 +16,9 @@ import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import together
+from kit.payloads import plain
 from kit.wire import WireSite
-from kit.workflows import AnsweringSites, kept_objects, plain, workflow_server
+from kit.workflows import AnsweringSites, kept_objects, workflow_server
 
 import atoll
 from atoll.errors import RunFailed
@@ -125,27 +126,19 @@ def test_a_pull_ahead_that_stands_still_ends_with_its_task(tmp_path: Path) -> No
     assert kept_objects(tmp_path) == []
 
 
+CANNOT_DOWNLOAD = r"TransferStalled: The tensors of task 'train' \(\w{8}\) cannot be downloaded from URL to site a: "
+UPLOAD_FAILED = r"TransferError: The upload of the answer to task 'train' \(\w{8}\) of site a to URL failed: "
+
+
 @pytest.mark.covers("T2")
 @pytest.mark.parametrize(
     ("request_line", "direction", "stream", "ahead", "error"),
     [
-        *(
-            (
-                "GET",
-                "down",
-                stream,
-                ahead,
-                r"TransferStalled: The tensors of task 'train' \(\w{8}\) cannot be downloaded from URL to site a: ",
-            )
-            for stream, ahead in (((), False), ((), True), (("train",), False), (("train",), True))
-        ),
-        (
-            "PUT",
-            "up",
-            (),
-            False,
-            r"TransferError: The upload of the answer to task 'train' \(\w{8}\) of site a to URL failed: ",
-        ),
+        ("GET", "down", (), False, CANNOT_DOWNLOAD),
+        ("GET", "down", (), True, CANNOT_DOWNLOAD),
+        ("GET", "down", ("train",), False, CANNOT_DOWNLOAD),
+        ("GET", "down", ("train",), True, CANNOT_DOWNLOAD),
+        ("PUT", "up", (), False, UPLOAD_FAILED),
     ],
     ids=["inline", "inline ahead", "streamed", "streamed ahead", "answer"],
 )

@@ -14,10 +14,11 @@ import pytest
 import torch
 from harness.processes import Nursery, Process, free_port, wait_until
 from kit.client import Client
-from kit.processes import command
+from kit.payloads import plain
+from kit.processes import command, url_of
 from kit.servers import plain_server
 from kit.wire import WireSite
-from kit.workflows import AnsweringSites, files_of_objects, kept_objects, plain, play_as_processes, workflow_server
+from kit.workflows import kept_objects, run_workflow_as_processes, run_workflow_to_status, workflow_server
 from typer.testing import CliRunner
 
 import atoll
@@ -44,26 +45,21 @@ def site(nursery: Nursery, folder: Path, server: atoll.Server, name: str) -> Pro
 def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(tmp_path: Path, stream: tuple[str, ...]) -> None:
     """5 payloads go out: 1 tree with tensors, 3 plain ones, and a text that is an object though it has no tensors."""
     long, small = "x" * (24 * 2**10 + 1), (None, 0.1, [b"b", ()])
-    came: list[Any] = []
 
-    def main(controller: Any) -> None:
+    def workflow(controller: Any) -> Any:
         assert controller.sites(at_least=2, timeout_s=30) == ["a", "b"]
-        came.extend(
-            (each.site, each.payload) for each in controller.broadcast("echo", TREE, min_responses=2, timeout_s=30)
-        )
-        came.extend(("a", controller.send("a", "echo", value, timeout_s=30).payload) for value in small)
-        came.append(("b", controller.send("b", "echo", long, timeout_s=30).payload))
+        results = controller.broadcast("echo", TREE, min_responses=2, timeout_s=30)
+        results += [controller.send("a", "echo", value, timeout_s=30) for value in small]
+        results.append(controller.send("b", "echo", long, timeout_s=30))
+        came = [(each.site, each.payload) for each in results]
         assert kept_objects(tmp_path) == []
+        return came
 
-    with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": stream}) as server:
-        sites = AnsweringSites(server.url, "ab", {"echo": lambda payload: payload})
-        server.run()
-        sites.join()
-        counts = server.status().tasks
+    settings = {"workflow.streamed_tasks": stream}
+    came, status = run_workflow_to_status(tmp_path, workflow, {"echo": lambda payload: payload}, "ab", **settings)
     assert plain(came) == plain([("a", TREE), ("b", TREE), *(("a", value) for value in small), ("b", long)])
     streamed = {"streamed": 1, "inline": 1, "skipped": 3}
-    assert files_of_objects(tmp_path) == []
-    assert counts == (streamed if stream else {"streamed": 0, "inline": 2, "skipped": 3})
+    assert status.tasks == (streamed if stream else {"streamed": 0, "inline": 2, "skipped": 3})
 
 
 @pytest.mark.covers("T9", "T14")
@@ -78,17 +74,14 @@ def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nu
             controller.broadcast("validate", trained.payload, min_responses=2, timeout_s=30)
         return validated, unknown, str(refused.value)
 
-    ((good, bad), unknown, refused), _ = play_as_processes(nursery, SCRIPT, tmp_path, workflow, "ab")
+    ((good, bad), unknown, refused), _ = run_workflow_as_processes(nursery, SCRIPT, tmp_path, workflow, "ab")
     assert good.ok
     assert good.payload == {"accuracy": 6.0}
     assert not bad.ok
     with pytest.raises(RunFailed, match="Site b failed at task 'validate': ValueError: no data here"):
         bad.payload  # noqa: B018
-    assert (
-        unknown
-        == "this site has no handler for task 'unknown', only for: echo, hang, submit_model, train, train_from, "
-        "validate"
-    )
+    known = "echo, hang, submit_model, train, train_from, validate"
+    assert unknown == f"this site has no handler for task 'unknown', only for: {known}"
     assert "got 1 of 2 answers: b failed: ValueError: no data here" in refused
 
 
@@ -185,7 +178,7 @@ def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nu
         ref = controller.send("a", "submit_model", {"elements": elements}, timeout_s=30).payload["ref"]
         return {**controller.send("b", "train_from", {"ref": ref}, timeout_s=30).payload, "same": ref}
 
-    came, status = play_as_processes(nursery, SCRIPT, tmp_path, workflow, "ab")
+    came, status = run_workflow_as_processes(nursery, SCRIPT, tmp_path, workflow, "ab")
     assert (came["kind"], came["ref"]) == ("TensorRef", came["same"])
     assert came["ref"].port != int(status.address.rpartition(":")[2])
     assert came["sum"] == elements
@@ -240,56 +233,50 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.covers("T14")
 def test_sites_outlive_a_restart_and_get_the_new_tasks(nursery: Nursery, tmp_path: Path) -> None:
-    came: dict[str, Any] = {}
-    answered = threading.Event()
+    came: list[Any] = []
 
     def before(controller: Any) -> None:
-        came["before"] = controller.send("a", "echo", 1, timeout_s=30).payload
-        answered.set()
+        came.append(controller.send("a", "echo", 1, timeout_s=30).payload)
         controller.sites(at_least=2)  # until the server stops
 
     def after(controller: Any) -> None:
-        came["after"] = controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload
+        came.append(controller.send("a", "train", {"w": torch.ones(2)}, timeout_s=30).payload)
 
     port = free_port()
     server = workflow_server(tmp_path, before, **{"network.port": port}).start()
     worker = site(nursery, tmp_path, server, "a")
-    assert answered.wait(30)
+    wait_until(lambda: came, "the first answer")
     server.stop()
     with workflow_server(tmp_path, after, **{"network.port": port}) as again:
         assert again.wait(60)
         again.run()
     assert worker.wait() == 0
-    assert plain(came) == plain({"before": 1, "after": {"w": torch.full((2,), 2.0), "site": "a"}})
+    assert plain(came) == plain([1, {"w": torch.full((2,), 2.0), "site": "a"}])
 
 
 @pytest.mark.covers("T4", "T11")
-def test_how_a_payload_travels_and_what_is_warned_of(tmp_path: Path) -> None:
+def test_status_shows_how_each_payload_travelled_and_warns(tmp_path: Path) -> None:
     """Inline are 16 MiB, of which 1 MiB is for the head: 15 MiB of tensors and their text are one byte too many."""
     fits, large = torch.zeros(15 * 2**20 - 1000, dtype=torch.uint8), torch.zeros(15 * 2**20, dtype=torch.uint8)
     payloads = {"small": [fits], "large": [large], "streamed": [fits], "nothing": {"lr": 0.1}, "plain": {"lr": 0.1}}
 
-    def main(controller: Any) -> None:
+    def workflow(controller: Any) -> None:
         for task, payload in payloads.items():
             controller.send("a", task, payload, timeout_s=60)
 
+    handlers = dict.fromkeys(payloads, lambda _: None)
     settings = {"workflow.streamed_tasks": ("streamed", "nothing")}
-    with workflow_server(tmp_path, main, **settings) as server:
-        sites = AnsweringSites(server.url, "a", dict.fromkeys(payloads, lambda _: None))
-        server.run()
-        sites.join()
-        found = server.status()
-    assert {task.name: task.way for task in found.sent} == {
+    _, status = run_workflow_to_status(tmp_path, workflow, handlers, **settings)
+    assert {task.name: task.way for task in status.sent} == {
         "small": "inline",
         "large": "streamed",
         "streamed": "streamed",
         "nothing": "skipped",
         "plain": "skipped",
     }
-    of_large, of_nothing = found.warnings
-    assert (
-        "the payload of task 'large' has 15728640 bytes of tensors, too many for one message: sent in parts" in of_large
-    )
+    of_large, of_nothing = status.warnings
+    too_large = "the payload of task 'large' has 15728640 bytes of tensors, too many for one message: sent in parts"
+    assert too_large in of_large
     assert "workflow.streamed_tasks has task 'nothing', but its payload has no tensors" in of_nothing
 
 
@@ -362,7 +349,7 @@ def test_a_run_file_names_the_workflow_and_workers_are_processes_of_their_own(nu
     shutil.copy(EXAMPLE, folder / "flow.py")
     (folder / "run.toml").write_text('workflow.function = "flow.py:main"\nnetwork.port = 0\n')
     server = nursery.start("atoll", "server", "run/run.toml", cwd=tmp_path)
-    url = wait_until(lambda: re.search(r"listening on (\S+)", server.output()), "the server")[1]
+    url = url_of(server)
     told = [{"ATOLL_SERVER": url, "ATOLL_SITE": name} for name in names]
     workers = [nursery.start(str(EXAMPLE), cwd=tmp_path, env=each) for each in told]
     assert server.wait(60) == 0, server.output()
@@ -405,7 +392,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
 
     with workflow_server(tmp_path, main, **{"workflow.streamed_tasks": ("train", "echo")}) as server:
         with caplog.at_level(logging.WARNING, "atoll.server"):
-            workers = [nursery.start(str(SCRIPT), server.url, name, cwd=tmp_path) for name in "ab"]
+            workers = [site(nursery, tmp_path, server, name) for name in "ab"]
             assert server.wait(60)
         server.run()
         status = server.status()

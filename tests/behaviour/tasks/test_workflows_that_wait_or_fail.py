@@ -17,12 +17,9 @@ import pytest
 import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
-from kit import build_model, together
-from kit.servers import plain_server
 from kit.wire import WireSite
-from kit.workflows import AnsweringSites, play, workflow_server
+from kit.workflows import AnsweringSites, run_workflow, workflow_server
 
-import atoll
 from atoll.errors import DiskFull, RunFailed, UsageError
 from atoll.filters import Drop
 from atoll.objects import register
@@ -63,7 +60,7 @@ def test_an_argument_that_means_nothing_is_refused_and_no_site_awaited(tmp_path:
             with pytest.raises(UsageError, match=what):
                 controller.broadcast("train", None, **{"timeout_s": 5, **arguments})
 
-    play(tmp_path, workflow, {}, "")
+    run_workflow(tmp_path, workflow, {}, "")
 
 
 def refusal(folder: Path, ask: Callable[[Any], object], names: list[str]) -> UsageError:
@@ -74,7 +71,7 @@ def refusal(folder: Path, ask: Callable[[Any], object], names: list[str]) -> Usa
             ask(controller)
         return raised.value
 
-    found: UsageError = play(folder, workflow, {"echo": echo}, names, **{"rounds.sites": 2})
+    found: UsageError = run_workflow(folder, workflow, {"echo": echo}, names, **{"rounds.sites": 2})
     return found
 
 
@@ -132,27 +129,6 @@ def test_a_wait_for_a_site_that_has_never_joined_is_reported_with_the_nearest_na
     assert "'clinic-a'" in warning
 
 
-def test_an_evaluation_names_the_nearest_of_a_site_that_has_never_joined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("atoll.server.tasks.cross_site_evaluation.RETURN_S", 0.1)
-
-    def take_part(site: str) -> None:
-        with atoll.tasks(server.url, site) as worker:
-            worker.evaluates(lambda model: {"loss": 1.0}, model=build_model())
-            worker.run()
-
-    steps = [{"kind": "cross_site_evaluation", "sites": ["clinic-a", "clinc-b"], "site_models": False}]
-    with plain_server(tmp_path, build_model(), **{"workflow.steps": steps, "rounds.sites": 2}) as server:
-        together(*(lambda site=site: take_part(site) for site in ("clinic-a", "clinic-b")))
-        server.run()
-        evaluation = server.evaluation
-    assert evaluation is not None
-    (empty,) = [cell for cell in evaluation.cells if cell.error]
-    assert empty.site == "clinc-b"
-    assert "'clinic-b'" in empty.error
-
-
 # -- what ends badly
 
 
@@ -181,7 +157,7 @@ def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
         raise FileNotFoundError("scan-\udcff")
 
     handlers = {"named": named, "large": lambda _: torch.zeros(2**20), "small": lambda _: 1}
-    name, large, small = play(
+    name, large, small = run_workflow(
         tmp_path,
         lambda controller: [controller.send("a", task, timeout_s=30) for task in handlers],
         handlers,
@@ -207,7 +183,7 @@ def test_a_site_with_a_full_disk_says_so_and_goes_on(tmp_path: Path, monkeypatch
             large = controller.send("a", "large", timeout_s=30)
         return large.error, controller.send("a", "large", timeout_s=30).payload
 
-    error, payload = play(tmp_path, workflow, {"large": lambda _: torch.zeros(2**20)})
+    error, payload = run_workflow(tmp_path, workflow, {"large": lambda _: torch.zeros(2**20)})
     assert "StoreError: A file in the folder of temporary files failed: File too large." in error
     assert len(payload) == 2**20
 
@@ -239,7 +215,7 @@ def test_a_payload_that_two_threads_ask_for_is_made_once(tmp_path: Path) -> None
             first, other = pool.submit(lambda: result.payload), pool.submit(second)
             return first.result(30), other.result(30)
 
-    first, other = play(tmp_path, workflow, {"give": lambda _: Slow()})
+    first, other = run_workflow(tmp_path, workflow, {"give": lambda _: Slow()})
     assert [first, other] == made * 2
 
 
@@ -309,7 +285,7 @@ def test_a_disk_that_stays_full_is_waited_for_no_longer_than_the_task(
             controller.broadcast("train", TREE, timeout_s=0.1)
         return controller.broadcast("train", {"plain": 1}, timeout_s=30)[0].payload
 
-    assert play(tmp_path, workflow, {"train": echo}, **{"disk.min_free_bytes": 20}) == {"plain": 1}
+    assert run_workflow(tmp_path, workflow, {"train": echo}, **{"disk.min_free_bytes": 20}) == {"plain": 1}
 
 
 @pytest.mark.covers("T8", "X3")
@@ -341,7 +317,7 @@ def test_warns_of_filters_for_no_site_with_the_nearest_name(tmp_path: Path, capl
 
     entries = ({"path": "drop", "args": ["b"], "sites": ["clinic-b"], "tasks": ["train"]},)
     settings = {"workflow.payload_filters": entries, "filters": {"clinic-a": {"trian": [Drop("b")]}}}
-    play(tmp_path, workflow, {"train": echo}, ["clinic-a"], **settings)
+    run_workflow(tmp_path, workflow, {"train": echo}, ["clinic-a"], **settings)
     told = [record for record in caplog.records if (record.name, record.levelno) == ("atoll.server", logging.WARNING)]
     assert [record.getMessage() for record in told] == [
         "workflow.payload_filters contains a filter for site 'clinic-b', which has not taken part. "
