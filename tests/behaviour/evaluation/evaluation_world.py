@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from harness.processes import Nursery, Process
-from kit.servers import plain_server
+from kit.servers import DEFAULT_OUTER_OPTIMIZER, plain_server
 from torch import nn
 
 import atoll
@@ -35,7 +35,7 @@ def zero() -> nn.Module:
     return model
 
 
-def serve(folder: Path, **options: Any) -> atoll.Server:
+def evaluation_server(folder: Path, **options: Any) -> atoll.Server:
     settings = {"rounds.total": 1, "rounds.sites": 3, "run.threads": 1, "workflow.steps": AFTER} | options
     model = zero() if settings.pop("has_model", True) else None
     return plain_server(folder, model, **settings)
@@ -57,9 +57,9 @@ def evaluated(
     Args:
         words: name of a site → words for its script.
         during: called once they have been started; it may replace processes in the list.
-        options: as those of `serve`.
+        options: as those of `evaluation_server`.
     """
-    with serve(folder, **options) as server:
+    with evaluation_server(folder, **options) as server:
         sites = [start_site(nursery, folder, server.url, name, *more) for name, more in words.items()]
         during(server, sites)
         assert server.wait(90)
@@ -77,6 +77,11 @@ def matrix_of(folder: Path, name: str = "cross_site_evaluation") -> dict[str, An
     """What lies in the exports."""
     found: dict[str, Any] = json.loads((folder / "state" / "exports" / f"{name}.json").read_text())
     return found
+
+
+def run_settings(**settings: Any) -> dict[str, Any]:
+    """Of a run file; the model `zero()` lies beside it. It averages the models of its sites."""
+    return DEFAULT_OUTER_OPTIMIZER | {"model.source": "zero.safetensors", "rounds.sites": 3} | settings
 
 
 def losses(matrix: dict[str, Any], metric: str = "loss") -> dict[str, dict[str, float]]:

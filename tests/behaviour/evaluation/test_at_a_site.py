@@ -10,19 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation_world import errors, losses, serve, zero
-from kit import DiLoCoSites, Threads, together
+from evaluation_world import ALONE, errors, evaluation_server, losses, zero
+from kit import DiLoCoSites, together
+from kit.servers import PLAIN_DILOCO
 from torch import nn
 
 import atoll
 from atoll.errors import UsageError
 
-ALONE: dict[str, Any] = {"workflow.steps": ({"kind": "cross_site_evaluation"},), "rounds.total": 0, "rounds.sites": 1}
+ALONE_AT_A = ALONE | {"rounds.sites": 1}
 
 
-def play(folder: Path, register: Callable[[Any], None], **settings: Any) -> dict[str, Any]:
+def evaluate(folder: Path, register: Callable[[Any], None], **settings: Any) -> dict[str, Any]:
     """An evaluation of one site, in this process; the run's model is w = 0."""
-    with serve(folder, **ALONE, **settings) as server:
+    with evaluation_server(folder, **ALONE_AT_A, **settings) as server:
         with atoll.tasks(server.url, "a") as worker:
             register(worker)
             worker.run()
@@ -72,7 +73,7 @@ def test_a_model_that_cannot_be_evaluated_leaves_its_row_empty_and_says_why(
         worker.evaluates(measure, model=NET)
         register(worker)
 
-    found = play(tmp_path, both)
+    found = evaluate(tmp_path, both)
     assert losses(found) == {"version 0": {"a": 0.0}}
     assert words in errors(found)["a", "a"]
 
@@ -90,7 +91,7 @@ def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words
         worker.evaluates(lambda state: next(given))
         worker.submits(lambda: {"weight": torch.ones(1, 1)})
 
-    found = play(tmp_path, register)
+    found = evaluate(tmp_path, register)
     assert words in errors(found)["version 0", "a"]
     assert losses(found) == {"a": {"a": 1.0}}
 
@@ -107,27 +108,30 @@ def test_a_model_of_long_tensors_goes_into_the_module_as_it_is(tmp_path: Path) -
         worker.evaluates(wrong, model=nn.Linear(expected.numel(), 1, bias=False))
         worker.submits(lambda: {"weight": expected})
 
-    assert losses(play(tmp_path, register, has_model=False)) == {"a": {"a": 0.0}}
+    assert losses(evaluate(tmp_path, register, has_model=False)) == {"a": {"a": 0.0}}
 
 
 @pytest.mark.covers("P9")
-def test_only_the_sites_that_are_named_evaluate(tmp_path: Path) -> None:
+def test_only_the_sites_that_are_named_evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a site that has never joined, the nearest name is in the error."""
+    monkeypatch.setattr("atoll.server.tasks.cross_site_evaluation.RETURN_S", 0.1)
     asked: list[str] = []
 
-    def site(name: str) -> None:
+    def take_part(name: str) -> None:
         with atoll.tasks(server.url, name) as worker:
             worker.evaluates(lambda state: asked.append(name) or {"loss": 1.0})
             worker.submits(lambda: {"weight": torch.ones(1, 1)})
             worker.run()
 
-    workflows = ({"kind": "cross_site_evaluation", "sites": ["b"]},)
-    with serve(tmp_path, **{"workflow.steps": workflows, "rounds.total": 0, "rounds.sites": 2}) as server:
-        running = Threads(partial(site, "a"), partial(site, "b"))
+    only_b = ({"kind": "cross_site_evaluation", "sites": ["clinic-b", "clinc-b"]},)
+    with evaluation_server(tmp_path, **{"workflow.steps": only_b, "rounds.total": 0, "rounds.sites": 2}) as server:
+        together(partial(take_part, "clinic-a"), partial(take_part, "clinic-b"))
         server.run()
-        running.join()
     assert server.evaluation is not None
-    assert losses(server.evaluation.model_dump()) == {"version 0": {"b": 1.0}, "b": {"b": 1.0}}
-    assert set(asked) == {"b"}
+    found = server.evaluation.model_dump()
+    assert losses(found) == {"version 0": {"clinic-b": 1.0}, "clinic-b": {"clinic-b": 1.0}}
+    assert set(asked) == {"clinic-b"}
+    assert "'clinic-b'" in errors(found)["version 0", "clinc-b"]
 
 
 @pytest.mark.covers("P9", "P1")
@@ -138,12 +142,12 @@ def test_a_handler_may_answer_with_a_reference_to_a_model_elsewhere(tmp_path: Pa
             worker.task("submit_model")(lambda payload: {"model": publisher.publish({"weight": torch.full((2,), 3.0)})})
             worker.evaluates(lambda state: {"loss": state["weight"][-1]})
 
-        assert losses(play(tmp_path, register, has_model=False)) == {"a": {"a": 3.0}}
+        assert losses(evaluate(tmp_path, register, has_model=False)) == {"a": {"a": 3.0}}
 
 
 @pytest.mark.covers("T9")
 def test_a_name_has_one_handler(tmp_path: Path) -> None:
-    with serve(tmp_path, **ALONE) as server, atoll.tasks(server.url, "a") as worker:
+    with evaluation_server(tmp_path, **ALONE_AT_A) as server, atoll.tasks(server.url, "a") as worker:
         worker.evaluates(measure)
         with pytest.raises(UsageError, match="'validate' already has a handler"):
             worker.task("validate")(print)
@@ -171,7 +175,7 @@ def test_without_a_server_handlers_are_taken_and_never_called() -> None:
 @pytest.mark.covers("P9")
 def test_refuses_a_site_without_an_evaluator_before_it_trains(tmp_path: Path) -> None:
     trained: list[int] = []
-    with serve(tmp_path, **{"rounds.sites": 1}) as server:
+    with evaluation_server(tmp_path, **{"rounds.sites": 1}) as server:
         with pytest.raises(UsageError) as refused, atoll.join(server.url, "a", folder=tmp_path / "w") as worker:
             trained.extend(fl_round.number for fl_round in worker)
         (site,) = server.status().workers
@@ -184,8 +188,7 @@ def test_refuses_a_site_without_an_evaluator_before_it_trains(tmp_path: Path) ->
 
 @pytest.mark.covers("P9")
 def test_refuses_a_site_of_tasks_without_an_evaluator(tmp_path: Path) -> None:
-    workflows = [{"kind": "cross_site_evaluation"}]
-    with serve(tmp_path, **{"rounds.sites": 1, "workflow.steps": workflows, "rounds.total": 0}) as server:
+    with evaluation_server(tmp_path, **ALONE_AT_A) as server:
         with atoll.tasks(server.url, "a") as worker:
             worker.task("train")(lambda payload: payload)
             with pytest.raises(UsageError) as refused:
@@ -209,21 +212,12 @@ def test_a_site_trains_that_is_not_evaluated_or_has_a_handler_of_its_own(tmp_pat
             for fl_round in worker:
                 fl_round.submit(fl_round.load_into(zero()))
 
-    with serve(tmp_path, **{"rounds.sites": 2, "workflow.steps": workflows}) as server:
+    with evaluation_server(tmp_path, **{"rounds.sites": 2, "workflow.steps": workflows}) as server:
         together(lambda: train(server.url, "a"), lambda: train(server.url, "b"))
         server.run()
-        evaluation_found = server.evaluation
-    assert evaluation_found is not None
-    found = {cell.site: cell.metrics.get("loss") for cell in evaluation_found.cells}
+    assert server.evaluation is not None
+    found = {cell.site: cell.metrics.get("loss") for cell in server.evaluation.cells}
     assert found == ({"a": 1.0, "b": 2.0} if by_hand else {"a": 1.0})
-
-
-DILOCO: dict[str, Any] = {
-    "algorithm.name": "diloco",
-    "diloco.sync_every": 2,
-    "aggregation.upload_codec.name": "none",
-    "rounds.sites": 2,
-}
 
 
 @pytest.mark.covers("P9")
@@ -243,6 +237,7 @@ def test_tells_a_site_before_its_first_step_that_it_will_be_asked(
             told_before.add(site)
 
     workflows = [{"kind": "train"}, {"kind": "cross_site_evaluation", "sites": sites, "site_models": False}]
-    with serve(tmp_path, **{"workflow.steps": workflows}, **DILOCO) as server:
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 2, "rounds.sites": 2, "workflow.steps": workflows}
+    with evaluation_server(tmp_path, **settings) as server:
         DiLoCoSites(server.url, tmp_path, 4, build=zero, during=during).join()
     assert told_before == told("atoll") == set(sites)

@@ -11,9 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation_world import ALONE, MATRIX, TARGETS, errors, evaluated, losses, matrix_of, serve, start_site
+from evaluation_world import (
+    AFTER,
+    ALONE,
+    MATRIX,
+    TARGETS,
+    errors,
+    evaluated,
+    evaluation_server,
+    losses,
+    matrix_of,
+    run_settings,
+    start_site,
+)
 from harness.processes import Nursery, Process, free_port, wait_until
-from kit import together
+from kit import ForkedServer, together, write_run_file
+from kit.processes import url_of
+from kit.servers import PLAIN_DILOCO
 from safetensors.torch import save_file
 
 import atoll
@@ -100,7 +114,7 @@ def test_sites_that_fail_refuse_or_measure_no_number_leave_a_cell_and_a_reason(
 
 @pytest.mark.covers("P9", "P12")
 def test_an_evaluation_that_has_not_one_value_has_failed(nursery: Nursery, tmp_path: Path) -> None:
-    with serve(tmp_path, **ALONE, **{"rounds.sites": 1}) as server:
+    with evaluation_server(tmp_path, **ALONE, **{"rounds.sites": 1}) as server:
         start_site(nursery, tmp_path, server.url, "a", "tasks", "refuses", "raises")
         with pytest.raises(RunFailed, match="evaluated nothing: every model on a: ValueError: no data here"):
             server.run()
@@ -149,41 +163,23 @@ def test_a_site_that_stands_still_is_given_up_after_its_time(nursery: Nursery, t
 # -- servers and sites that are killed, and where the bytes go
 
 
-def start_server(nursery: Nursery, folder: Path, *flags: str, port: int) -> Process:
-    return nursery.start("atoll", "server", "run.toml", "--port", str(port), *flags, cwd=folder)
-
-
-def run_file(folder: Path) -> None:
-    save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
-    (folder / "run.toml").write_text(
-        'algorithm.name = "fedavg"\nmodel.source = "zero.safetensors"\nrounds.total = 1\nrounds.sites = '
-        '3\ndisk.state_dir = "state"\n'
-        'disk.min_free_bytes = 0\n[[workflow.steps]]\nkind = "train"\n[[workflow.steps]]\nkind = '
-        '"cross_site_evaluation"\n'
-    )
-
-
 @pytest.mark.covers("P9", "P12")
 def test_a_server_that_is_killed_in_the_middle_evaluates_again_and_does_not_train_again(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    run_file(tmp_path)
-    port = free_port()
-    server = start_server(nursery, tmp_path, port=port)
-    wait_until(lambda: "listening on" in server.output(), "the server")
-    url = f"http://127.0.0.1:{port}"
-    sites = [start_site(nursery, tmp_path, url, name, *words) for name, words in C_HANGS.items()]
-    until_it_hangs(tmp_path)
-    server.kill()
-    again = start_server(nursery, tmp_path, port=port)
-    wait_until(lambda: "listening on" in again.output(), "the server")
-    (tmp_path / "c.go").touch()
-    assert again.wait(60) == 0
+    save_file({"weight": torch.zeros(1, 1)}, tmp_path / "zero.safetensors")
+    with ForkedServer(nursery, tmp_path, **run_settings(**{"rounds.total": 1, "workflow.steps": AFTER})) as server:
+        sites = [start_site(nursery, tmp_path, server.url, name, *words) for name, words in C_HANGS.items()]
+        until_it_hangs(tmp_path)
+        server.kept.now.kill()
+        began_again = "workflow 1 of 2, train, ended before this start"
+        wait_until(lambda: began_again in server.log.read_text(), "the next start")
+        (tmp_path / "c.go").touch()
+        assert server.kept.wait() == 0
     assert [site.wait() for site in sites] == [0, 0, 0]
     assert losses(matrix_of(tmp_path)) == MATRIX
-    assert "workflow 1 of 2, train, ended before this start" in again.output()
     assert [site.output().count("submitted") for site in sites] == [1, 1, 1]
-    assert "round 1" not in again.output()
+    assert "round 1" not in server.log.read_text().partition(began_again)[2]
 
 
 @pytest.mark.covers("P9")
@@ -228,7 +224,7 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
     """
     nbytes = 8_000_000
     big_models(tmp_path, nbytes, "abc")
-    with serve(tmp_path, **ALONE, has_model=False) as server:
+    with evaluation_server(tmp_path, **ALONE, has_model=False) as server:
         together(*(partial(evaluate_big, server, tmp_path, name) for name in "abc"))
         server.run()
     assert losses(matrix_of(tmp_path)) == {name: MATRIX[name] for name in "abc"}
@@ -250,7 +246,9 @@ def test_memory_is_flat_at_the_server_and_at_sites_that_evaluate(tmp_path: Path)
         folder.mkdir()
         big_models(folder, megabytes * 2**20, "abc")
         only = ({"kind": "cross_site_evaluation", "versions": [str(folder / "c.safetensors")]},)
-        with serve(folder, **ALONE | {"workflow.steps": only, "rounds.sites": 2}, has_model=False) as server:
+        with evaluation_server(
+            folder, **ALONE | {"workflow.steps": only, "rounds.sites": 2}, has_model=False
+        ) as server:
             growth = peak_growth(lambda: together(*(partial(evaluate_big, server, folder, name) for name in "ab")))
             server.run()
         return growth
@@ -271,15 +269,8 @@ def test_behind_diloco_sites_join_again_with_the_model_that_they_have(nursery: N
 
     When the run is finished, sites have its result.
     """
-    settings = {"algorithm.name": "diloco", "diloco.sync_every": 2, "aggregation.upload_codec.name": "none"}
-    outer = {
-        "algorithm.outer_optimizer.name": "sgd",
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "algorithm.outer_optimizer.nesterov": False,
-    }
     words = {"a": ["diloco"], "c": ["diloco"]}
-    matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2}, **settings, **outer)
+    matrix, _ = evaluated(nursery, tmp_path, words, **PLAIN_DILOCO, **{"rounds.sites": 2, "diloco.sync_every": 2})
     assert losses(matrix, "w") == {name: {"a": 2.25, "c": 2.25} for name in ("version 1", "a", "c")}
 
 
@@ -296,7 +287,7 @@ def test_every_way_of_rounds_ends_in_an_evaluation(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("P9", "T8")
-def test_a_model_does_not_go_round_the_filters_of_its_site(nursery: Nursery, tmp_path: Path) -> None:
+def test_the_model_of_a_site_passes_its_filters_before_it_is_evaluated(nursery: Nursery, tmp_path: Path) -> None:
     """What b says may leave passes its filter: 1 + 2⁻⁹ is no bfloat16, which has 8 bits, and becomes 1."""
     words = {"a": ["filters"], "b": ["filters", "own"]}
     matrix, _ = evaluated(nursery, tmp_path, words, **{"rounds.sites": 2})
@@ -309,18 +300,13 @@ def test_a_model_does_not_go_round_the_filters_of_its_site(nursery: Nursery, tmp
 # -- `atoll evaluate`
 
 
-RUN = """
-algorithm.name = "fedavg"
-model.source = "zero.safetensors"
-rounds.total = {rounds}
-rounds.sites = 2
-disk.min_free_bytes = 0
-disk.state_dir = "state"
-disk.export_every = 1
-disk.keep_versions = 2
-rounds.best_metric = "loss"
-rounds.best_mode = "min"
-"""
+KEPT_VERSIONS = {
+    "rounds.sites": 2,
+    "rounds.best_metric": "loss",
+    "rounds.best_mode": "min",
+    "disk.export_every": 1,
+    "disk.keep_versions": 2,
+}
 
 TRAINER = """
 import sys
@@ -339,17 +325,10 @@ with atoll.join(sys.argv[1], sys.argv[2]) as worker:
 """
 
 
-def url_of(server: Process) -> str:
-    wait_until(lambda: "listening on" in server.output() or server.poll() is not None, "the server")
-    found = re.search(r"listening on (http://[0-9.:]+)", server.output())
-    assert found, server.output()
-    return found[1]
-
-
 def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
     """Version n of the run is w = n, and the best one is the second."""
     save_file({"weight": torch.zeros(1, 1)}, folder / "zero.safetensors")
-    (folder / "run.toml").write_text(RUN.format(rounds=rounds))
+    write_run_file(folder, **run_settings(**KEPT_VERSIONS, **{"rounds.total": rounds}))
     (folder / "train.py").write_text(TRAINER)
     server = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=folder)
     url = url_of(server)
@@ -363,15 +342,8 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
     """w is the number of the version, and 10 in the file; a has t = 0, b has t = 3. Version 9 there never was."""
     trained(nursery, tmp_path, 5)
     save_file({"weight": torch.full((1, 1), 10.0)}, tmp_path / "other.safetensors")
-    asked = [
-        "--versions",
-        "latest,1,best,9,other.safetensors,nope.safetensors",
-        "--no-site-models",
-        "--port",
-        "0",
-        "--out",
-        "m/found.json",
-    ]
+    versions = "--versions=latest,1,best,9,other.safetensors,nope.safetensors"
+    asked = (versions, "--no-site-models", "--port=0", "--out=m/found.json")
     server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
     url = url_of(server)
     sites = [start_site(nursery, tmp_path, url, "a"), start_site(nursery, tmp_path, url, "b", "tasks")]
@@ -400,7 +372,7 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
 @pytest.mark.covers("P9")
 def test_a_run_that_is_not_finished_goes_on_after_an_evaluation(nursery: Nursery, tmp_path: Path) -> None:
     trained(nursery, tmp_path, 2)
-    (tmp_path / "run.toml").write_text(RUN.format(rounds=4))
+    write_run_file(tmp_path, **run_settings(**KEPT_VERSIONS, **{"rounds.total": 4}))
     asked = ["--no-site-models", "--sites", "b", "--port", "0", "--json", "--out", "found.md"]
     server = nursery.start("atoll", "evaluate", "run.toml", *asked, cwd=tmp_path)
     url = url_of(server)

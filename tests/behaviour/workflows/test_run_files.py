@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import Nursery
 from kit.servers import new_server, plain_server
-from ordered_world import Run
 
 import atoll
 from atoll.errors import AtollError, ConfigError
@@ -96,40 +94,6 @@ def test_an_evaluation_that_means_nothing_is_refused_before_training(
 ) -> None:
     settings = steps(TRAINING, EVALUATION | options) | {"rounds.total": 1}
     refused(words, lambda: plain_server(tmp_path, {"w": torch.ones(1)}, **settings).run())
-
-
-@pytest.mark.covers("P12")
-def test_components_are_made_once_and_referred_to_by_id(nursery: Nursery, tmp_path: Path) -> None:
-    """`long` has `short` in it, and so has the workflow: it is made once. `@@` stands for an @."""
-    run = Run(
-        nursery,
-        tmp_path,
-        """
-[[workflow.components]]
-id = "short"
-path = "flow.py:Schedule"
-args = {first = 0.1}
-[[workflow.components]]
-id = "long"
-path = "flow.py:Schedule"
-args = {first = 0.5, more = ["@short"]}
-[[workflow.components]]
-id = "unused"
-path = "flow.py:Nobody"
-[[workflow.components]]
-id = "run"
-path = "flow.py:scheduled"
-[[workflow.steps]]
-path = "flow.py:scheduled"
-args = {schedule = "@long", other = "@@me"}
-[[workflow.steps]]
-path = "@run"
-args = {schedule = "@short"}
-""",
-        **{"rounds.total": None},
-    )
-    run.serve(ends=0)
-    assert run.told == ["a schedule is made"] * 2 + ["scheduled 0.5 [0.1] @me", "scheduled 0.1 [] None"]
 
 
 @pytest.mark.covers("P12")
