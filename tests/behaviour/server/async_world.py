@@ -59,6 +59,12 @@ class Clients:
         """Submit the pseudo-gradient `u` against what the site pulled last."""
         self.clients[site].submit({"weight": self.base[site] - u}, **about)
 
+    def advance(self, site: str, *seeds: int) -> None:
+        """The site submits a gradient for each seed, and pulls what comes of it."""
+        for seed in seeds:
+            self.submit(site, gradient(seed))
+            self.pull(site)
+
     def wait(self, version: int) -> None:
         wait_until(lambda: self.server.status().fragments[0].version == version, f"version {version}")
 
@@ -68,8 +74,8 @@ class Clients:
     def require_weight(self, expected: Tensor) -> None:
         assert torch.allclose(self.weight(), expected, rtol=0, atol=1e-12)
 
-    def behind(self) -> list[tuple[str, int]]:
-        """(site, staleness) of every update that counted, in order."""
+    def staleness(self) -> list[tuple[str, int]]:
+        """(site, how many versions behind) of every update that counted, in order."""
         return [
             (site, s)
             for line in self.server.status().history

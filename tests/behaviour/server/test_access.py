@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import re
 import socket
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import trustme
-from kit.requests import get, post
+from kit.requests import answer, begin_request, get, post
 from kit.servers import plain_server
 from kit.tls import write_certificate
 from torch import nn
@@ -27,26 +25,12 @@ from atoll.testing.run import status
 
 
 def asked(
-    port: int,
-    host: str = "localhost",
-    authorization: str | None = None,
-    *,
-    path: str = "/v1/status",
-    method: str = "GET",
-    address: str = "127.0.0.1",
+    port: int, host: str = "localhost", authorization: str | None = None, line: str = "GET /v1/status", **options: str
 ) -> tuple[int, str]:
     """Status and code of a request with exactly these headers."""
-    connection = http.client.HTTPConnection(address, port, timeout=30)
-    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
-    connection.putheader("Host", host)
-    if authorization is not None:
-        connection.putheader("Authorization", authorization)
-    connection.endheaders()
-    reply = connection.getresponse()
-    body = reply.read()
-    connection.close()
-    is_problem = reply.status != 200 and reply.headers.get_content_type() == "application/json"
-    return reply.status, json.loads(body)["code"] if is_problem else ""
+    shown = {} if authorization is None else {"Authorization": authorization}
+    status, reply = answer(begin_request(port, line, Host=host, **shown, **options))
+    return status, reply.get("code", "")
 
 
 def join(url: str, **fields: object) -> tuple[int, str]:
@@ -190,7 +174,7 @@ def test_a_certificate_that_is_refused_comes_with_its_own_remedy(
 
 
 @pytest.mark.covers("X3", "F38")
-def test_the_wrong_authority_and_the_wrong_scheme_are_told_apart(tmp_path: Path, authority: trustme.CA) -> None:
+def test_a_wrong_authority_and_a_wrong_scheme_have_different_remedies(tmp_path: Path, authority: trustme.CA) -> None:
     with plain_server(tmp_path, nn.Linear(2, 1), **write_certificate(tmp_path, authority=authority)) as server:
         assert "Set ATOLL_TLS_CA" in said_to(f"https://localhost:{server.port}", tmp_path, trustme.CA())
         assert "needs https://" in said_to(f"http://localhost:{server.port}", tmp_path, authority)
@@ -209,38 +193,14 @@ def test_a_tls_connection_that_ends_early_is_no_matter_of_certificates() -> None
 
 
 LOCAL = [
-    "127.0.0.1",
-    "127.0.0.1:8512",
-    "127.0.0.1:1",
-    "127.8.9.10",
-    "localhost",
-    "LocalHost:9000",
-    "localhost.",
-    "[::1]",
-    "[::1]:8512",
-    "[0:0:0:0:0:0:0:1]:1",
+    *("127.0.0.1", "127.0.0.1:8512", "127.0.0.1:1", "127.8.9.10", "localhost", "LocalHost:9000", "localhost."),
+    *("[::1]", "[::1]:8512", "[0:0:0:0:0:0:0:1]:1"),
 ]
-
-
 FOREIGN = [
-    "evil.example",
-    "evil.example:8512",
-    "127.0.0.1.evil.example",
-    "localhost.evil.example",
-    "notlocalhost",
-    "192.168.0.7:8512",
-    "0.0.0.0",
-    "[2001:db8::1]:8512",
-    "[::]:8512",
-    "evil@localhost",
-    "localhost@evil.example",
-    "127.0.0.1:8512:evil",
-    "127.0.0.1/evil.example",
+    *("evil.example", "evil.example:8512", "127.0.0.1.evil.example", "localhost.evil.example", "notlocalhost"),
+    *("192.168.0.7:8512", "0.0.0.0", "[2001:db8::1]:8512", "[::]:8512", "2130706433", "[::1", "", None),
+    *("evil@localhost", "localhost@evil.example", "127.0.0.1:8512:evil", "127.0.0.1/evil.example"),
     "127.0.0.1, evil.example",
-    "2130706433",
-    "[::1",
-    "",
-    None,
 ]
 """None: the request has no Host."""
 
@@ -275,7 +235,7 @@ PATHS = ["/v1/status", "/v1/run", "/v1/schema", "/v1/workers", "/metrics", "/ope
 @pytest.mark.parametrize("path", PATHS)
 def test_refuses_a_foreign_name_at_every_path(port: int, path: str) -> None:
     for method in ("GET", "POST"):
-        assert asked(port, "evil.example", path=path, method=method) == (401, "auth")
+        assert asked(port, "evil.example", line=f"{method} {path}") == (401, "auth")
 
 
 def test_two_host_headers_are_not_taken_for_a_local_one(port: int) -> None:

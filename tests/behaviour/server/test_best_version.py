@@ -22,11 +22,11 @@ import atoll
 from atoll.errors import ConfigError, Gone, StateCorrupt, UsageError
 
 
-def serve(folder: Path, **settings: Any) -> atoll.Server:
+def best_server(folder: Path, **settings: Any) -> atoll.Server:
     return plain_server(folder, {"w": torch.zeros(2)}, **({"rounds.best_metric": "acc"} | settings))
 
 
-def work(server: atoll.Server, folder: Path, *measured: float | dict[str, float]) -> int:
+def run_rounds(server: atoll.Server, folder: Path, *measured: float | dict[str, float]) -> int:
     """One site: it validates what it pulled, adds 1 to it, submits. So version v is all v. Returns the rounds done.
 
     `measured` are accuracies of the rounds, or metrics.
@@ -64,20 +64,20 @@ def saved(server: atoll.Server) -> int:
 @pytest.mark.covers("X41")
 def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tmp_path: Path, nursery: Nursery) -> None:
     exports = tmp_path / "saved"
-    with serve(tmp_path, **{"disk.export_dir": exports}) as server:
+    with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
         # round 1 measures version 0, round 2 version 1, …: the best is version 2
-        work(server, tmp_path, 0.1, 0.3, 0.8, 0.5)
+        run_rounds(server, tmp_path, 0.1, 0.3, 0.8, 0.5)
         assert saved(server) == 2
         shown = command(nursery, tmp_path, "status", "--server", server.url).stdout
         assert "best acc 0.8: version 2, measured in round 3" in shown
         note, values = best_of(exports)
         assert note == {"version": 2, "round": 3, "metric": "acc", "mode": "max", "value": 0.8}
         assert values == [2.0, 2.0]
-    with serve(tmp_path, **{"disk.export_dir": exports}) as server:
+    with best_server(tmp_path, **{"disk.export_dir": exports}) as server:
         best = server.status().best
         assert best is not None
         assert (best.version, best.value, best.stale) == (2, 0.8, 1)
-        work(server, tmp_path, 0.7, 0.9)  # of version 4, which is no better, and of 5
+        run_rounds(server, tmp_path, 0.7, 0.9)  # of version 4, which is no better, and of 5
         assert saved(server) == 5
         assert best_of(exports)[1] == [5.0, 5.0]
         assert [path.name for path in exports.iterdir() if path.name.endswith(".tmp")] == []
@@ -86,43 +86,43 @@ def test_the_best_version_is_the_one_that_was_measured_and_survives_a_restart(tm
     assert out.read_bytes() == (exports / "best.safetensors").read_bytes()
 
 
-def test_what_a_kill_left_out_is_written_at_the_next_start(tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
-        work(server, tmp_path, 0.1, 0.3)
+def test_files_of_the_best_version_that_are_missing_are_written_at_the_next_start(tmp_path: Path) -> None:
+    with best_server(tmp_path) as server:
+        run_rounds(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
     exports = tmp_path / "state" / "exports"
     before = (exports / "best.safetensors").read_bytes()
     (exports / "best.json").unlink()  # as after a kill between the two
     (exports / "best.safetensors").unlink()
-    with serve(tmp_path) as server:
+    with best_server(tmp_path) as server:
         assert saved(server) == 1
         assert (exports / "best.safetensors").read_bytes() == before
         assert json.loads((exports / "best.json").read_text())["version"] == 1
 
 
 def test_a_removed_file_of_the_best_version_is_written_again_after_the_next_round(tmp_path: Path) -> None:
-    with serve(tmp_path, **{"disk.keep_versions": 4}) as server:
-        work(server, tmp_path, 0.1, 0.3)
+    with best_server(tmp_path, **{"disk.keep_versions": 4}) as server:
+        run_rounds(server, tmp_path, 0.1, 0.3)
         assert saved(server) == 1
         before = best_of(server.exports)
         shutil.rmtree(server.exports)
-        work(server, tmp_path, 0.2)
+        run_rounds(server, tmp_path, 0.2)
         wait_until((server.exports / "best.json").exists, "the best version is written again")
         assert best_of(server.exports) == before
 
 
-def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
+def test_a_best_version_that_is_no_longer_kept_is_reported_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serve(tmp_path) as server:
-        work(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
+    with best_server(tmp_path) as server:
+        run_rounds(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
     (tmp_path / "state" / "exports" / "best.safetensors").unlink()
-    with serve(tmp_path) as server:
+    with best_server(tmp_path) as server:
         path = tmp_path / "state" / "exports" / "best.safetensors"
         missing = f"no longer kept, so it cannot be saved: {path} is missing until a better version is found"
         wait_until(lambda: missing in caplog.text, "it is said")
-        work(server, tmp_path, 0.95)
+        run_rounds(server, tmp_path, 0.95)
         assert saved(server) == 4
         assert best_of(server.exports)[1] == [4.0, 4.0]
 
@@ -131,8 +131,8 @@ def test_a_version_that_is_no_longer_kept_is_told_of_and_the_run_goes_on(
 def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "atoll")
     why = "stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
-    with serve(tmp_path, **{"rounds.early_stop_after": 2}) as server:
-        assert work(server, tmp_path, 0.5, 0.6, 0.6, 0.4, 0.9) == 4  # there is no fifth round
+    with best_server(tmp_path, **{"rounds.early_stop_after": 2}) as server:
+        assert run_rounds(server, tmp_path, 0.5, 0.6, 0.6, 0.4, 0.9) == 4  # there is no fifth round
         assert server.wait(30)
         status = server.status()
         assert (status.finished, status.stopped) == (True, why)
@@ -141,17 +141,17 @@ def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: p
             assert file.get_tensor("w").tolist() == [4.0, 4.0]
     assert f"the run is finished at version 4, {why}" in caplog.text
     assert f"a: the run is finished at version 4 ({why}" in caplog.text, "the site is told, too"
-    with serve(tmp_path, **{"rounds.early_stop_after": 2}) as server:  # it stays finished, and says so again
+    with best_server(tmp_path, **{"rounds.early_stop_after": 2}) as server:  # it stays finished, and says so again
         assert server.wait(30)
         assert server.status().stopped == why
-    with serve(tmp_path) as server:  # without patience it goes on
+    with best_server(tmp_path) as server:  # without patience it goes on
         assert not server.status().finished
-        assert work(server, tmp_path, 0.7) == 1
+        assert run_rounds(server, tmp_path, 0.7) == 1
 
 
 def test_warns_once_of_a_metric_that_no_site_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(tmp_path, **{"rounds.early_stop_after": 1}) as server:
-        work(server, tmp_path, {"loss": 1.0}, {}, float("nan"), 0.5)
+    with best_server(tmp_path, **{"rounds.early_stop_after": 1}) as server:
+        run_rounds(server, tmp_path, {"loss": 1.0}, {}, float("nan"), 0.5)
         assert saved(server) == 3
     said = [record.message for record in caplog.records if "no finite value of 'acc'" in record.message]
     assert len(said) == 1
@@ -168,17 +168,17 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
     def require_refused(error: type[atoll.AtollError], words: str, *source: str) -> None:
         assert re.search(f"^exit {error.exit_code}: .*{words}", str(exported(*source)))
 
-    with serve(tmp_path) as server:
+    with best_server(tmp_path) as server:
         at = ("--server", server.url)
         require_refused(Gone, "No round has reported the metric 'acc'", *at)
-        work(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
+        run_rounds(server, tmp_path, 0.9, 0.3, 0.3, 0.3)
         assert saved(server) == 0
         assert exported(*at) == 0
         original = (server.exports / "best.safetensors").read_bytes()
         assert out.read_bytes() == original
         (server.exports / "best.safetensors").rename(tmp_path / "elsewhere")  # as on another machine
         require_refused(Gone, r"Copy .*best\.safetensors on the server's machine", *at)
-        work(server, tmp_path, 0.95)  # of version 4, which is still kept to be pulled
+        run_rounds(server, tmp_path, 0.95)  # of version 4, which is still kept to be pulled
         assert saved(server) == 4
         other = {"version": "4", "acc": "0.1"}  # of another run, which is on this machine under the same path
         save_file({"w": torch.zeros(2)}, server.exports / "best.safetensors", other)
@@ -193,7 +193,7 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
         (tmp_path / "elsewhere").rename(server.exports / "best.safetensors")
         assert exported("--dir", str(tmp_path / "state")) == 0
         assert out.read_bytes() == original
-    with serve(tmp_path / "other", **{"rounds.best_metric": None}) as server:
+    with best_server(tmp_path / "other", **{"rounds.best_metric": None}) as server:
         require_refused(UsageError, "does not track a best version", "--server", server.url)
 
 
@@ -207,11 +207,11 @@ def test_export_of_the_best(tmp_path: Path, nursery: Nursery) -> None:
 )
 def test_settings_that_mean_nothing_are_refused(tmp_path: Path, settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        serve(tmp_path, **settings)
+        best_server(tmp_path, **settings)
 
 
 @pytest.mark.covers("X41")
-def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_after_it(
+def test_best_json_is_synchronised_before_it_is_renamed_and_its_folder_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from atoll.store.journal import Journal
@@ -227,10 +227,10 @@ def test_what_best_json_says_is_on_the_disk_before_it_has_its_name_and_the_name_
         replace(source, target)
         done.append(("name", Path(target).name))
 
-    with serve(tmp_path, rounds=9, **{"disk.export_every": 0}) as server:
+    with best_server(tmp_path, rounds=9, **{"disk.export_every": 0}) as server:
         monkeypatch.setattr(Journal, "sync", synced)
         monkeypatch.setattr(os, "replace", replaced)
-        work(server, tmp_path, 0.5)
+        run_rounds(server, tmp_path, 0.5)
         saved(server)
         names = (".best.json.tmp", "best.json", server.exports.name)
         found = [each for each in list(done) if each[1] in names]

@@ -28,8 +28,7 @@ STREAMING: dict[str, Any] = {
 }
 
 
-def serve(folder: Path, **settings: Any) -> atoll.Server:
-    """A server of DiLoCo that is not started."""
+def diloco_server(folder: Path, **settings: Any) -> atoll.Server:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     return plain_server(folder, model, **({"algorithm.name": "diloco"} | settings))
 
@@ -61,7 +60,7 @@ FEDPROX: dict[str, Any] = {"algorithm.name": "fedprox", "algorithm.mu": 0.1}
     ],
     ids=str,
 )
-def test_what_a_run_lives_by_is_refused_by_name(
+def test_settings_that_a_run_cannot_change_are_refused_by_name(
     tmp_path: Path, first: dict[str, Any], key: str | tuple[str, ...], was: object, sets: Any
 ) -> None:
     """Of several changed settings the first is named."""
@@ -87,36 +86,36 @@ def test_another_outer_optimizer_is_refused_with_the_options_that_differ(
 
 def require_refused(folder: Path, first: dict[str, Any], other: dict[str, Any], told: str) -> None:
     """A start with other settings is refused; with the first ones the run goes on."""
-    with serve(folder, **first):
+    with diloco_server(folder, **first):
         pass
     with pytest.raises(ConfigError, match=re.escape(f" has {told}.")) as caught:
-        serve(folder, **(first | other)).start()
+        diloco_server(folder, **(first | other)).start()
     assert "Start with the old value, or start a new run in another disk.state_dir" in caught.value.remedy
-    with serve(folder, **first) as again:
+    with diloco_server(folder, **first) as again:
         assert again.status().epoch >= 2
 
 
-def test_another_build_of_torch_is_told_of_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with serve(tmp_path):
+def test_another_build_of_torch_is_reported_and_not_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with diloco_server(tmp_path):
         pass
     with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as journal, journal:
         ((text,),) = journal.execute("SELECT settings_json FROM run")
         older = text.replace(f'"torch": "{torch.__version__}"', '"torch": "2.1.0"')
         assert older != text
         journal.execute("UPDATE run SET settings_json = ?, torch_build = '2.1.0'", (older,))
-    with serve(tmp_path):
+    with diloco_server(tmp_path):
         assert "the run was started with torch 2.1.0 on" in caplog.text
 
 
-def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Path) -> None:
+def test_settings_that_sites_have_read_hold_for_them_until_they_start_again(tmp_path: Path) -> None:
     """a was there before, b comes later; both take part."""
     told = {"network.connections": 1, "network.heartbeat_interval_s": 0.2, "network.idle_timeout_s": 7.0}
     later = {"network.connections": 3, "network.heartbeat_interval_s": 40.0, "network.idle_timeout_s": 9.0}
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.total": 3}
-    with serve(tmp_path, **run, **told) as server:
+    with diloco_server(tmp_path, **run, **told) as server:
         (a,) = clients(server, tmp_path, "a").values()
         one_round(a)
-    with serve(tmp_path, **run, **later) as server:
+    with diloco_server(tmp_path, **run, **later) as server:
         one_round(a)
         (b,) = clients(server, tmp_path, "b").values()
         for client, expected in ((a, told), (b, later)):
@@ -134,13 +133,13 @@ def test_what_sites_were_told_holds_for_them_until_they_start_again(tmp_path: Pa
 def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_workers(tmp_path: Path) -> None:
     """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
-    with serve(tmp_path, **run, rounds=1, **{"rounds.min_sites": 2}) as server:
+    with diloco_server(tmp_path, **run, rounds=1, **{"rounds.min_sites": 2}) as server:
         sites = clients(server, tmp_path)
         for client in sites.values():
             one_round(client)
         wait_until(lambda: server.finished, "the end of its one round")
     changed = {"rounds.min_sites": 1, "aggregation.reducer.name": "median", "aggregation.max_update_norm": 0.5}
-    with serve(tmp_path, **run, **changed, rounds=2) as server:
+    with diloco_server(tmp_path, **run, **changed, rounds=2) as server:
         a, b = sites.values()
         for client in (a, b):
             assert client.next_round() == 2

@@ -23,7 +23,7 @@ import torch
 from aiohttp import web
 from harness.processes import wait_until
 from kit.client import Client
-from kit.requests import answer, begin_request, get
+from kit.requests import answer, begin_request, version_path
 from kit.servers import plain_server
 from kit.tls import write_certificate
 from kit.wire import DIGEST_BYTES, WireSite
@@ -135,10 +135,9 @@ def test_a_worker_that_goes_away_within_a_part(tmp_path: Path, caplog: pytest.Lo
 
 def test_a_worker_that_goes_away_within_a_download(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with quiet_server(tmp_path, caplog) as server:
-        path = "/v1/fragments/0/versions/0"
-        digest = get(server.url, path)[1]["digest"]
+        path = version_path(server.url)
         for headers, end, _ in product(({}, {"Range": "bytes=0-900000"}), ENDS, range(3)):
-            raw = begin_request(server.port, f"GET {path}/{digest}", **headers)
+            raw = begin_request(server.port, f"GET {path}", **headers)
             raw.recv(100)
             end(raw)
 
@@ -218,22 +217,10 @@ def test_holds_little_of_an_unread_body(server: atoll.Server, monkeypatch: pytes
         return await serve(request, *arguments, **options)
 
     monkeypatch.setattr("atoll.server.http.byte_routes.serve_file", spied)
-    path = "/v1/fragments/0/versions/0"
-    digest = get(server.url, path)[1]["digest"]
-    with begin_request(server.port, f"GET {path}/{digest}", Content_Length=1000000) as raw:
+    path = version_path(server.url)
+    with begin_request(server.port, f"GET {path}", Content_Length=1000000) as raw:
         assert raw.recv(100).startswith(b"HTTP/1.1 200 ")
     assert limits == [2**17]
-
-
-def test_only_so_many_transfers_move_large_runs() -> None:
-    from atoll.transport import request_body
-
-    with contextlib.ExitStack() as ends:
-        wide = [ends.enter_context(request_body._run_bytes()) for _ in range(request_body.WIDE)]
-        with request_body._run_bytes() as one_more:
-            assert (set(wide), one_more) == ({request_body.WIDE_BYTES}, request_body.NARROW_BYTES)
-    with request_body._run_bytes() as later:
-        assert later == request_body.WIDE_BYTES
 
 
 @pytest.mark.covers("D1")

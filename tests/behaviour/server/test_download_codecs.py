@@ -1,21 +1,23 @@
-"""Versions that go down as differences: the bits, the bytes, which site gets what, beside whatever else a run has."""
+"""Versions that are downloaded as differences: the bits, the bytes, and which site gets what, beside other settings."""
 
 from __future__ import annotations
 
 import logging
 import re
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from down_world import Run, down_bytes, mixed, require_equal, serve, start, through, trained
 from harness.processes import Nursery
 from harness.proxy import Fault, Proxy
 from kit import flip_bit
+from kit.aggregators import MEAN
 from kit.client import Client
 from kit.processes import export
+from kit.servers import PLAIN_DILOCO, long, plain_server
 from kit.sites import clients, finish, play_round
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -24,6 +26,209 @@ import atoll
 from atoll.codecs import build_codecs
 from atoll.errors import Gone, StateCorrupt
 from atoll.filters import NormClip
+
+WEIGHTS = {"a": 1.0, "b": 2.5}
+BUFFERS = ("bn.*",)
+NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""dtype → its name in safetensors."""
+
+
+def start() -> dict[str, Tensor]:
+    """Tensors that cross parts and tiles, none of whole blocks; buffers and integers among them."""
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "large": torch.randn(170, 301, generator=generator),
+        "odd": torch.randn(5003, generator=generator),
+        "one": torch.tensor(0.5),
+        "none": torch.zeros(0, 3),
+        "bn.running_mean": torch.randn(33, generator=generator),
+        "bn.batches": torch.tensor(3),
+    }
+
+
+def mixed() -> dict[str, Tensor]:
+    """The same in other dtypes, too."""
+    generator = torch.Generator().manual_seed(4)
+    more = {
+        "double": torch.randn(4097, generator=generator, dtype=torch.float64),
+        "brain": torch.randn(9000, generator=generator).bfloat16(),
+        "half": torch.randn(17, 19, generator=generator).half(),
+    }
+    return more | start()
+
+
+def codec_server(folder: Path, model: dict[str, Tensor] | None = None, **options: Any) -> atoll.Server:
+    settings = {
+        "rounds.sites": 2,
+        "rounds.total": 4,
+        "network.part_bytes": 2**16,
+        "model.buffers": BUFFERS,
+        "aggregation.download_codec.name": "int8",
+    }
+    return plain_server(folder, model or start(), **(settings | long(options)))
+
+
+def trained(number: int, site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a site makes of what it pulled."""
+    moved = {}
+    for name, tensor in state.items():
+        generator = torch.Generator().manual_seed(1000 * sum(name.encode()) + 100 * number + ord(site))
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+            moved[name] = (tensor.double() + 0.01 * noise).to(tensor.dtype)
+        else:
+            moved[name] = tensor + ord(site)
+    return moved
+
+
+class Reference:
+    """The run as the formulas have it; `round` is one with every site, `held` what they then hold.
+
+    u_k = b − w_k       g_k = dec(C(u_k + e_k))       θ ← step of θ along Σ ŵ_k·g_k       b ← b + dec(D(θ − b))
+    """
+
+    def __init__(
+        self, model: dict[str, Tensor], up: str = "none", down: str = "int8", options: dict[str, Any] | None = None
+    ) -> None:
+        self.held = {name: tensor.clone() for name, tensor in model.items()}
+        self.up, self.down = build_codecs(up, {})[up], build_codecs(down, options or {})[down]
+        self.theta = {
+            name: torch.nn.Parameter(tensor.to(wide(tensor)))
+            for name, tensor in model.items()
+            if tensor.is_floating_point() and not name.startswith("bn.")
+        }
+        self.lost = {site: {name: torch.zeros_like(t.data) for name, t in self.theta.items()} for site in WEIGHTS}
+        params = [parameter for parameter in self.theta.values() if parameter.numel()]
+        self.optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
+
+    def outer(self, optimizer: type[torch.optim.Optimizer], **options: Any) -> Reference:
+        fused = {"fused": True} if optimizer is torch.optim.Adam else {}  # as the server has it
+        self.optimizer = optimizer([p for p in self.theta.values() if p.numel()], foreach=False, **options, **fused)
+        return self
+
+    @property
+    def exported(self) -> dict[str, Tensor]:
+        """θ in the model's dtype; what else there is, as it is held."""
+        return self.held | {
+            name: theta.detach().clone().to(self.held[name].dtype) for name, theta in self.theta.items()
+        }
+
+    def round(self, number: int, sites: str = "ab") -> None:
+        weights = [WEIGHTS[site] / sum(WEIGHTS[each] for each in sites) for site in sites]
+        states = [trained(number, site, self.held) for site in sites]
+        after = {}
+        for name, held in self.held.items():
+            rows = [state[name] for state in states]
+            if name in self.theta:
+                rows = [self._sent(site, name, row) for site, row in zip(sites, rows, strict=True)]
+            if not held.is_floating_point():
+                after[name] = torch.stack(rows).amax(0)
+                continue
+            mean = rows[0].to(wide(held)) * weights[0]
+            for row, weight in zip(rows[1:], weights[1:], strict=True):
+                mean.add_(row.to(mean.dtype), alpha=weight)
+            if name in self.theta:
+                self.theta[name].grad = mean
+            else:
+                after[name] = mean.to(held.dtype)
+        self.optimizer.step()
+        for name, theta in self.theta.items():
+            held = self.held[name]
+            went_down = through(self.down, theta.detach() - held.to(theta.dtype), held.dtype)
+            after[name] = (held.to(theta.dtype) + went_down).to(held.dtype)
+        self.held = {name: after[name] for name in self.held}
+
+    def _sent(self, site: str, name: str, local: Tensor) -> Tensor:
+        held = self.held[name]
+        update = held.to(wide(held)) - local.to(wide(held))
+        if self.up.raw:  # fp16 travels as fp32: the difference of two of its values may be beyond its range
+            return update if held.dtype is torch.float16 else update.to(held.dtype).to(update.dtype)
+        update = update + self.lost[site][name]
+        sent = through(self.up, update, held.dtype)
+        self.lost[site][name] = update - sent
+        return sent
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """What a tensor is accumulated in."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
+
+
+def through(codec: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What comes out of a codec at the other end."""
+    flat = values.reshape(-1)
+    encoded = torch.zeros(codec.encoded_bytes(flat.numel(), NAMES[dtype]), dtype=torch.uint8)
+    if flat.numel():
+        codec.encode_(flat, encoded, NAMES[dtype])
+        flat = torch.empty_like(flat)
+        codec.decode_(encoded, flat, NAMES[dtype])
+    return flat.view(values.shape)
+
+
+def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def down_bytes(client: Client) -> int:
+    """Of tensors, that this client's process has received so far."""
+    received: int = client.worker.bytes_down
+    return received
+
+
+class Run:
+    """A server and two sites, of which every one holds in each round what the reference says.
+
+    Args:
+        reference: of an earlier run in this folder, which goes on.
+        options: of the server. The codecs of both ways are the reference's, too.
+    """
+
+    def __init__(
+        self, folder: Path, model: dict[str, Tensor] | None = None, reference: Reference | None = None, **options: Any
+    ) -> None:
+        up, down = (options.get(f"aggregation.{way}load_codec.name") for way in ("up", "down"))
+        self.folder = folder
+        self.reference = reference or Reference(
+            model or start(), up or "none", down or "int8", options.get("aggregation.download_codec")
+        )
+        self.server = codec_server(folder, model, **options)
+
+    def __enter__(self) -> Run:
+        self.server.start()
+        self.sites = clients(self.server, self.folder)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self.sites.values():
+            client.close()
+        self.server.stop()
+
+    def run_rounds(self, *numbers: int, **about: Any) -> None:
+        """`about` goes to `submit`."""
+        for number in numbers:
+            play_round(self.sites, number, partial(self._train, number), WEIGHTS, **about)
+            self.reference.round(number, "".join(self.sites))
+
+    def _train(self, number: int, site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        require_equal(state, self.reference.held)
+        return trained(number, site, state)
+
+    def begin(self, number: int) -> None:
+        """Every site has a ticket of this round, and has pulled nothing."""
+        for client in self.sites.values():
+            assert client.next_round() == number
+
+    def received(self) -> list[int]:
+        """Bytes of tensors that each site has received."""
+        return [down_bytes(client) for client in self.sites.values()]
+
+    def finish(self) -> None:
+        """The run is over, and what it exports is θ."""
+        require_equal(finish(self.server, self.sites), self.reference.exported)
+
 
 PART_BYTES = 2**16
 
@@ -64,7 +269,7 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
     in_files = down != "bf16"  # without a disk the bits are the same
     settings = {f"aggregation.{key}": value for key, value in codecs.items()}
     with Run(tmp_path, **settings, **{"disk.in_files": in_files}) as run:
-        run.play(1, 2, 3, 4)
+        run.run_rounds(1, 2, 3, 4)
         received = run.received()
         assert received == 2 * [whole_bytes(tmp_path) + 3 * delta_bytes(down, options)]
         status = run.server.status()
@@ -98,7 +303,7 @@ def test_all_dtypes_under_other_outer_optimizers(
     }
     with Run(tmp_path, model, rounds=3, **settings) as run:
         run.reference.outer(optimizer, **options)
-        run.play(1, 2, 3)
+        run.run_rounds(1, 2, 3)
         run.finish()
 
 
@@ -113,12 +318,12 @@ def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -
                 require_equal(found, run.reference.held)
                 return down_bytes(client)
 
-        run.play(1)
+        run.run_rounds(1)
         run.sites.pop("b").close()  # its base file has version 0
-        run.play(2)
+        run.run_rounds(2)
         run.begin(3)
         assert pulled_anew() == 2 * delta_bytes("int8")
-        run.play(3, 4, 5)
+        run.run_rounds(3, 4, 5)
         run.begin(6)
         assert pulled_anew() == whole_bytes(tmp_path)
 
@@ -130,7 +335,7 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
 
     (first, *_) = version_layout(schema_of(start(), ("bn.*",)), PART_BYTES).parts
     with Run(tmp_path) as run:
-        run.play(1)
+        run.run_rounds(1)
         run.begin(2)
         client = run.sites["a"]
         place = client._place
@@ -149,14 +354,13 @@ def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
 ) -> None:
     """What a difference is added to is not what it was: the digests tell, and that part alone is pulled whole."""
     with Run(tmp_path) as run:
-        run.play(1)
+        run.run_rounds(1)
         (base,) = (tmp_path / "w" / "a").rglob("base.safetensors")
         flip_bit(base, PART_BYTES * 3 // 2)  # within the second part
         received = down_bytes(run.sites["a"])
-        run.play(2)
+        run.run_rounds(2)
         assert 0 < down_bytes(run.sites["a"]) - received - delta_bytes("int8") <= PART_BYTES
-    told = "after the downloaded difference was added, 1 of 4 parts of version 1 are not as expected"
-    assert told in caplog.text
+    assert "after the downloaded difference was added, 1 of 4 parts of version 1 are not as expected" in caplog.text
 
 
 def newest_slot(folder: Path, kind: str) -> Path:
@@ -170,45 +374,45 @@ def test_a_delta_that_is_damaged_is_not_needed(
     """Version 1 is there, and no site has pulled it; a start drops what is damaged."""
     caplog.set_level(logging.INFO)
     with Run(tmp_path) as run:
-        run.play(1)
+        run.run_rounds(1)
         run.begin(2)
         if not restarted:
             flip_bit(newest_slot(tmp_path, "delta"), 1000)
             received = down_bytes(run.sites["a"])
-            run.play(2)
+            run.run_rounds(2)
             assert down_bytes(run.sites["a"]) - received >= whole_bytes(tmp_path)
-            run.play(3, 4)
+            run.run_rounds(3, 4)
             run.finish()
     if restarted:
         flip_bit(newest_slot(tmp_path, "delta"), 0)
         with Run(tmp_path, reference=run.reference) as run:
-            run.play(2)
+            run.run_rounds(2)
             assert down_bytes(run.sites["a"]) == whole_bytes(tmp_path)
-            run.play(3, 4)
+            run.run_rounds(3, 4)
             run.finish()
     assert ("a: version 1 is downloaded in full, not as a difference: Part 0 from" in caplog.text) == (not restarted)
 
 
-class Kept:
-    """A persistor that keeps what it is handed."""
+class Saved:
+    """A persistor; what it is handed by name of the version."""
 
-    saved: ClassVar[dict[str, dict[str, Tensor]]] = {}
+    states: ClassVar[dict[str, dict[str, Tensor]]] = {}
 
     def save(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
-        Kept.saved[f"{info['version']}"] = state
+        Saved.states[f"{info['version']}"] = state
 
     def save_best(self, state: dict[str, Tensor], info: dict[str, Any]) -> None:
-        Kept.saved["best"] = state
+        Saved.states["best"] = state
 
 
-def test_whatever_is_for_people_is_the_master(tmp_path: Path) -> None:
-    """Numbered exports, the best version and a persistor get θ, version by version."""
+def test_exports_the_best_version_and_a_persistor_get_the_master_parameters(tmp_path: Path) -> None:
+    """θ, version by version, and not what sites hold of it."""
     theta = [mixed()]
-    Kept.saved.clear()
+    Saved.states.clear()
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "disk.export_every": 1}
-    with Run(tmp_path, mixed(), rounds=3, **settings, **{"model.persistor.path": f"{__name__}:Kept"}) as run:
+    with Run(tmp_path, mixed(), rounds=3, **settings, **{"model.persistor.path": f"{__name__}:Saved"}) as run:
         for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
-            run.play(number, metrics={"loss": loss})
+            run.run_rounds(number, metrics={"loss": loss})
             theta.append(run.reference.exported)
         run.finish()
         exports = run.server.exports
@@ -217,27 +421,36 @@ def test_whatever_is_for_people_is_the_master(tmp_path: Path) -> None:
         if path.exists() or number == 3:  # one that was overtaken is not written
             require_equal(load_file(path), theta[number])
     require_equal(load_file(exports / "best.safetensors"), theta[1])
-    assert {"3", "best"} <= Kept.saved.keys()
-    for name, state in Kept.saved.items():
+    assert {"3", "best"} <= Saved.states.keys()
+    for name, state in Saved.states.items():
         require_equal(state, theta[1 if name == "best" else int(name)])
 
 
-def test_what_saves_nothing_is_told_and_versions_are_pulled_whole(
+def test_an_aggregators_result_steps_the_master_of_versions_downloaded_as_differences(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(MEAN)
+    with Run(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as run:
+        run.run_rounds(1, 2, 3)
+        run.finish()
+
+
+def test_differences_that_save_nothing_are_reported_and_versions_are_pulled_whole(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
     with Run(tmp_path, model, rounds=3) as run:
-        run.play(1, 2, 3)
+        run.run_rounds(1, 2, 3)
         assert run.received() == 2 * [3 * whole_bytes(tmp_path)]
         run.finish()
     told = "aggregation.download_codec 'int8' saves nothing: the difference between versions would take 32.0 kB"
     assert told in caplog.text
 
 
-def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
+def test_files_of_downloaded_differences_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
     with Run(tmp_path) as run:
-        run.play(1, 2, 3)
+        run.run_rounds(1, 2, 3)
     (earlier,) = (tmp_path / "w" / "a").iterdir()
     assert {"delta.bin", "delta.json"} < {path.name for path in earlier.iterdir()}
     with Run(tmp_path, **{"disk.state_dir": tmp_path / "another"}):
@@ -247,9 +460,9 @@ def test_files_of_the_way_down_go_with_those_of_an_earlier_run(tmp_path: Path) -
 def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:
     """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
     with Run(tmp_path, **{"rounds.min_sites": 2}) as run:
-        run.play(1)
+        run.run_rounds(1)
         reference = deepcopy(run.reference)
-        run.play(2)
+        run.run_rounds(2)
         run.begin(3)
         for client in run.sites.values():
             require_equal(client.pull(), run.reference.held)
@@ -257,7 +470,7 @@ def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) 
     for note in (tmp_path / "w").glob("*/*/outbox.json"):  # else round 2 would be served from it
         note.unlink()
     with Run(tmp_path, reference=reference, **{"rounds.min_sites": 2}) as run:
-        run.play(2, 3, 4)
+        run.run_rounds(2, 3, 4)
         # version 3 has the bits that version 2 had, and what makes it of version 1 is still there
         assert run.received() == 2 * [whole_bytes(tmp_path) + delta_bytes("int8")]
         run.finish()
@@ -283,10 +496,10 @@ def whole_pull(server: atoll.Server, folder: Path, model: Any) -> tuple[dict[str
     ids=["median", "clipped-mean", "server-filter"],
 )
 def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
-    with serve(tmp_path, **{"rounds.min_sites": 1}, **options) as server:
+    with codec_server(tmp_path, **{"rounds.min_sites": 1}, **options) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
-            play_round(sites, number, lambda site, state: trained(state, site, number))  # noqa: B023
+            play_round(sites, number, partial(trained, number))
         for client in sites.values():
             assert client.next_round() == 4
         held, nbytes = whole_pull(server, tmp_path, start())
@@ -298,24 +511,24 @@ def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, opti
 
 def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
     model = dict(nn.Linear(90, 60).state_dict())
-    with serve(tmp_path, model, algorithm="scaffold", **{"rounds.min_sites": 1, "model.buffers": ()}) as server:
+    with codec_server(tmp_path, model, algorithm="scaffold", **{"rounds.min_sites": 1, "model.buffers": ()}) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2, 3):
-            told = {"control": {name: torch.full_like(tensor, 0.1 * number) for name, tensor in model.items()}}
-            play_round(sites, number, lambda site, state: trained(state, site, number), steps=1, groups=told)  # noqa: B023
+            controls = {"control": {name: torch.full_like(tensor, 0.1 * number) for name, tensor in model.items()}}
+            play_round(sites, number, partial(trained, number), steps=1, groups=controls)
         for client in sites.values():
             assert client.next_round() == 4
         held, nbytes = whole_pull(server, tmp_path, model)
         for client in sites.values():
             require_equal(client.pull(), {name: held[name] for name in model})
-            controls = client.round.global_state("control")
-            require_equal(controls, {name: held[f"atoll.control.{name}"] for name in model})
+            found = client.round.global_state("control")
+            require_equal(found, {name: held[f"atoll.control.{name}"] for name in model})
             assert nbytes < down_bytes(client) < nbytes * (1 + 3 * 0.65)  # controls whole, parameters a quarter
             client.close()
-    assert controls["weight"].any()
+    assert found["weight"].any()
 
 
-def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path) -> None:
+def test_diloco_trains_from_what_it_downloaded_and_submits_against_it(tmp_path: Path) -> None:
     """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
     up, down = build_codecs("bf16", {})["bf16"], build_codecs("int4", {})["int4"]
@@ -323,16 +536,9 @@ def test_diloco_trains_from_what_went_down_and_submits_against_it(tmp_path: Path
     model = nn.Linear(9000, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scale = torch.linspace(0.1, 1.0, 9000)
-    settings = {
-        "algorithm.name": "diloco",
-        "rounds.sites": 1,
-        "rounds.total": 3,
-        "diloco.sync_every": 1,
-        "algorithm.outer_optimizer.lr": 0.5,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.download_codec.name": "int4",
-    }
-    with serve(tmp_path, start, **settings) as server:
+    settings = PLAIN_DILOCO | {"aggregation.upload_codec.name": "bf16", "aggregation.download_codec.name": "int4"}
+    settings["algorithm.outer_optimizer.lr"] = 0.5
+    with codec_server(tmp_path, start, sites=1, rounds=3, H=1, **settings) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             for _ in range(3):
                 assert torch.equal(model.weight.data, held)
@@ -357,9 +563,9 @@ def test_masters_that_were_damaged_are_never_exported(
     tmp_path: Path, nursery: Nursery, options: dict[str, Any]
 ) -> None:
     out = tmp_path / "model.safetensors"
-    with serve(tmp_path, rounds=1, **{"algorithm.outer_optimizer": options}) as server:
+    with codec_server(tmp_path, rounds=1, **{"algorithm.outer_optimizer": options}) as server:
         sites = clients(server, tmp_path)
-        play_round(sites, 1, lambda site, state: trained(state, site, 1))
+        play_round(sites, 1, partial(trained, 1))
         exported = finish(server, sites)
     state = str(tmp_path / "state")
     assert export(nursery, out, "--dir", state) == 1
@@ -382,7 +588,7 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
         assert export(nursery, out, "--server", url) == 0
         require_equal(load_file(out), mixed())  # the initial model is both
         for number in (1, 2):
-            run.play(number)
+            run.run_rounds(number)
             run.begin(number + 1)
             theta[number] = run.reference.exported
         flipped = Fault(r"GET .*/model/1 ", "down", at=1000, action="flip")
@@ -407,13 +613,8 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
 def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path, nursery: Nursery) -> None:
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {
-        "algorithm.name": "diloco",
-        "diloco.num_fragments": 2,
-        "diloco.sync_every": 2,
-        "rounds.sites": 1,
-    }
-    with serve(tmp_path, model, rounds=0, **{"model.buffers": ()}, **options) as server:
+    options: dict[str, Any] = {"algorithm": "diloco", "K": 2, "H": 2, "model.buffers": ()}
+    with codec_server(tmp_path, model, sites=1, rounds=0, **options) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             for _ in range(6):
                 optimizer.zero_grad()

@@ -17,7 +17,7 @@ from harness.processes import free_port, wait_until
 from kit import FederatedSites, ask_journal, flip_bit, serve
 from kit.client import Client
 from kit.models import wide_model
-from kit.servers import new_server, plain_server
+from kit.servers import PLAIN_DILOCO, new_server, plain_server
 from kit.wire import WireSite
 from torch import nn
 
@@ -31,18 +31,6 @@ def begun_at(folder: Path) -> dict[str, Any]:
     """Settings of a run of three rounds whose server is started again at the same port."""
     where = {"network.port": free_port(), "disk.state_dir": folder / "state"}
     return {"algorithm.name": "fedavg", "rounds.total": 3} | where
-
-
-def damage_head(state: Path) -> None:
-    """Flip a byte of the newest version, as a page that never reached the disk would."""
-    ((slot,),) = ask_journal(state.parent, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
-    (path,) = (state / "slots").glob(f"version-*-{slot}.safetensors")
-    flip_bit(path, -1)
-
-
-def add_one(client: Client) -> None:
-    """Train and submit."""
-    client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
 
 
 @pytest.mark.covers("F42")
@@ -89,7 +77,7 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
                     assert server.status().durable_version == 1
                     waits.set()
                     wait_until(lambda: server.status().durable_version == 6, "the newest version to be durable")
-                add_one(client)
+                client.submit({name: tensor + 1.0 for name, tensor in client.pull().items()})
     assert most_at_once == 1
     assert max(versions) <= 5
     assert synced <= 4  # versions 1, 2, 6 and 7; fewer where the first write begins late
@@ -109,10 +97,13 @@ def slow_disk(newest: int) -> Iterator[None]:
         yield
 
 
-def lose_power(server: atoll.Server, model: nn.Module, options: dict[str, Any]) -> atoll.Server:
+def lose_power(server: atoll.Server, model: Any, options: dict[str, Any]) -> atoll.Server:
     """End the server, lose its version 2, and start it again."""
     server.stop()
-    damage_head(options["disk.state_dir"])
+    state = options["disk.state_dir"]
+    ((slot,),) = ask_journal(state.parent, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
+    (path,) = (state / "slots").glob(f"version-*-{slot}.safetensors")
+    flip_bit(path, -1)  # as a page that never reached the disk would be
     server = new_server(model, **options).start()
     assert server.status().fragments[0].version == 1
     return server
@@ -127,13 +118,7 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
 
     H = 2 and steps of −1: 8 → 6 → 4 → 2. The power is lost in the middle of round 3, when version 2 is not durable.
     """
-    options = begun_at(tmp_path) | {
-        "algorithm.name": "diloco",
-        "aggregation.upload_codec.name": "none",
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "diloco.sync_every": 2,
-    }
+    options = begun_at(tmp_path) | PLAIN_DILOCO | {"diloco.sync_every": 2}
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -194,19 +179,14 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
 def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
     """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
     with slow_disk(newest=1), ExitStack() as stack:
-        run = Clients(
-            tmp_path, stack, **{"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
-        )
+        run = Clients(tmp_path, stack, **PLAIN_DILOCO)
         run.pull("a", "b")
         run.submit("a", gradient(0))
         wait_until_durable(run.server, 1)
         run.pull("a")
         run.submit("b", gradient(1))
         run.pull("b")
-        run.server.stop()
-        damage_head(tmp_path / "state")
-        run.server = new_server({"weight": START}, **run.options).start()
-        assert run.server.status().fragments[0].version == 1
+        run.server = lose_power(run.server, {"weight": START}, run.options)
         run.pull("b")  # sends again first
         run.pull("a")  # its ticket was of a version that may have been lost, too
         run.submit("a", gradient(2))

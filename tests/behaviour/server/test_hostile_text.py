@@ -10,11 +10,9 @@ import pty
 import re
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 from harness.processes import wait_until
 from kit import build_model, joined, post, serve
 from kit.client import Client
+from kit.peers import Connection, Peer, Request
 from kit.requests import get
 from torch import nn
 
@@ -125,7 +124,7 @@ def test_plain_text_of_all_languages_is_left_as_it_is(server: atoll.Server) -> N
 
 
 @pytest.mark.covers("F39")
-def test_what_scripts_report_is_escaped_in_rounds_and_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_texts_of_scripts_are_escaped_in_rounds_and_errors(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Through the library: metrics, labels, notes, and the error that ends a script."""
     caplog.set_level(logging.DEBUG, "atoll")
     model = build_model()
@@ -176,25 +175,13 @@ def test_status_on_a_terminal_shows_markup_and_escapes_as_text(tmp_path: Path) -
         assert line.isprintable(), line
 
 
-def test_what_a_server_says_is_escaped_at_the_site(tmp_path: Path) -> None:
-    class Hostile(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"code": "auth", "message": f"m{ALL}", "remedy": f"r{ALL}"}).encode()
-            self.send_response(401)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+def test_texts_of_a_server_are_escaped_at_the_site(tmp_path: Path) -> None:
+    def answer(connection: Connection, _: Request) -> None:
+        problem = {"code": "auth", "message": f"m{ALL}", "remedy": f"r{ALL}"}
+        connection.answer(401, json.dumps(problem).encode())
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hostile) as other:
-        thread = threading.Thread(target=other.serve_forever)
-        thread.start()
-        with pytest.raises(AuthError) as refused:
-            atoll.join(f"http://127.0.0.1:{other.server_port}", site="a", folder=tmp_path)
-        other.shutdown()
-        thread.join()
+    with Peer.answering(answer) as peer, pytest.raises(AuthError) as refused:
+        atoll.join(peer.url, site="a", folder=tmp_path)
     assert refused.value.message.startswith("m\\x1b")
     assert str(refused.value).isprintable()
 

@@ -23,6 +23,7 @@ from kit import (
     serve,
     tensors_digest,
 )
+from kit.models import TiedHead
 from kit.requests import get
 from kit.servers import plain_server
 from kit.sites import federated
@@ -79,7 +80,7 @@ def test_calls_code_by_name_with_its_arguments(begun: Callable[..., Begun]) -> N
 
 
 @pytest.mark.covers("P7")
-def test_a_mask_that_is_not_finite_is_told_how_to_stay_out_of_the_model(begun: Callable[..., Begun]) -> None:
+def test_a_mask_that_is_not_finite_is_refused_with_the_remedy(begun: Callable[..., Begun]) -> None:
     with pytest.raises(ConfigError, match=r"'mask' contains NaN or Inf\..* register it with persistent=False"):
         begun(f"{__name__}:masked")
 
@@ -110,7 +111,7 @@ def test_a_pickle_is_refused_with_what_converts_it(name: str, begun: Callable[..
         begun(name)
 
 
-def begins(model: nn.Module | str, folder: Path, build: Callable[[], nn.Module]) -> Any:
+def run_one_round(model: nn.Module | str, folder: Path, build: Callable[[], nn.Module]) -> Any:
     """A run of one round from a model, whose worker has it as a module and changes nothing."""
     with plain_server(folder, model, rounds=1) as server:
         trained = federated(server, folder, lambda module: None, build)
@@ -118,22 +119,12 @@ def begins(model: nn.Module | str, folder: Path, build: Callable[[], nn.Module])
     return trained
 
 
-class Tied(nn.Module):
-    """Two names of one weight, as language models have them; the further name comes first in the alphabet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 2)
-        self.head = nn.Linear(2, 5, bias=False)
-        self.head.weight = self.table.weight
-
-
 @pytest.mark.covers("P7")
 def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path, begun: Callable[..., Begun]) -> None:
     """Guards against two tensors where there was one: every worker was refused as another model."""
-    begins(Tied(), tmp_path / "one", Tied)
+    run_one_round(TiedHead(), tmp_path / "one", TiedHead)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
-    model = begins(str(export), tmp_path / "two", Tied)
+    model = run_one_round(str(export), tmp_path / "two", TiedHead)
     assert torch.equal(model.head.weight, load_file(export)["head.weight"])
     assert begun(export)[1]["aliases"] == [{"name": "head.weight", "owner": "table.weight"}]
 
@@ -161,13 +152,13 @@ def test_an_export_says_which_tensors_are_buffers_and_a_run_that_begins_with_it_
     tmp_path: Path, begun: Callable[..., Begun]
 ) -> None:
     """Guards against groups guessed by names: every worker with the module was refused."""
-    begins(Scaling(), tmp_path / "one", Scaling)
+    run_one_round(Scaling(), tmp_path / "one", Scaling)
     export = tmp_path / "one" / "state" / "exports" / "model.safetensors"
     with safe_open(export, framework="pt") as file:
         metadata = file.metadata()
     assert json.loads(metadata["atoll.buffers"]) == ["scale", "again.scale"]
     assert metadata["format"] == "pt"  # as `from_pretrained` asks for
-    begins(str(export), tmp_path / "two", Scaling)
+    run_one_round(str(export), tmp_path / "two", Scaling)
     assert groups(begun(export)[1]) == {"running_mean": "params", "scale": "buffers"}
 
 

@@ -12,6 +12,7 @@ import torch
 from harness.processes import wait_until
 from kit.client import Client
 from kit.folders import open_paths
+from kit.models import TiedHead
 from kit.servers import plain_server
 from kit.sites import clients, federated
 from safetensors.torch import load_file
@@ -50,12 +51,12 @@ def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.go.clear()
 
 
-def server_of(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
+def shelf_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
     settings = {"rounds.total": 2, "disk.export_every": 1, "model.persistor.path": f"{__name__}:Shelf"}
     return plain_server(folder, model, **(settings | options))
 
 
-def play(server: atoll.Server, folder: Path) -> None:
+def run_rounds(server: atoll.Server, folder: Path) -> None:
     """One site that adds the round's number to every element."""
     with atoll.join(server.url, site="a", folder=folder / "w") as worker:
         for fl_round in worker:
@@ -72,9 +73,9 @@ def measure(client: Client, *accuracies: float) -> None:
 
 
 @pytest.mark.covers("D14", "D11")
-def test_it_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_path: Path) -> None:
-    with server_of(tmp_path) as server:
-        play(server, tmp_path)
+def test_a_persistor_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_path: Path) -> None:
+    with shelf_server(tmp_path) as server:
+        run_rounds(server, tmp_path)
     assert Shelf.loads == 1
     told = [(info["version"], info["round"], info["final"], info["metrics"]) for _, info in Shelf.handed]
     assert told == [(0, 0, False, {}), (1, 1, False, {"loss": 0.5}), (2, 2, True, {"loss": 0.5})]
@@ -89,24 +90,13 @@ def test_it_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_p
 def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_path: Path) -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
-    with server_of(tmp_path, model, algorithm="scaffold") as server:
+    with shelf_server(tmp_path, model, algorithm="scaffold") as server:
         assert server.status().version == 0
         wait_until(lambda: Shelf.handed, "version 0")
     state, _ = Shelf.handed[-1]
     assert state.keys() == {"one.weight", "two.weight"}
     assert state["one.weight"] is state["two.weight"]
     assert Shelf.loads == 0  # the program gave a model
-
-
-class Tied(nn.Module):
-    """Two names of one weight, and a buffer with a name that does not say so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(2, 5, bias=False)
-        self.table = nn.Embedding(5, 2)
-        self.table.weight = self.head.weight
-        self.register_buffer("scale", torch.ones(1))
 
 
 def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
@@ -118,36 +108,36 @@ def as_a_file_has_it(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("left_out", ["", "head.weight", "table.weight"])
 def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: Path, left_out: str) -> None:
     """Guards against two tensors where the model has one: workers and a second start were refused."""
-    mine = Tied()
+    mine = TiedHead()
     Shelf.initial = as_a_file_has_it(mine)
     Shelf.initial.pop(left_out, None)
-    named = {"model": f"{__name__}:Tied", "rounds": 1}
+    named = {"model": "kit.models:TiedHead", "rounds": 1}
     with failpoints("slot.create=enospc"), pytest.raises(DiskFull):
-        server_of(tmp_path, **named).start()
-    with server_of(tmp_path, **named) as server:
-        model = federated(server, tmp_path, lambda model: None, Tied)
+        shelf_server(tmp_path, **named).start()
+    with shelf_server(tmp_path, **named) as server:
+        model = federated(server, tmp_path, lambda model: None, TiedHead)
         assert torch.equal(model.head.weight, mine.head.weight)
         assert model.head.weight is model.table.weight
         assert server.wait(30)
-    with server_of(tmp_path, **named) as server:
+    with shelf_server(tmp_path, **named) as server:
         assert server.wait(30)
     assert Shelf.loads == 2  # again where the first start ended before its first version; the third found the run
 
 
 @pytest.mark.covers("D14")
 def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Path) -> None:
-    Shelf.initial = as_a_file_has_it(Tied()) | {"table.weight": torch.zeros(5, 2)}
-    with pytest.raises(ConfigError, match=r"different values for 'table\.weight' and 'head\.weight', which are tied"):
-        server_of(tmp_path, model=f"{__name__}:Tied").start()
+    Shelf.initial = as_a_file_has_it(TiedHead()) | {"table.weight": torch.zeros(5, 2)}
+    with pytest.raises(ConfigError, match=r"different values for 'head\.weight' and 'table\.weight', which are tied"):
+        shelf_server(tmp_path, model="kit.models:TiedHead").start()
     assert list(tmp_path.glob("state/slots/*")) == []
 
 
 @pytest.mark.covers("D14", "F30")
 def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
-    Shelf.initial = as_a_file_has_it(Tied())
-    with server_of(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-        with pytest.raises(SchemaMismatch, match=r"a ties table\.weight to head\.weight, but the server has two"):
-            next(iter(worker)).load_into(Tied())
+    Shelf.initial = as_a_file_has_it(TiedHead())
+    with shelf_server(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+        with pytest.raises(SchemaMismatch, match=r"a ties head\.weight to table\.weight, but the server has two"):
+            next(iter(worker)).load_into(TiedHead())
 
 
 @pytest.mark.covers("D14")
@@ -156,13 +146,13 @@ def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_pat
     [(OSError("the shelf is full"), "OSError: the shelf is full"), (SystemExit(3), "SystemExit: 3")],
     ids=["raises", "exits"],
 )
-def test_one_that_fails_ends_its_own_call_and_not_the_server(
+def test_a_persistor_that_fails_ends_its_own_call_and_not_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException, told: str
 ) -> None:
     save = Mock(side_effect=error)
     monkeypatch.setattr(Shelf, "save", save)
-    with server_of(tmp_path) as server:
-        play(server, tmp_path)
+    with shelf_server(tmp_path) as server:
+        run_rounds(server, tmp_path)
     assert save.call_count == 3
     assert "save() of the persistor" in caplog.text
     assert f"failed at version 2: {told}. The run continues." in caplog.text
@@ -180,15 +170,15 @@ def test_one_that_fails_ends_its_own_call_and_not_the_server(
         (START, {"model.persistor.path": "json:loads"}, "is a function without load, save and save_best"),
     ],
 )
-def test_one_that_cannot_be_used_ends_the_start(
+def test_a_persistor_that_cannot_be_used_ends_the_start(
     tmp_path: Path, initial: Any, options: dict[str, Any], words: str
 ) -> None:
     Shelf.initial = initial
     with pytest.raises(ConfigError, match=words):
-        server_of(tmp_path, **options).start()
+        shelf_server(tmp_path, **options).start()
 
 
-def test_one_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: Path) -> None:
+def test_a_persistor_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "only_saves.py"
     file.write_text("class Store:\n    def save(self, state, info): ...\n")
     with plain_server(tmp_path, START, **{"model.persistor.path": f"{file}:Store"}) as server:
@@ -219,7 +209,7 @@ def slow_server(folder: Path, rounds: int) -> atoll.Server:
         "rounds.best_metric": "accuracy",
         "disk.export_every": 0,
     }
-    return server_of(folder, START, rounds=rounds, **named)
+    return shelf_server(folder, START, rounds=rounds, **named)
 
 
 @pytest.mark.covers("D14", "X41")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from down_world import Run
 from harness.processes import free_port, wait_until
+from kit.aggregators import MEAN
 from kit.client import Client
 from kit.servers import plain_server
-from kit.sites import clients, finish
+from kit.sites import clients, finish, play_round
 from safetensors.torch import load_file
 from torch import nn
 
@@ -151,20 +152,6 @@ def test_steps_below_one_have_no_mean() -> None:
         NormalisedMean().weigh(RoundFacts([1.0, 1.0], [1.0, 1.0], [2, 0]))
 
 
-MEAN = """
-def mean(updates):
-    total = sum(update.weight for update in updates)
-    for name in updates[0].tensors:
-        result = None
-        for update in updates:
-            tensor = update.tensors[name].float()
-            if result is None:
-                result = tensor * (update.weight / total)
-            else:
-                result.add_(tensor, alpha=update.weight / total)
-        yield name, result
-"""
-"""The built-in weighted mean, written by hand."""
 START = {"w": torch.zeros(2, 3), "v": torch.zeros(4), "bn.running_mean": torch.zeros(1)}
 
 
@@ -176,7 +163,7 @@ def write(folder: Path, text: str) -> None:
     (folder / "mine.py").write_text(f"import json, os, torch\nHERE = {str(folder)!r}\n{text}")
 
 
-def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **options: Any) -> atoll.Server:
+def aggregator_server(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **options: Any) -> atoll.Server:
     settings: dict[str, Any] = {
         "rounds.sites": len(SITES),
         "rounds.total": 1,
@@ -186,36 +173,28 @@ def serve(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **opt
     return plain_server(folder, start, **(settings | options))
 
 
-def submit(client: Client, site: str, number: int) -> None:
-    """What a site's local training in a round comes to: a different number in each tensor."""
-    state = client.pull()
+def trained(number: int, site: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a site's local training in a round comes to: a different number is added to each element."""
     scale = SITES[site] * number
     added = {name: scale * torch.linspace(0.1, 1, tensor.numel()).view_as(tensor) for name, tensor in state.items()}
-    moved = {name: (tensor + added[name]).to(tensor.dtype) for name, tensor in state.items()}
-    client.submit(moved, weight=SITES[site], metrics={"loss": 1.0 / number})
+    return {name: (tensor + added[name]).to(tensor.dtype) for name, tensor in state.items()}
 
 
-def play_first(server: atoll.Server, folder: Path, order: str = "ab") -> dict[str, Client]:
-    """Round 1; the sites."""
-    sites = clients(server, folder, order)
-    for client in sites.values():
-        assert client.next_round() == 1
-    for site, client in sites.items():
-        submit(client, site, 1)
-    return sites
+def run_rounds(sites: dict[str, Client], *numbers: int) -> None:
+    for number in numbers:
+        play_round(sites, number, partial(trained, number), SITES, metrics={"loss": 1.0 / number})
 
 
-def play(server: atoll.Server, folder: Path, rounds: int, order: str = "ab", holds_at_the_end: int = 0) -> None:
-    """All rounds of a run; sites submit in this order."""
-    sites = play_first(server, folder, order)
-    for number in range(2, rounds + 1):
-        for client in sites.values():
-            assert client.next_round() == number
-        for site, client in sites.items():
-            submit(client, site, number)
-    wait_until(lambda: holds(server, "aggregator") == holds_at_the_end, "that updates are given back")
-    finish(server, sites)
-    server.run()
+def require_updates_in_use(server: atoll.Server, count: int) -> None:
+    """The aggregator comes to use so many updates; the others are given back."""
+    run = server._run
+    assert run is not None
+
+    def in_use() -> int:
+        found: dict[str, dict[str, int]] = run.store.slots.pool("spool", 0).holds()
+        return sum(each.get("aggregator", 0) for each in found.values())
+
+    wait_until(lambda: in_use() == count, "that other updates are given back")
 
 
 @pytest.mark.covers("D7", "D12")
@@ -239,8 +218,11 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
             "disk.state_dir": folder / "state",
             "disk.in_files": in_files,
         }
-        with serve(tmp_path, "mean", start=start, **(options | extra)) as server:
-            play(server, folder, 2)
+        with aggregator_server(tmp_path, "mean", start=start, **(options | extra)) as server:
+            sites = clients(server, folder)
+            run_rounds(sites, 1, 2)
+            require_updates_in_use(server, 0)
+            finish(server, sites)
             results.append((load_file(server.exports / "model.safetensors"), server.status().history[-1].grad_norm))
     (own, own_norm), (built_in, built_in_norm) = results
     assert own.keys() == built_in.keys()
@@ -250,15 +232,8 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
     assert own_norm == built_in_norm
 
 
-def test_the_result_of_an_aggregator_steps_the_master_of_versions_that_go_down_as_differences(tmp_path: Path) -> None:
-    write(tmp_path, MEAN)
-    with Run(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as run:
-        run.play(1, 2, 3)
-        run.finish()
-
-
 @pytest.mark.covers("D7")
-def test_what_it_is_given_and_that_it_may_be_kept(tmp_path: Path) -> None:
+def test_an_aggregator_gets_lazy_updates_with_their_metadata_and_may_keep_them(tmp_path: Path) -> None:
     """θ₀ = 0, so that the pseudo-gradient of round 1 is −local; its values are read again in round 2."""
     write(
         tmp_path,
@@ -277,10 +252,12 @@ class Keeper:
         return {name: -self.factor * torch.ones(updates[0].tensors.ref(name).shape) for name in updates[0].tensors}
 """,
     )
-    with serve(tmp_path, "Keeper", rounds=2, **{"aggregation.aggregator.factor": 2.0}) as server:
-        play(server, tmp_path, 2, "ba", holds_at_the_end=4)
-        model = load_file(server.exports / "model.safetensors")
-    assert holds(server, "aggregator") == 0  # the pins went with the process
+    with aggregator_server(tmp_path, "Keeper", rounds=2, **{"aggregation.aggregator.factor": 2.0}) as server:
+        sites = clients(server, tmp_path, "ba")
+        run_rounds(sites, 1, 2)
+        require_updates_in_use(server, 4)
+        model = finish(server, sites)
+    require_updates_in_use(server, 0)  # the pins went with the process
     first, second = (json.loads(line) for line in (tmp_path / "told.json").read_text().splitlines())
     # in the frozen order, by site; what was added sums to 0.55 · 6 = 3.3 for "w", and the buffer has its first, 0.1
     assert first[0] == [
@@ -297,15 +274,8 @@ class Keeper:
     assert model["bn.running_mean"].item() == pytest.approx(0.75)
 
 
-def holds(server: atoll.Server, who: str) -> int:
-    run = server._run
-    assert run is not None
-    found: dict[str, dict[str, int]] = run.store.slots.pool("spool", 0).holds()
-    return sum(each.get(who, 0) for each in found.values())
-
-
 @pytest.mark.covers("D13")
-def test_the_other_form_gets_updates_as_they_arrive_and_keeps_no_more_than_allowed(tmp_path: Path) -> None:
+def test_an_aggregator_with_accept_gets_updates_as_they_arrive_and_keeps_no_more_than_allowed(tmp_path: Path) -> None:
     write(
         tmp_path,
         """
@@ -342,18 +312,21 @@ class AsTheyArrive:
         path = tmp_path / "said.json"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    with serve(tmp_path, "AsTheyArrive", rounds=2, **{"aggregation.max_kept_updates": 1}) as server:
+    def submit(site: str, number: int) -> None:
+        sites[site].submit(trained(number, site, sites[site].pull()), weight=SITES[site])
+
+    with aggregator_server(tmp_path, "AsTheyArrive", rounds=2, **{"aggregation.max_kept_updates": 1}) as server:
         sites = clients(server, tmp_path)
         for number in (1, 2):
             for site in "ba":
                 assert sites[site].next_round() == number
-            submit(sites["b"], "b", number)
+            submit("b", number)
             first = ["accept", "b", number]
             wait_until(lambda: first in said(), "the first update, before there is another")  # noqa: B023
             assert ["accept", "a", number] not in said()
-            submit(sites["a"], "a", number)
+            submit("a", number)
         finish(server, sites)
-        wait_until(lambda: holds(server, "aggregator") == 1, "that all but one are given back")
+        require_updates_in_use(server, 1)
     log = said()
     assert [entry[0] for entry in log] == 2 * ["accept", "accept", "aggregate", "reset"]
     # 0.1 … 1 over four elements sums to 2.2; of round 1 one update may be kept, so the older, b's, was taken back
@@ -364,11 +337,12 @@ class AsTheyArrive:
 
 @pytest.mark.covers("D7")
 @pytest.mark.usefixtures("fresh_processes")
-def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
+def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     port = free_port()
-    server = serve(tmp_path, "mean", **{"network.port": port}).start()
-    sites = play_first(server, tmp_path)
+    server = aggregator_server(tmp_path, "mean", **{"network.port": port}).start()
+    sites = clients(server, tmp_path)
+    run_rounds(sites, 1)
     with pytest.raises(RunFailed) as raised:
         server.wait(60)
     line = (tmp_path / "mine.py").read_text().splitlines().index('        raise ValueError("no such luck")') + 1
@@ -381,7 +355,7 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
         server.run()
     assert server.status().fragments[0].version == 0
     write(tmp_path, MEAN)
-    with serve(tmp_path, "mean", **{"network.port": port}) as server:
+    with aggregator_server(tmp_path, "mean", **{"network.port": port}) as server:
         assert server.wait(60)  # no site submits again
         model = finish(server, sites)
     # (1·1 + 3·3) / 4 = 2.5 times what a site of scale 1 adds
@@ -399,10 +373,10 @@ def test_one_that_raises_ends_the_run_by_name_and_a_mended_one_goes_on_with_the_
     ],
     ids=["killed", "exits", "hangs", "shape"],
 )
-def test_one_that_cannot_give_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
+def test_an_aggregator_without_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
-    server = serve(tmp_path, "bad", sites=1, **{"aggregation.aggregator_timeout_s": 1.0}).start()
-    play_first(server, tmp_path, "a")
+    server = aggregator_server(tmp_path, "bad", sites=1, **{"aggregation.aggregator_timeout_s": 1.0}).start()
+    run_rounds(clients(server, tmp_path, "a"), 1)
     with pytest.raises(RunFailed) as raised:
         server.wait(60)
     assert "mine.py:bad' failed" in raised.value.message
@@ -413,7 +387,7 @@ def test_one_that_cannot_give_a_result_ends_the_run_with_the_reason(tmp_path: Pa
     assert not list((tmp_path / "state").glob("tmp*"))
 
 
-def test_a_server_that_is_stopped_meanwhile_ends_it_and_a_next_start_runs_the_round_again(tmp_path: Path) -> None:
+def test_a_server_that_is_stopped_ends_its_aggregator_and_the_next_start_runs_the_round_again(tmp_path: Path) -> None:
     write(
         tmp_path,
         """
@@ -427,29 +401,28 @@ def waits(updates):
 """,
     )
     port = free_port()
-    server = serve(tmp_path, "waits", sites=1, **{"network.port": port}).start()
-    client = play_first(server, tmp_path, "a")["a"]
+    server = aggregator_server(tmp_path, "waits", sites=1, **{"network.port": port}).start()
+    sites = clients(server, tmp_path, "a")
+    run_rounds(sites, 1)
     pid = tmp_path / "pid"
     wait_until(lambda: pid.exists() and pid.read_text(), "the aggregation")
     server.stop()
     assert not Path(f"/proc/{pid.read_text()}").exists()
     assert server.status().fragments[0].version == 0
     (tmp_path / "go").write_text("")
-    with serve(tmp_path, "waits", sites=1, **{"network.port": port}) as server:
-        assert client.next_round() is None
-        client.close()
-        assert server.wait(60)
+    with aggregator_server(tmp_path, "waits", sites=1, **{"network.port": port}) as server:
+        finish(server, sites)
     assert server.status().fragments[0].version == 1
 
 
-def test_one_that_cannot_be_made_ends_the_start(tmp_path: Path) -> None:
+def test_an_aggregator_that_cannot_be_created_ends_the_start(tmp_path: Path) -> None:
     write(tmp_path, "class Needs:\n    def __init__(self, n): ...\n    def aggregate(self, updates): ...\n")
     with pytest.raises(
         ConfigError, match=r"mine.py:Needs' cannot be created: .* 'n'. Write its keyword arguments next to the path"
     ):
-        serve(tmp_path, "Needs").start()
+        aggregator_server(tmp_path, "Needs").start()
     with pytest.raises(ConfigError, match="Set only one of them"):
-        serve(tmp_path, "Needs", **{"aggregation.reducer.name": "median"})
+        aggregator_server(tmp_path, "Needs", **{"aggregation.reducer.name": "median"})
 
 
 def test_a_path_in_a_run_file_is_relative_to_it(tmp_path: Path) -> None:

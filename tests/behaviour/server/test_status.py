@@ -22,7 +22,6 @@ from kit.processes import command
 from kit.servers import plain_server
 from kit.sites import clients
 from kit.wire import WireSite, heard
-from torch import nn
 
 import atoll
 from atoll.errors import RunFailed
@@ -32,10 +31,7 @@ from atoll.testing.run import status
 UNHEARD = "no request since the server restarted"
 SILENT: dict[str, Any] = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
 """Nothing is sent but what a test sends."""
-
-
-def serve(folder: Path, **settings: object) -> atoll.Server:
-    return plain_server(folder, nn.Linear(3, 2), **settings)
+START = {"w": torch.ones(4)}
 
 
 @pytest.mark.covers("X4")
@@ -61,11 +57,11 @@ def test_the_time_left_is_the_mean_round_times_those_left(
     assert left_s(commits_s, commits_left, now_s) == left
 
 
-def test_what_was_long_ago_does_not_count(tmp_path: Path) -> None:
+def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
     """Rounds of an hour, then as many of a second as are looked at."""
     from atoll.server.coordinator.roster import ROUNDS, TimeLeft
 
-    with serve(tmp_path, rounds=100) as server:
+    with plain_server(tmp_path, START, rounds=100) as server:
         run = server._run
         assert run is not None
         left = TimeLeft(100, 1)
@@ -83,7 +79,7 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
 ) -> None:
     caplog.set_level(logging.INFO)
     told: list[float | None] = []
-    with serve(tmp_path, rounds=4) as server:
+    with plain_server(tmp_path, START, rounds=4) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 told.append(server.status().left_s)
@@ -104,7 +100,7 @@ def test_a_status_compares_the_speeds_of_all_sites_once(tmp_path: Path, monkeypa
     """And not once for each site: with 1,000 sites, a status would hold up all requests for seconds."""
     dynamic = {"algorithm.name": "diloco", "diloco.dynamic_local_steps": True, "async.enabled": True}
     count, alive = itertools.count(), Coordinator._alive
-    with serve(tmp_path, **dynamic, **SILENT) as server:
+    with plain_server(tmp_path, START, **dynamic, **SILENT) as server:
         for number in range(5):
             WireSite(server.url, f"site-{number}")
         monkeypatch.setattr(Coordinator, "_alive", lambda run: (next(count), alive(run))[1])
@@ -115,7 +111,7 @@ def test_a_status_compares_the_speeds_of_all_sites_once(tmp_path: Path, monkeypa
 
 @pytest.mark.covers("X4", "L13")
 def test_a_site_that_waits_is_told_which_sites_are_awaited_and_the_time_left(tmp_path: Path) -> None:
-    with serve(tmp_path, rounds=5, sites=2) as server:
+    with plain_server(tmp_path, START, rounds=5, sites=2) as server:
         a, b = (WireSite(server.url, site) for site in "ab")
         for update in [site.train() for site in (a, b)]:
             update.submit()
@@ -126,7 +122,7 @@ def test_a_site_that_waits_is_told_which_sites_are_awaited_and_the_time_left(tmp
 
 
 @pytest.mark.covers("X4")
-def test_a_worker_that_waits_says_it_too() -> None:
+def test_a_worker_that_waits_prints_the_reason_and_the_time_left() -> None:
     from atoll.protocol import messages
     from atoll.worker.log_lines import in_wait
 
@@ -138,7 +134,7 @@ def test_a_worker_that_waits_says_it_too() -> None:
 
 
 def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
-    with serve(tmp_path, rounds=3, sites=2) as server:
+    with plain_server(tmp_path, START, rounds=3, sites=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
             with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
                 for worker in (a, b):
@@ -160,7 +156,7 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart_and_shown_with_th
         a = server.status().workers[0]
         return a.version, a.staleness
 
-    with serve(tmp_path, **settings) as server:
+    with plain_server(tmp_path, START, **settings) as server:
         a, b = (WireSite(server.url, site) for site in "ab")
         for _ in range(2):
             for update in [site.train() for site in (a, b)]:
@@ -170,7 +166,7 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart_and_shown_with_th
         assert UNHEARD not in server.status().fragments[0].reason
         assert of_a(server) == (2, 0)
 
-    with serve(tmp_path, **settings) as server:
+    with plain_server(tmp_path, START, **settings) as server:
         assert server.status().fragments[0].reason.endswith(f"; {UNHEARD}: a, b")
         assert of_a(server) == (2, 0)
         a.beat()
@@ -196,7 +192,7 @@ def test_a_site_that_is_silent_since_the_restart_is_told_apart_and_shown_with_th
 def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path, timeout_s: float, then: str) -> None:
     """At 2.5 intervals of silence, long before the end; nothing changes in the words from then on."""
     beats = {"network.heartbeat_interval_s": 0.4, "network.heartbeat_timeout_s": timeout_s}
-    with serve(tmp_path, **beats, sites=3) as server:
+    with plain_server(tmp_path, START, **beats, sites=3) as server:
         sites = {site: WireSite(server.url, site) for site in "abc"}
 
         def reason(beating: str) -> str:
@@ -213,7 +209,7 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path,
 
 @pytest.mark.covers("L13")
 def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
-    with serve(tmp_path, sites=2) as server:
+    with plain_server(tmp_path, START, sites=2) as server:
         first = clients(server, tmp_path, ["first"])["first"]
         assert first.next_round(wait_s=0.0) is None
         waiting = status(server.url)
@@ -225,9 +221,6 @@ def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None
         assert [missing.site for missing in server.status().fragments[0].waiting_for] == ["second"]
         first.close()
         second.close()
-
-
-START = {"w": torch.ones(4)}
 
 
 @pytest.mark.usefixtures("interruptible")

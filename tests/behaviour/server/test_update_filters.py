@@ -1,26 +1,80 @@
-"""Filters of updates at a site and at the server: how they are given, and what is aggregated."""
+"""Filters of updates at a site and at the server: what is aggregated, and what becomes of filters that fail or hang."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import json
 import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
-from filter_world import START, Halved, State, become, join, play, serving
-from harness.processes import Nursery
-from kit.folders import open_paths
+from harness.processes import Nursery, free_port, wait_until
+from kit import Threads
+from kit.aggregators import MEAN
+from kit.client import Client
+from kit.filters import Broken, Halved, Hanging, Infinite, Leaving, Shorter, Undecided
+from kit.folders import nameless_files
 from kit.processes import Outcome, command
-from kit.servers import new_server, plain_server
+from kit.servers import PLAIN_DILOCO, new_server, plain_server
 from kit.sites import diloco, finish
+from kit.wire import WireSite
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
 from atoll import Settings
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import ConfigError, RunFailed, UsageError
 from atoll.filters import CHUNK_ELEMENTS, Drop, Filter, NormClip, Outgoing
+from atoll.server.coordinator.update_filters import HOLDER, Filtering
+from atoll.testing.run import failpoints
+
+START = {"w": torch.zeros(2), "head": torch.zeros(1), "bn.running_mean": torch.zeros(1), "n": torch.tensor(7)}
+State = dict[str, Tensor]
+
+
+def become(w: list[float], head: float = 0.0, mean: float = 0.0, n: int = 7) -> State:
+    return {
+        "w": torch.tensor(w),
+        "head": torch.tensor([head]),
+        "bn.running_mean": torch.tensor([mean]),
+        "n": torch.tensor(n),
+    }
+
+
+def filter_server(folder: Path, start: State = START, **options: Any) -> atoll.Server:
+    return plain_server(folder, start, **({"rounds.total": 1, "rounds.sites": 2, "run.threads": 1} | options))
+
+
+def join(
+    server: atoll.Server, folder: Path, sites: str, filters: Mapping[str, Sequence[Filter]] | None = None
+) -> dict[str, Client]:
+    """Sites with filters of their own that have pulled the version of round 1."""
+    own = filters or {}
+    found = {
+        site: Client(server.url, site=site, folder=folder / "w", filters=own.get(site, ())).register() for site in sites
+    }
+    for client in found.values():
+        assert client.next_round() == 1
+        client.pull()
+    return found
+
+
+def run_round(
+    server: atoll.Server, folder: Path, updates: dict[str, State], filters: Mapping[str, Sequence[Filter]] | None = None
+) -> State:
+    """One round of these sites; returns the result."""
+    sites = join(server, folder, "".join(updates), filters)
+    for site, client in sites.items():
+        client.submit(updates[site])
+    return finish(server, sites)
 
 
 def zero_linear() -> nn.Linear:
@@ -39,14 +93,7 @@ def test_diloco_has_filters_too(tmp_path: Path) -> None:
     """
     model = zero_linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {
-        "algorithm.name": "diloco",
-        "diloco.sync_every": 1,
-        "algorithm.outer_optimizer.lr": 1.0,
-        "algorithm.outer_optimizer.momentum": 0.0,
-        "aggregation.upload_codec.name": "none",
-    }
-    with plain_server(tmp_path, model, rounds=1, **settings) as server:
+    with plain_server(tmp_path, model, rounds=1, H=1, **PLAIN_DILOCO) as server:
         with diloco(server, tmp_path, "a", model, optimizer, filters=[Drop("bias"), NormClip(2.5)]):
             model(torch.tensor([[3.0, 4.0]])).sum().backward()
             optimizer.step()
@@ -108,8 +155,8 @@ def test_filters_are_for_all_sites_or_for_a_named_one(
     of_sites = {"a": [Drop("n"), Drop("head")], "b": [Drop("n"), NormClip(5.0)]}
     own = of_sites if given == "at the site" else {}
     options = {"by the program": {"filters": of_sites}, "in the run file": {"workflow.result_filters": tables}}
-    with serving(tmp_path, **options.get(given, {})) as server:
-        found = play(server, tmp_path, {"a": become([1.0, 1.0], 7.0), "b": become([6.0, 8.0], 0.0, n=9)}, own)
+    with filter_server(tmp_path, **options.get(given, {})) as server:
+        found = run_round(server, tmp_path, {"a": become([1.0, 1.0], 7.0), "b": become([6.0, 8.0], 0.0, n=9)}, own)
     assert (found["w"].tolist(), found["head"].tolist(), found["n"].item()) == ([2.0, 2.5], [0.0], 7)
     told = "Drop('n') of every site, Drop('head') of a, NormClip(5, noise=0) of b"
     assert (told in caplog.text) == (given == "in the run file")
@@ -119,18 +166,13 @@ def test_filters_are_for_all_sites_or_for_a_named_one(
 def test_buffers_are_filtered_too(tmp_path: Path) -> None:
     """a's change is (3, 4) and 12 in the buffer, of norm 13: half of it is left. b sends no change of the buffer."""
     filters = {"a": [NormClip(6.5)], "b": [Drop("*.running_mean")]}
-    with serving(tmp_path, filters=filters) as server:
-        found = play(server, tmp_path, {"a": become([3.0, 4.0], 0.0, 12.0), "b": become([0.0, 0.0], 0.0, 99.0)})
+    with filter_server(tmp_path, filters=filters) as server:
+        found = run_round(server, tmp_path, {"a": become([3.0, 4.0], 0.0, 12.0), "b": become([0.0, 0.0], 0.0, 99.0)})
     assert found["w"].tolist() == [0.75, 1.0]  # (1.5 + 0)/2, (2 + 0)/2
     assert found["bn.running_mean"].item() == 3.0  # (6 + 0)/2
 
 
-MEAN = """
-def mean(updates):
-    for name in updates[0].tensors:
-        yield name, sum(update.tensors[name].float() for update in updates) / len(updates)
-
-
+ARRIVING = """
 class Arriving:
     def __init__(self):
         self.reset()
@@ -150,15 +192,15 @@ class Arriving:
 @pytest.mark.parametrize("how", ["mean", "median", "own", "arriving", "memory"])
 def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how: str) -> None:
     """Of (2, 4) and (6, 8) half is left: the mean, and the median of two, is (2, 3)."""
-    (tmp_path / "mine.py").write_text(MEAN)
+    (tmp_path / "mine.py").write_text(MEAN + ARRIVING)
     options: dict[str, dict[str, Any]] = {
         "median": {"aggregation.reducer.name": "median"},
         "own": {"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"},
         "arriving": {"aggregation.aggregator.path": f"{tmp_path}/mine.py:Arriving"},
         "memory": {"disk.in_files": False},
     }
-    with serving(tmp_path, filters=[Halved()], **options.get(how, {})) as server:
-        found = play(server, tmp_path, {"a": become([2.0, 4.0], 0.0), "b": become([6.0, 8.0], 0.0)})
+    with filter_server(tmp_path, filters=[Halved()], **options.get(how, {})) as server:
+        found = run_round(server, tmp_path, {"a": become([2.0, 4.0], 0.0), "b": become([6.0, 8.0], 0.0)})
         assert server._run is not None
         assert server._run.filtering._done == {}  # nothing is left of the round
     assert found["w"].tolist() == [2.0, 3.0]
@@ -168,15 +210,15 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
 @pytest.mark.parametrize("to_disk", [True, False])
 def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, to_disk: bool) -> None:
     """A machine without a disk has nothing of it in the state directory, not even nameless."""
-    state, nameless = tmp_path / "state", set[bool]()
+    nameless = set[bool]()
 
     class Looking(Filter):
         def apply(self, name: str, start: int, values: Tensor) -> Tensor:
-            nameless.add(any(path.startswith(f"{state}/") and path.endswith("(deleted)") for path in open_paths()))
+            nameless.add(bool(nameless_files(tmp_path / "state")))
             return values
 
-    with serving(tmp_path, sites=1, filters=[Looking()], **{"disk.in_files": to_disk}) as server:
-        play(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})
+    with filter_server(tmp_path, sites=1, filters=[Looking()], **{"disk.in_files": to_disk}) as server:
+        run_round(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})
     assert nameless == {to_disk}
 
 
@@ -187,8 +229,8 @@ def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) 
     The norm is that of parameters: a's buffer, which moves by 24, does not count.
     """
     options = {"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 2.5}
-    with serving(tmp_path, filters=[Halved()], **options) as server:
-        found = play(server, tmp_path, {"a": become([6.0, 8.0], 0.0, 24.0), "b": become([0.0, 4.0], 0.0)})
+    with filter_server(tmp_path, filters=[Halved()], **options) as server:
+        found = run_round(server, tmp_path, {"a": become([6.0, 8.0], 0.0, 24.0), "b": become([0.0, 4.0], 0.0)})
     assert found["w"].tolist() == [0.75, 2.0]
 
 
@@ -225,7 +267,7 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     }
     results = []
     for folder, filters in ((tmp_path / "plain", []), (tmp_path / "filtered", [Spy()])):
-        with serving(folder, start, codec=codec, filters=filters) as server:
+        with filter_server(folder, start, codec=codec, filters=filters) as server:
             sites = join(server, folder, "ab")
             for number, client in enumerate(sites.values(), 1):
                 moved = {name: (value + number * 0.5).to(value.dtype) for name, value in start.items()}
@@ -240,7 +282,7 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
 @pytest.mark.covers("T8")
 def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
     """c is the mean of what sites hold as c_i, and a site does not know what the server does to its update."""
-    with serving(tmp_path, algorithm="scaffold", sites=1, rounds=2, filters=[Halved()]) as server:
+    with filter_server(tmp_path, algorithm="scaffold", sites=1, rounds=2, filters=[Halved()]) as server:
         client = join(server, tmp_path, "a")["a"]
         controls = {"w": torch.tensor([1.0, 2.0]), "head": torch.tensor([3.0])}
         client.submit(become([2.0, 4.0]), steps=1, groups={"control": controls})
@@ -262,8 +304,8 @@ def test_sites_do_not_share_their_noise(tmp_path: Path) -> None:
                 moved.append(values.clone())
             return values
 
-    with serving(tmp_path, filters=[NormClip(1.0, noise=1.0), Noted()]) as server:
-        play(server, tmp_path, {"a": dict(START), "b": dict(START)})
+    with filter_server(tmp_path, filters=[NormClip(1.0, noise=1.0), Noted()]) as server:
+        run_round(server, tmp_path, {"a": dict(START), "b": dict(START)})
     assert len(moved) == 2
     assert not torch.equal(*moved)
 
@@ -299,7 +341,7 @@ CAST = [{"path": "cast", "args": ["bf16"]}]
     ],
     ids=["no filter", "updates", "payloads"],
 )
-def test_what_a_program_gives_wrongly_is_refused(options: dict[str, Any], told: str) -> None:
+def test_wrong_filters_of_a_program_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         new_server(START, **options)
 
@@ -338,3 +380,264 @@ def test_set_takes_a_list_of_tables(nursery: Nursery, tmp_path: Path) -> None:
     refused = shown("drop")
     assert refused.returncode == ConfigError.exit_code
     assert "workflow.result_filters" in refused.stderr
+
+
+@pytest.mark.covers("T8", "F14")
+def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp_path: Path) -> None:
+    """A late request begins part 0 anew, and never ends it."""
+
+    class Undone(Filter):
+        def begin(self, update: Outgoing) -> None:
+            server._require_run().store.tickets.spool(1).begin_part(0)
+
+    with filter_server(tmp_path, sites=1, filters=[Undone()]) as server:
+        status, reply = WireSite(server.url).train(1.0).push().complete()
+    assert (status, reply["message"]) == (
+        409,
+        "The update for ticket 1 lacks 1 of 1 parts (first: part 0).",
+    )
+
+
+@pytest.mark.covers("T8")
+def test_a_full_disk_under_filters_is_an_error_after_which_the_site_tries_again(tmp_path: Path) -> None:
+    """The site is told to come back, and does."""
+    with filter_server(tmp_path, sites=1, filters=[Halved()]) as server:
+        update = WireSite(server.url).train(lambda tensors: tensors["w"].copy_(torch.tensor([2.0, 4.0]))).push()
+        with failpoints("filters.write=enospc"):
+            assert update.complete()[1]["code"] == "disk_full"
+            assert update.complete()[0] == 200
+        server.wait(30)
+        assert load_file(server.save_state(tmp_path / "result.safetensors"))["w"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.covers("T8", "T7", "X3")
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Leaving, r"a filter of the server called sys.exit\(3\)"),
+        (Broken, r"the server's filter Broken\(\) failed at 'head': KeyError: 'salt'"),
+        (Undecided, r"the server's filter Undecided\(\) failed at '\w+': KeyError: '\w+'"),
+        (Shorter, r"the server's filter Shorter\(\) changed '\w+' from torch.float32 \[\d\] to torch"),
+        (Infinite, r"the values of '\w+' after the server's filter Infinite\(\) are not finite"),
+        (lambda: Drop("haed"), r".*no tensor of the model has the name 'haed'"),
+    ],
+    ids=["exits", "raises", "keeps", "shape", "infinite", "name"],
+)
+def test_the_round_goes_on_without_a_site_with_a_failing_filter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, told: str
+) -> None:
+    """Nothing is left of the update, which is as large as the model, before memory is looked through for cycles."""
+    with filter_server(tmp_path, **{"rounds.min_sites": 1}, filters={"b": [kind()]}) as server:
+        good, bad = join(server, tmp_path, "ab").values()
+        good.submit(become([1.0, 2.0], 3.0))
+        before = nameless_files(tmp_path / "state")  # not spools, which the closed round removes
+        gc.disable()
+        try:
+            bad.submit(become([9.0, 9.0], 9.0))
+            assert nameless_files(tmp_path / "state") <= before
+        finally:
+            gc.enable()
+        assert re.search(f"update of b was refused: {told}", caplog.text)  # the site is told
+        bad.close()
+        found, status = finish(server, {"a": good}), server.status()
+    assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
+    assert status.refused == 1
+    assert status.history[-1].workers == ["a"]
+
+
+@pytest.mark.covers("T8", "X3")
+def test_the_round_goes_on_without_a_site_with_a_failing_filter_of_its_own(tmp_path: Path) -> None:
+    with filter_server(tmp_path, **{"rounds.min_sites": 1}) as server:
+        good, bad = join(server, tmp_path, "ab", {"b": [Broken()]}).values()
+        good.submit(become([1.0, 2.0], 3.0))
+        with pytest.raises(UsageError, match=r"Broken\(\) failed at 'head': KeyError: 'salt'") as caught:
+            bad.submit(become([9.0, 9.0], 9.0))
+        bad.close(caught.value)
+        found = finish(server, {"a": good})
+    assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
+
+
+@pytest.mark.covers("T8")
+def test_a_sites_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_path: Path) -> None:
+    """A server that lost power may ask for the update before once more."""
+
+    class Second(Filter):
+        def begin(self, update: Outgoing) -> None:
+            if update.about.round == 2:
+                raise KeyError("salt")
+
+    with filter_server(tmp_path, sites=1, rounds=2) as server:
+        site = join(server, tmp_path, "a", {"a": [Second()]})["a"]
+        site.submit(START)
+        assert site.next_round() == 2
+        site.pull()
+        with pytest.raises(UsageError, match=r"Second\(\) failed at the start of the update: KeyError: 'salt'"):
+            site.submit(START)
+        (note,) = (tmp_path / "w").glob("a/*/outbox.json")
+        assert json.loads(note.read_text())["round"] == 1
+        site.close()
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_filter_that_fails_at_an_accepted_update_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
+    """What was received is kept as it was, and is filtered anew behind a restart: halved once, not twice."""
+    port = {"network.port": free_port()}
+    with filter_server(tmp_path, filters=[Halved()], **port) as server:
+        sites = join(server, tmp_path, "ab")
+        sites["a"].submit(become([2.0, 4.0]))
+    with filter_server(tmp_path, filters={"a": [Broken()]}, **port) as server:
+        sites["b"].submit(become([6.0, 8.0]))
+        told = r"update of a for round 1 .*Broken\(\) failed at 'head'.*it continues with the same updates"
+        with pytest.raises(RunFailed, match=told):
+            server.wait(60)
+    with filter_server(tmp_path, filters=[Halved()], **port) as server:  # mended
+        assert finish(server, sites)["w"].tolist() == [2.0, 3.0]
+
+
+@pytest.fixture
+def go() -> Iterator[threading.Event]:
+    """Lets what hangs end; behind every test, however it ends."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.covers("T8")
+def test_a_server_ends_while_a_filter_hangs_at_what_was_accepted_before_a_restart(
+    tmp_path: Path, go: threading.Event
+) -> None:
+    """a's update is in the journal when the server ends; the next one's filter hangs at it when the round closes."""
+    port, begun = {"network.port": free_port()}, threading.Event()
+    with filter_server(tmp_path, **port) as server:
+        first, second = join(server, tmp_path, "ab").values()
+        first.submit(become([1.0, 1.0]))
+    with filter_server(tmp_path, filters={"a": [Hanging(go, begun.set)]}, **port) as server:
+        second.submit(become([1.0, 1.0]))
+        assert begun.wait(30)
+    assert not go.is_set()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The ticket of each update that the server's filters are asked about."""
+    refusal, tickets = Filtering.refusal, list[int]()
+
+    async def noted(filtering: Filtering, row: Any, number: int) -> str:
+        tickets.append(row.ticket)
+        return await refusal(filtering, row, number)
+
+    monkeypatch.setattr(Filtering, "refusal", noted)
+    return tickets
+
+
+def move(w: float) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors["w"].fill_(w)
+
+
+@pytest.mark.covers("T8")
+def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
+    tmp_path: Path, go: threading.Event, asked: list[int]
+) -> None:
+    """The word that it is complete is sent again while the filter still works: both get the same receipt.
+
+    The filter, which keeps state, works once; and no other update takes the place of what it reads.
+    """
+
+    class Noted(Hanging):
+        def begin(self, update: Outgoing) -> None:
+            begins.append(update.about.site)
+
+    begins, hangs = list[str](), threading.Event()
+    with filter_server(tmp_path, sites=1, filters=[Noted(go, hangs.set)]) as server, ThreadPoolExecutor() as threads:
+        update = WireSite(server.url).train(move(2.0)).push()
+        answers = [threads.submit(update.complete) for _ in range(2)]
+        assert hangs.wait(30)
+        wait_until(lambda: len(asked) == 2, "that both wait")
+        slot = server._run.store.tickets.spool(update.ticket).slot  # type: ignore[union-attr]
+        held = slot.holds[HOLDER]
+        go.set()
+        (status, receipt), again = (answer.result(30) for answer in answers)
+    assert (begins, held, HOLDER in slot.holds) == (["a"], 1, False)
+    assert (status, receipt["digest"]) == (200, update.message["digest"])
+    assert again == (status, receipt)
+
+
+@pytest.mark.covers("T8")
+def test_the_filtered_update_of_a_superseded_process_is_not_taken_for_that_of_the_newer_one(
+    tmp_path: Path, go: threading.Event, asked: list[int]
+) -> None:
+    """a sends (1, 1), and is started again elsewhere while the filter is at it. Then it sends (3, 3), with the same
+    ticket: that is what the run comes to.
+    """
+    hangs = threading.Event()
+    filters = {"a": [Hanging(go, hangs.set)]}
+    with filter_server(tmp_path, sites=1, filters=filters) as server, ThreadPoolExecutor() as threads:
+        before = threads.submit(WireSite(server.url, process="one").train(move(1.0)).push().complete)
+        assert hangs.wait(30)
+        after = threads.submit(WireSite(server.url, process="two").train(move(3.0)).push().complete)
+        wait_until(lambda: len(asked) == 2, "that the second update is there")
+        go.set()
+        assert before.result(30)[1]["code"] == "superseded"
+        assert after.result(30)[0] == 200
+        assert asked[0] == asked[1]
+        assert server.wait(30)
+        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.covers("T8")
+def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_part_in_the_next(
+    tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request is answered when the round is closed without it, by the deadline, not after `idle_timeout_s`. The
+    filter, which is at its first update, does not begin the next one. The server ends all the same.
+    """
+    begun: list[int] = []
+    monkeypatch.setattr("atoll.server.coordinator.user_code.SAY_S", 0.05)
+    filters = {"a": [Hanging(go, lambda: begun.append(1))], "b": [Filter()]}
+    options = {"rounds.total": 2, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
+    with filter_server(tmp_path, filters=filters, **options) as server:
+        stuck, other = join(server, tmp_path, "ab").values()
+        for number in (1, 2):
+            submitting = Threads(lambda: stuck.submit(become([1.0, 1.0])))
+            wait_until(lambda: begun, "the filter")
+            other.submit(become([1.0, 1.0]))
+            submitting.join(30)
+            assert (stuck.next_round(), other.next_round()) == ((2, 2) if number == 1 else (None, None))
+            if number == 1:
+                stuck.pull()
+                other.pull()
+        assert begun == [1]
+        assert [entry.workers for entry in server.status().history] == [["b"], ["b"]]
+        stuck.close()
+        other.close()
+    assert not go.is_set()
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "The server's filters for the update of a in round 1: not finished after 0.05 s. Check their code." in told
+
+
+@pytest.mark.covers("T8", "X3")
+def test_a_thread_that_is_given_up_or_cannot_be_started_frees_its_place(
+    go: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one place, and a has it. b is given up while it waits for it, then no thread can be started for b."""
+    from atoll.server.coordinator import user_code
+
+    monkeypatch.setattr(user_code, "AT_ONCE", 1)
+
+    async def main() -> str:
+        beside = user_code.UserThreads()
+        first = asyncio.ensure_future(beside.run(lambda: go.wait(60), "It", "a"))
+        await asyncio.sleep(0)  # it has the place
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await beside.run(lambda: None, "It", "b")
+        go.set()
+        assert await first
+        with monkeypatch.context() as broken:
+            broken.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await beside.run(lambda: None, "It", "b")
+        async with asyncio.timeout(30):
+            return await beside.run(lambda: "b", "It", "b")
+
+    assert asyncio.run(main()) == "b"

@@ -76,7 +76,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("own_codec", None)
 
 
-def serving(folder: Path, codec: str, **options: Any) -> atoll.Server:
+def codec_server(folder: Path, codec: str, **options: Any) -> atoll.Server:
     settings = {"rounds.total": 2, f"aggregation.upload_codec.{'path' if ':' in codec else 'name'}": codec}
     settings |= {f"aggregation.upload_codec.{key}": value for key, value in options.items()}
     return plain_server(folder, {"w": torch.zeros(3)}, **settings)
@@ -84,9 +84,9 @@ def serving(folder: Path, codec: str, **options: Any) -> atoll.Server:
 
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("name", ["own_codec:Thousandths", "own_codec.py:Thousandths"])
-def test_a_codec_of_ones_own_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
+def test_an_own_codec_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
     """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives."""
-    with serving(tmp_path, name, per=4) as server:
+    with codec_server(tmp_path, name, per=4) as server:
         sites, found = clients(server, tmp_path, "a"), []
 
         def train(_: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def test_a_codec_of_ones_own_encodes_with_its_options_at_both_sides(own: str, na
 @pytest.mark.covers("X2", "X3")
 def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_path: Path) -> None:
     """The module is imported by the server's process, which is this one; a site's has not, or has something else."""
-    with serving(tmp_path, own) as server:
+    with codec_server(tmp_path, own) as server:
         del sys.modules["own_codec"]
         with pytest.raises(
             ConfigError, match=r"'own_codec:Thousandths', but this program has not imported its code.*impo"
@@ -134,17 +134,17 @@ def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_
         ("own_codec:Thousandths", {"bits": 4}, "aggregation.upload_codec = .*bits"),
     ],
 )
-def test_what_is_no_codec_is_refused_before_anything_moves(
+def test_an_object_that_is_no_codec_is_refused_at_the_start(
     own: str, tmp_path: Path, name: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        serving(tmp_path, name, **options).start()
+        codec_server(tmp_path, name, **options).start()
 
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
-    with serving(tmp_path, codec) as server:
+    with codec_server(tmp_path, codec) as server:
         site = clients(server, tmp_path, "a")["a"]
         site.next_round()
         model = site.pull()
