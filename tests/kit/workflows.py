@@ -86,10 +86,15 @@ def run_workflow_as_processes(
     nursery: Nursery, script: Path, folder: Path, workflow: Callable[[Any], Any], names: Iterable[str], **settings: Any
 ) -> tuple[Any, Status]:
     """As `run_workflow_to_status`, with a process of this script for each site."""
-    returned = list[Any]()
-    with workflow_server(folder, lambda controller: returned.append(workflow(controller)), **settings) as server:
-        workers = [nursery.start(str(script), server.url, name, cwd=folder) for name in names]
-        assert server.wait(60)
+    sites, returned = list(names), list[Any]()
+
+    def main(controller: Any) -> None:
+        controller.sites(at_least=len(sites), timeout_s=90)  # the first process of a test run starts slowly
+        returned.append(workflow(controller))
+
+    with workflow_server(folder, main, **settings) as server:
+        workers = [nursery.start(str(script), server.url, name, cwd=folder) for name in sites]
+        assert server.wait(100)
         server.run()
         status = server.status()
     assert [worker.wait() for worker in workers] == [0] * len(workers)

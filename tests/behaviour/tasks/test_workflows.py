@@ -174,7 +174,6 @@ def test_a_reference_in_a_payload_is_followed_where_it_is_used_alone(nursery: Nu
     elements = 250_000
 
     def workflow(controller: Any) -> dict[str, Any]:
-        controller.sites(2, timeout_s=30)
         ref = controller.send("a", "submit_model", {"elements": elements}, timeout_s=30).payload["ref"]
         return {**controller.send("b", "train_from", {"ref": ref}, timeout_s=30).payload, "same": ref}
 
