@@ -437,9 +437,8 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
         assert [task.answers for task in server.status().sent] == [{"skipped": 1}] * 2
     assert answers == [None, None]
     warned = [text for text in caplog.messages if "its answer has no tensors: sent inside the message" in text]
-    assert warned == [
-        "a: workflow.streamed_tasks has task 'train', but its answer has no tensors: sent inside the message"
-    ]
+    reason = "workflow.streamed_tasks has task 'train', but its answer has no tensors: sent inside the message"
+    assert warned == [f"a: an answer is sent in another way: {reason}"]
 
 
 @pytest.mark.covers("T14", "X3")

@@ -268,7 +268,7 @@ def test_a_payload_waits_for_space_and_is_sent(
         assert server.status().warnings == []
     assert came == [[1.0] * 3]
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR] == [
-        f"task 'train' was not sent: {told}"
+        f"task 'train' is not sent yet: {told}"
     ]
 
 
