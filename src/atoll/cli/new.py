@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import textwrap
 from importlib.resources import files
 from pathlib import Path
@@ -81,7 +83,8 @@ def command(
         "run.toml": run_file(algorithm, directory.resolve().name or "atoll"),
         "train.py": (files("atoll.cli") / "templates" / script).read_text(encoding="utf-8"),
     }
-    another = "Give another folder: atoll new my-run."
+    names = itertools.chain(["my-run"], (f"my-run-{number}" for number in itertools.count(2)))
+    another = f"Give another folder: atoll new {next(name for name in names if not os.path.lexists(name))}."
     require_short(directory)
     try:
         if present := [name for name in contents if (directory / name).exists()]:
@@ -103,12 +106,9 @@ def next_commands(directory: Path, algorithm: str) -> str:
         "  atoll server run.toml            # start the server, then in two more terminals:",
         *(f"  atoll worker --server {server} --site {site} -- python train.py" for site in "ab"),
         "  atoll status --watch             # show what each site does and which sites the server waits for",
-        *(
-            []
-            if algorithm == "diloco"
-            else ["  atoll simulate run.toml --set rounds.sites=20   # or simulate twenty sites on this machine"]
-        ),
     ]
+    if algorithm != "diloco":
+        lines.append("  atoll simulate run.toml --set rounds.sites=20   # or simulate twenty sites on this machine")
     return "\n".join(lines)
 
 

@@ -202,6 +202,10 @@ def test_new_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
     assert "train.py" in outcome.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
     assert (tmp_path / "train.py").read_text() == "mine"
+    assert outcome.stderr.endswith("Give another folder: atoll new my-run.\n")
+    for folder in ("my-run", "my-run-2"):
+        assert atoll_command("new", folder).returncode == 0
+    assert atoll_command("new", "my-run").stderr.endswith("Give another folder: atoll new my-run-3.\n")
 
 
 @pytest.mark.covers("X3")
