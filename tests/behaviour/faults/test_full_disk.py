@@ -16,6 +16,7 @@ import pytest
 from fault_world import Result, ServerProcess, SiteProcess, Sites, serve_wide
 from harness.processes import Nursery, wait_until
 from kit import ForkedSite, Gate, run_to_end
+from kit.wire import WireSite
 from kit.workflows import workflow_server
 from small_disk_site import Zeros
 
@@ -183,23 +184,48 @@ def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path)
 def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
+    """The site says so, and so do the status and the log of the server: once, and once when there is space again."""
+    told = (
+        "The server has 0 MB of disk left, but must keep 1 MB free. Free space; then the run continues by itself. "
+        "Nothing is lost."
+    )
     with serve_wide(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
         store = server._require_run().store
         asked: list[int] = []
 
         def free_bytes() -> int:
             asked.append(server._require_run().bytes_up)
-            return 10**5 if len(asked) < 3 else 10**9
+            return 10**9 if seen and len(asked) > 3 else 10**5
 
+        seen: list[str] = []
         monkeypatch.setattr(store, "free_bytes", free_bytes)
         sites = Sites(server.url, tmp_path)
+        seen += wait_until(lambda: server.status().warnings, "the warning")
         run_to_end(server, sites)
-    assert asked[:2] == [0, 0]
-    assert (
-        "The server has 0 MB of disk left, but must keep 1 MB free. Free space; then the run continues by itself"
-        in caplog.text
-    )
+        assert server.status().warnings == []
+    assert asked[:3] == [0, 0, 0]
+    assert seen == [told]
+    assert any(told in record.message for record in caplog.records if record.name == "atoll")
+    state = tmp_path / "state"
+    assert [record.message for record in caplog.records if record.message.startswith("uploads")] == [
+        f"uploads to {state} are refused: {told}",
+        f"uploads to {state} are accepted again",
+    ]
     Result(tmp_path).require_same(undisturbed, sites)
+
+
+@pytest.mark.covers("F25")
+def test_notices_new_space_on_the_disk_although_no_site_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_wide(tmp_path, sites=1, **{"disk.min_free_bytes": 10**6}) as server:
+        run = server._require_run()
+        update = WireSite(server.url).train()
+        with monkeypatch.context() as patch:
+            patch.setattr(run.store, "free_bytes", lambda: 10**5)
+            assert update.put(0)[0] == 507
+            assert server.status().warnings
+        wait_until(lambda: not server.status().warnings, "the end of the warning")
 
 
 @pytest.mark.parametrize(

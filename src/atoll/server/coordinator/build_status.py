@@ -71,7 +71,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         durability=settings.disk.durability,
         durable_version=min(durable) if len(durable) == len(found) else None,
         warnings=[
-            *run.trouble.values(),
+            *filter(None, dict.fromkeys([*run.trouble.values(), run.no_space])),
             *run.advice,
             *run.attendance.warnings(run.state),
             *run.stale.warnings,

@@ -156,6 +156,7 @@ class Coordinator:
         self.stale, self.advice = StalenessCounter(plan), advice(plan)
         self.time_left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
+        self.no_space = ""  # why uploads are refused now, because the disk has too little space
         self.bytes_up = self.bytes_down = 0
         self.started_s, self.address = time.monotonic(), ""
         self.watched_s: float | None = None  # last status request of a client that is not a site
@@ -280,12 +281,22 @@ class Coordinator:
             raise Busy("The server is stopping.", "Try again after the server has restarted.")
 
     def require_space(self) -> None:
-        """Raise an error if the disk has less than `disk.min_free_bytes` left.
+        """Raise an error if the disk has less than `disk.min_free_bytes` left. Log when this begins, and when it ends.
 
         Raises:
             DiskFull: the disk has too little space; the request can be repeated later.
         """
-        self.store.require_space(self.settings.disk.min_free_bytes)
+        folder = self.settings.disk.state_dir
+        try:
+            self.store.require_space(self.settings.disk.min_free_bytes)
+        except DiskFull as error:
+            if not self.no_space:
+                LOG.warning("uploads to %s are refused: %s", folder, error)
+            self.no_space = str(error)
+            raise
+        if self.no_space:
+            self.no_space = ""
+            LOG.warning("uploads to %s are accepted again", folder)
 
     # -- descriptions of the run
 
@@ -769,6 +780,8 @@ class Coordinator:
                 self.apply(events.TimePassed())
                 if self.swarm is not None:
                     self.swarm.reassign()
+                if self.no_space:  # no site may try again soon
+                    self.require_space()
 
     # -- tasks of the event loop
 
