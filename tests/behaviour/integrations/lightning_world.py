@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import atoll
 import atoll.integrations.lightning
-from atoll.protocol.status_messages import RoundSummary
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 usual = PACKAGES[0]
@@ -130,7 +129,7 @@ def serve(folder: Path, algorithm: str = "fedavg", *, norm: bool = False, **opti
     return plain_server(folder, One(norm), **settings | (DILOCO if algorithm == "diloco" else {}) | options)
 
 
-def rounds_of(server: atoll.Server) -> list[RoundSummary]:
+def rounds_of(server: atoll.Server) -> list[Any]:
     """What the server's status says of the rounds, at the end of the run."""
     assert server.wait(60)
     return server.status().history

@@ -29,8 +29,7 @@ from streaming_world import (
 )
 from torch import nn
 
-from atoll.filters import Drop, Filter
-from atoll.filters.base import Outgoing
+from atoll.filters import Drop, Filter, Outgoing
 from atoll.testing.run import status
 
 
