@@ -212,6 +212,7 @@ def _channel() -> socket.socket:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
+                cwd=Path(__file__).parent,  # not a test's folder, where the test may look for processes
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # a process that forks has one thread
             )
         started.returncode = 0  # it ends with this process: not to be waited for

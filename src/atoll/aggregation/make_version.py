@@ -306,7 +306,7 @@ class _Pass:
 
 
 class _Thread:
-    """One thread of a pass, with its own memory and optimizer object."""
+    """A thread that makes parts of the next version. It has its own buffers and its own outer optimizer object."""
 
     def __init__(self, work: _Pass, rows: int) -> None:
         self._work, self._stepper = work, work.rule.stepper()

@@ -204,7 +204,8 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callab
     The algorithm's defaults are used only for the outer optimizer that the algorithm itself names.
 
     Raises:
-        ConfigError: the learning rate or the momentum is out of range, or the optimizer has no momentum.
+        ConfigError: the learning rate or the momentum is out of range, or a momentum is set for an optimizer without
+            one.
     """
     options = settings.algorithm.outer_optimizer.options
     lr, momentum = options.get("lr"), options.get("momentum")

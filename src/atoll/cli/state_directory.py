@@ -56,8 +56,8 @@ def permitted(state_dir: Path) -> Iterator[None]:
             raise
         raise StateCorrupt(
             f"{error.filename} cannot be read ({error.strerror}).",
-            "Restore it from a backup, or connect its disk. Without it, start the server once: it falls back to an "
-            "undamaged version, if there is one.",
+            "Restore the file from a backup, or connect its disk. If that is impossible, start the server once: it "
+            "falls back to an undamaged version, if there is one.",
         ) from error
 
 

@@ -185,8 +185,8 @@ class TrainerDriver:
         self._warned_of_evaluation = True
         LOG.warning(
             "The metrics of an evaluation are not sent, because the evaluated model was not the global one. "
-            "The model is global only right after a synchronisation, in a run without fragments, tau and "
-            "alpha: set %s to a multiple of the run's sync_every, %d steps.",
+            "The two are equal only right after a synchronisation: set %s to a multiple of the run's sync_every (%d "
+            "steps). In a run with fragments, tau or alpha they are never equal.",
             interval,
             diloco.sync_every,
         )

@@ -77,7 +77,7 @@ class Share(WeightedMean):
         return [weight / total for weight in facts.weights] if total else shares
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return W_before / W, the factor for the sum that the version stores."""
+        """Return W_before / W, the factor by which to scale the sum of updates that the base version stores."""
         return facts.population_scale
 
 

@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Yield how many bytes of a part to read at once: `WIDE_BYTES` or, if `WIDE` parts use this, `NARROW_BYTES`."""
+    """Yield the number of bytes to read at once: `WIDE_BYTES`; `NARROW_BYTES` while `WIDE` parts use `WIDE_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES

@@ -222,12 +222,12 @@ AS_ONE = (
         ([{"diloco.num_fragments": 4}], "diloco.sync_every is 6 and diloco.num_fragments is 4"),
         (
             [{"rounds.total": 4}],
-            r"add_server_config got 'rounds.total', but DiLoCoRecipe sets it by itself\. Use the argument 'num_rounds'",
+            r"got 'rounds.total', but DiLoCoRecipe sets this key itself\. Use the argument 'num_rounds'",
         ),
-        ([{"diloco.sync_every": 4}], "'diloco.sync_every', but DiLoCoRecipe sets it"),
+        ([{"diloco.sync_every": 4}], "'diloco.sync_every', but DiLoCoRecipe sets this key"),
         (
             [{"algorithm.name": "fedavg"}],
-            r"'algorithm.name', but DiLoCoRecipe sets it by itself\. .* use another recipe",
+            r"'algorithm.name', but DiLoCoRecipe sets this key itself\. .* use another recipe",
         ),
         ([{3: "int8"}], "add_server_config got the key 3, which is not a string"),
         (["int8"], AS_ONE.format("'int8'")),

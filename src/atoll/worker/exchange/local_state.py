@@ -107,7 +107,7 @@ class TwoPhaseFile:
     Attributes:
         found: whether the current file was found undamaged. If not, the tensors have undefined values until `zero` is
             called.
-        note: what the files hold.
+        note: which file is the current one, and what its values belong to.
 
     Args:
         folder: the site's folder in the run; locked by the caller.

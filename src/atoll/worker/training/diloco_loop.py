@@ -444,7 +444,7 @@ class DiLoCo:
             raise
         if self.step == 0 and error is None:
             LOG.warning(
-                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass the optimizer that steps.", joined.site
+                "%s: nothing was trained: the optimizer given to DiLoCo made no step. Pass the loop's one.", joined.site
             )
         elif not sync.finished:
             if self.lost:

@@ -651,9 +651,9 @@ class Synchroniser:
             fragment: the fragment.
             reply: the server's reply, which names the newest version.
             step: the local step up to which the version includes this worker's training.
-            patience: how often to try again to reach a lost server; None: the usual number before the download begins,
-                and for `ATOLL_GIVE_UP_S` during it. If a download is given up in the middle, the model has only a part
-                of the version; training continues from there.
+            patience: how long to try again to reach a lost server; None: the usual number of attempts before the
+                download begins, `ATOLL_GIVE_UP_S` seconds during it. If a download is given up in the middle, the
+                model has only a part of the version; training continues from there.
             alpha: share of the local parameters in a merge; 0: take the version as it is.
 
         Returns:
