@@ -122,7 +122,8 @@ class Barrier(Policy):
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Close with all accepted updates if there is one from each expected site, and at least `view.floor`."""
         if len(view.expected) < view.floor:
-            return StayOpen(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
+            updates = f"{len(view.expected)} of {view.floor} updates"  # a dead site's accepted update counts
+            return StayOpen(f"waits for another site: it has or expects {updates} ({view.floor_name})")
         if missing := view.missing:
             return StayOpen(f"waits for {listed(missing)}")
         return Close(tuple(ticket.id for ticket in view.accepted))
@@ -209,10 +210,8 @@ class Async(Policy):
         Close with the `buffer` earliest updates, or with all updates if there is a grace time. For synchronous rounds,
         decide as `Barrier` does.
         """
-        if not self.is_async(view.number):
+        if not self.is_async(view.number) or len(view.expected) < view.floor:
             return Barrier().decide(view, now_s)
-        if len(view.expected) < view.floor:
-            return StayOpen(f"waits for another site: {len(view.expected)} alive, {view.floor_name} is {view.floor}")
         if len(view.accepted) < view.floor:
             return StayOpen("waits for an update")
         if missing := _free(view):
