@@ -74,6 +74,10 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+WRONG_TOKEN = "The request has no valid token."
+"""Message of the `Problem` that answers a request with a token that is not the server's."""
+
+
 class Problem(BaseModel):
     """Description of an error: the body of every answer with an error status."""
 

@@ -464,7 +464,11 @@ def problem_of(status: int, body: bytes) -> AtollError:
     kind = BY_CODE.get(problem.code, BadRequest if status < 500 else PeerError)
     if issubclass(kind, StoreError) and kind is not DiskFull:
         kind = Busy  # the server's disk has failed, not this machine's; the server may be restarted
-    error = kind(problem.message, problem.remedy)
+    message, remedy = problem.message, problem.remedy
+    if message == messages.WRONG_TOKEN:  # only this side knows where it has the token from
+        where = "ATOLL_TOKEN" if os.environ.get("ATOLL_TOKEN", "").strip() else "the file of ATOLL_TOKEN_FILE"
+        message, remedy = f"{message} The one in {where} is not the server's.", "Use the server's token there."
+    error = kind(message, remedy)
     if problem.retry_after_s is not None:
         error.retry_after_s = problem.retry_after_s
     return error

@@ -173,10 +173,17 @@ def test_a_wrong_or_missing_token_is_refused_with_the_remedy(
         with pytest.raises(AuthError, match=r"requires a token.*ATOLL_TOKEN"):
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         monkeypatch.setenv("ATOLL_TOKEN", "battery-staple")
-        with pytest.raises(AuthError, match="no valid token") as caught:
+        with pytest.raises(AuthError, match=r"no valid token\. The one in ATOLL_TOKEN is not the server's") as caught:
             atoll.join(server.url, site="a", folder=tmp_path / "workers")
         assert "battery-staple" not in str(caught.value)
         assert caught.value.exit_code == 8
+        wrong = tmp_path / "wrong"
+        wrong.touch(mode=0o600)
+        wrong.write_text("battery-staple")
+        monkeypatch.delenv("ATOLL_TOKEN")
+        monkeypatch.setenv("ATOLL_TOKEN_FILE", str(wrong))
+        with pytest.raises(AuthError, match="The one in the file of ATOLL_TOKEN_FILE is not the server's"):
+            status(server.url)
         assert server.status().workers == []
 
 

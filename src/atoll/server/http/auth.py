@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from atoll.config import Settings
 from atoll.errors import AuthError, ConfigError
+from atoll.protocol import messages
 from atoll.transport.tls import is_loopback, read_token
 
 
@@ -59,7 +60,7 @@ class Gate:
         # with `surrogateescape`, a header with invalid UTF-8 is a wrong token, and not an error of `encode`
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
             raise AuthError(
-                "The request has no valid token." if sent else "The server requires a token, but the request has none.",
+                messages.WRONG_TOKEN if sent else "The server requires a token, but the request has none.",
                 "Set ATOLL_TOKEN, or ATOLL_TOKEN_FILE to a file of mode 0600 with it.",
             )
 
