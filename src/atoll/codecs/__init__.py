@@ -36,7 +36,6 @@ __all__ = [
     "NoneCodec",
     "TopKCodec",
     "build_codecs",
-    "encoded_layout",
 ]
 
 _METHODS = ("encoded_bytes", "encode_", "decode_")

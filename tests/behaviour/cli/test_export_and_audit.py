@@ -174,7 +174,7 @@ SERVER = "server --dir state --port 0 --set algorithm.name=diloco --set disk.min
             SERVER,
             "state/objects cannot be used (Permission denied). Run the command as the owner of the files, or let this ",
         ),
-        ("exports", 0, SERVER, "state/exports/m"),
+        ("exports", 0, SERVER, "state/exports cannot be used (Permission denied). Run the command as the owner "),
     ],
 )
 def test_what_another_user_may_not_use_is_named_and_not_called_damaged(
@@ -195,7 +195,7 @@ def replace_by_dangling_link(path: Path) -> None:
     path.symlink_to(path.with_name("disk that is not there"))
 
 
-MISSING = r"version-0-0\.safetensors cannot be read \(No such file or directory\)\. Restore it from a backup"
+MISSING = r"version-0-0\.safetensors cannot be read \(No such file or directory\)\. Restore the file from a backup"
 
 
 @pytest.mark.covers("X3", "F41")

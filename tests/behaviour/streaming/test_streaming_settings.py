@@ -54,7 +54,7 @@ def test_tells_workers_of_the_fragments_and_refuses_one_that_streams_otherwise(t
             loop_of(server.url, tmp_path, num_fragments=2).start()
         with pytest.raises(ConfigError, match="every 6 steps, but the run every 9"):
             loop_of(server.url, tmp_path, sync_every=6).start()
-        with pytest.raises(ConfigError, match=r"streams .*, but this worker trains whole models"):
+        with pytest.raises(ConfigError, match=r"uses streaming .*, but this worker trains whole models"):
             atoll.join(server.url, site="a", folder=tmp_path / "w")
 
 

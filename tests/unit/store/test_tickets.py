@@ -255,7 +255,7 @@ def test_a_part_takes_no_more_than_its_bytes_and_stays_in_its_range(store: Store
         writer.write(b"1234")
     writer.write(b"222")
     assert read(store.tickets.spool(1).fd) == b"0" * 16 + b"11111222"
-    with pytest.raises(BadRequest, match="does not exist"):
+    with pytest.raises(BadRequest, match="has no part 2"):
         store.tickets.spool(1).begin_part(2)
 
 

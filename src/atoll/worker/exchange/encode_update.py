@@ -252,14 +252,14 @@ class EncodingLosses:
         """
         self._told_zero = self._zero(steps, filters) if is_zero else ""
         if is_zero:
-            LOG.warning("%s: this update changes nothing: %s", self.site, self._told_zero)
+            LOG.warning("%s: %s", self.site, self._told_zero)
         lost = {name: sums for name, sums in self._lost.items() if name not in self._arrives}
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in lost}
         patience = PATIENCE if self._codec.feedback else 1
         silent = {name: sums for name, sums in lost.items() if self._in_a_row[name] >= patience}
         if silent and not self._told_lost:
             self._told_lost = self._few(silent, len(self._arrives | lost.keys()), patience)
-            LOG.warning("%s: encoding loses changes: %s", self.site, self._told_lost)
+            LOG.warning("%s: %s", self.site, self._told_lost)
 
     def _zero(self, steps: int, filters: bool) -> str:
         text = f"the pseudo-gradient is all zero{f' after {steps} steps' if steps else ''}"
