@@ -134,16 +134,17 @@ def source_of(key: str, source: Mapping[str, str]) -> str:
     return next((source[each] for each in [*around, *within] if each in source), "")
 
 
-def nearest_key(key: str, fields: Fields, *, is_group: bool = False) -> str:
+def nearest_key(key: str, fields: Fields, value: Any = None) -> str:
     """Return advice for an unknown key or group: the most similar known one, and how to list all settings.
 
     Args:
         key: `group.key`, or a name without a group.
         fields: all settings.
-        is_group: whether the value is a table, so that `key` may be the misspelt name of a group.
+        value: the value that was given. If it is a table, `key` may be the misspelt name of a group.
     """
-    groups = [each.partition(".")[0] for each in fields] if is_group and "." not in key else []
+    groups = [each.partition(".")[0] for each in fields] if isinstance(value, Mapping) and "." not in key else []
     group = difflib.get_close_matches(key.lower(), groups, n=1, cutoff=0.7)
+    inside = [f"{each}.{name}" for each in group for name in value if f"{each}.{name}" in fields]
     leaf = key.rpartition(".")[2].replace("-", "_")
     own = [each for each in fields if each.startswith(f"{key}.")] if "." not in key else []
     same = [each for each in fields if each.rpartition(".")[2] == leaf]
@@ -151,7 +152,7 @@ def nearest_key(key: str, fields: Fields, *, is_group: bool = False) -> str:
     alike = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.7)
     leaves = {each.rpartition(".")[2]: each for each in fields}
     like = [leaves[each] for each in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
-    for found in (*group, *own[:1], *same, *alike, *like):
+    for found in (*inside, *group, *own[:1], *same, *alike, *like):
         return f"Did you mean {found}? `atoll config schema` lists all settings."
     return "`atoll config schema` lists all settings."
 

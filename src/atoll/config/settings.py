@@ -597,13 +597,10 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
     if isinstance(cause, AtollError):
         return type(cause)(f"{where}: {key}: {cause.message}", cause.remedy) if first["loc"] else cause
     if first["type"] == "extra_forbidden":
-        remedy = nearest_key(key, FIELDS, is_group=isinstance(first["input"], Mapping))
-        return ConfigError(f"{where}: the setting {key!r} does not exist.", remedy)
+        return ConfigError(f"{where}: the setting {key!r} does not exist.", nearest_key(key, FIELDS, first["input"]))
     if key in GROUPS:
-        return ConfigError(
-            f"{where}: {key} = {first['input']!r}, but {key} is a group of settings, not a setting.",
-            nearest_key(key, FIELDS),
-        )
+        message = f"{where}: {key} = {first['input']!r}, but {key} is a group of settings, not a setting."
+        return ConfigError(message, nearest_key(key, FIELDS))
     field = FIELDS.get(key)
     message = first["msg"][0].lower() + first["msg"][1:]
     if first["type"] == "model_type":

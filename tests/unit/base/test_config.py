@@ -188,12 +188,15 @@ def test_an_unknown_key_names_its_source_and_the_nearest(
 @pytest.mark.parametrize(
     ("text", "flags", "meant"),
     [
-        ("[Rounds]\ntotal = 3", {}, "rounds"),
-        ('[agregation]\nreducer = {name = "mean"}', {}, "aggregation"),
-        ("", {"round.total": 3}, "rounds"),
+        ("[Rounds]\ntotal = 3", {}, "rounds.total"),
+        ('[agregation]\nreducer = {name = "mean"}', {}, "aggregation.reducer"),
+        ("[round]\nwandb = 3", {}, "rounds"),
+        ("", {"round.sites": 3}, "rounds.sites"),
     ],
 )
-def test_an_unknown_group_names_the_nearest(tmp_path: Path, text: str, flags: dict[str, Any], meant: str) -> None:
+def test_an_unknown_group_names_the_nearest_and_the_setting_in_it(
+    tmp_path: Path, text: str, flags: dict[str, Any], meant: str
+) -> None:
     error = refusal(tmp_path, text, flags, {})
     assert error.remedy == f"Did you mean {meant}? `atoll config schema` lists all settings."
 
