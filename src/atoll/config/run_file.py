@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from atoll import registry
 from atoll.errors import ConfigError
 
+COMMAND_LINE = "command line"
 ENV_PREFIX = "ATOLL_"
 
 Fields = Mapping[str, FieldInfo]
@@ -120,7 +121,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def source_of(key: str, source: Mapping[str, str]) -> str:
-    """Return where a key was set: the name of a file or variable, or "command line". Empty if the key was not set.
+    """Return where a key was set: the name of a file or variable, or COMMAND_LINE. Empty if the key was not set.
 
     If `source` does not have the key, return the source of a table that contains the key, or of a key inside it.
 

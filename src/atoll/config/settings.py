@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from atoll.config.consistency import require_consistent
-from atoll.config.run_file import Layer, environment_layer, file_layer, merged, nearest_key, source_of
+from atoll.config.run_file import COMMAND_LINE, Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
 from atoll.errors import AtollError, ConfigError, public_api
 
@@ -574,7 +574,7 @@ def collected(
     Returns:
         The values as nested tables, not validated yet; and `group.key` → the source of its value.
     """
-    line: Layer = {key: (value, "command line") for key, value in (flags or {}).items() if value is not None}
+    line: Layer = {key: (value, COMMAND_LINE) for key, value in (flags or {}).items() if value is not None}
     layers = [
         file_layer(path, FIELDS) if path else {},
         environment_layer(os.environ if environ is None else environ, FIELDS),
@@ -605,6 +605,7 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
     message = first["msg"][0].lower() + first["msg"][1:]
     if first["type"] == "model_type":
         part = "path" if ":" in str(first["input"]) else "name"
-        message = f"this setting is a table: write {key} = {{{part} = {first['input']!r}}}"
+        option, entry = f"--set {key}.{part}={first['input']}", f"{key} = {{{part} = {first['input']!r}}}"
+        message = f"this setting is a table: write {option if where == COMMAND_LINE else entry}"
     remedy = f"{key}: {field.description}" if field and field.description else ""
     return ConfigError(f"{where}: {key} = {first['input']!r}: {message}.", remedy)

@@ -202,18 +202,18 @@ def test_an_unknown_group_names_the_nearest_and_the_setting_in_it(
 
 
 @pytest.mark.covers("X3")
-@pytest.mark.parametrize(("value", "table"), [("int8", "{name = 'int8'}"), ("own.py:Mine", "{path = 'own.py:Mine'}")])
-def test_a_name_in_place_of_a_table_gets_the_same_remedy_from_every_source(
-    tmp_path: Path, value: str, table: str
-) -> None:
+@pytest.mark.parametrize(("value", "part"), [("int8", "name"), ("own.py:Mine", "path")])
+def test_a_name_in_place_of_a_table_gets_a_remedy_that_fits_its_source(tmp_path: Path, value: str, part: str) -> None:
     key = "aggregation.upload_codec"
-    for text, given, environ in (
-        (f'[aggregation]\nupload_codec = "{value}"', [], {}),
-        ("", [f"{key}={value}"], {}),
-        ("", [], {variable_of(key): value}),
+    in_a_file, option = f"{key} = {{{part} = '{value}'}}", f"{key}.{part}={value}"
+    for text, given, environ, remedy in (
+        (f'[aggregation]\nupload_codec = "{value}"', [], {}, in_a_file),
+        ("", [f"{key}={value}"], {}, f"--set {option}"),
+        ("", [], {variable_of(key): value}, in_a_file),
     ):
         error = refusal(tmp_path, text, set_values(given, FIELDS), environ)
-        assert f"{key} = '{value}': this setting is a table: write {key} = {table}." in error.message
+        assert f"{key} = '{value}': this setting is a table: write {remedy}." in error.message
+    assert getattr(Settings.read(None, set_values([option], FIELDS), {}).at(key), part) == value
 
 
 def test_an_unknown_variable_names_the_nearest() -> None:
