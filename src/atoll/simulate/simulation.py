@@ -231,6 +231,7 @@ class Simulation:
         persistor = Persistor(self.settings)
         plan, store, lost = open_run(self.settings, self._model, persistor, self._outer)
         run = Coordinator(plan, store, lost, persistor, self._filters.results)
+        run.attendance.simulated = True
         self._model = None  # version 0 is on disk
         try:
             beginning = self._beginning(run)

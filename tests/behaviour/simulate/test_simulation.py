@@ -216,7 +216,9 @@ def test_names_every_site_that_fails_and_prints_three_tracebacks(
 
 
 @pytest.mark.covers("V2", "X3")
-def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(tmp_path: Path, undisturbed: bytes) -> None:
+def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
+    tmp_path: Path, undisturbed: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     rules = {"rounds.min_sites": 3} | RULES
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
     lacks = r"waits for another site: it has or expects 2 of 3 updates \(rounds.min_sites\)"
@@ -225,6 +227,8 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(tmp_path:
         simulation(tmp_path, client, **rules).run()
     assert "it continues from here" in failed.value.remedy
     assert failed.value.exit_code == 9
+    assert "site-0001 raised an error and no longer takes part" in caplog.text
+    assert "under the same name" not in caplog.text  # nobody can start a simulated site, or a server for it
     assert result_of(tmp_path, **rules) == undisturbed
 
 

@@ -251,12 +251,13 @@ class Attendance:
 
     Attributes:
         deaths: number of workers declared dead in the whole run.
+        simulated: whether the sites are those of a simulation, which cannot be started one by one.
     """
 
     def __init__(
         self, roster: MutableMapping[str, Presence], deaths: int, expected: Mapping[int, Collection[str]] | None = None
     ) -> None:
-        self._roster, self.deaths = roster, deaths
+        self._roster, self.deaths, self.simulated = roster, deaths, False
         self._expected = {fragment: set(sites) for fragment, sites in (expected or {}).items()}
         self._absent: dict[int, frozenset[str]] = {}  # fragment → missing sites
         self._partial: dict[int, str] = {}
@@ -278,7 +279,7 @@ class Attendance:
         log = LOG.info if why == "left" else LOG.warning
         log("%s %s%s", effect.site, {"dead": "is dead"}.get(why, why), f": {effect.detail}" if effect.detail else "")
         self.deaths += why == "dead"
-        if warning := short_of(state, self._roster):
+        if not self.simulated and (warning := short_of(state, self._roster)):  # a simulation ends with an error instead
             log("%s", warning)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
@@ -313,8 +314,9 @@ class Attendance:
     def _in_words(self, summary: status_messages.RoundSummary, absent: list[str], complete: bool) -> str:
         ended = [f"{site} {how}" for site in absent if (how := self._roster[site].ended)]
         of = summary.population if complete else summary.expected
+        again = "the simulation again" if self.simulated else f"{listed(absent)} under the same name"
         remedy = (
-            f"To include them again, start {listed(absent)} under the same name"
+            f"To include them again, start {again}"
             if complete
             else f"To make rounds wait for all sites, set rounds.min_sites = {summary.expected}"
         )
@@ -327,7 +329,8 @@ class Attendance:
     def warnings(self, state: State) -> list[str]:
         """Return the warnings for the status. Fragments that miss the same sites share one warning."""
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
-        return [text for text in (short_of(state, self._roster), *partial.values()) if text]
+        short = "" if self.simulated else short_of(state, self._roster)
+        return [text for text in (short, *partial.values()) if text]
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
