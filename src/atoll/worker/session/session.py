@@ -540,7 +540,7 @@ class Session:
             ticket: the ticket under which the update was submitted.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
-        what = "ask for the result of the update"
+        what = "learn whether the update counts"
         return self.call(lambda: self._state_of(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
