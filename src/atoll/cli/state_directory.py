@@ -171,11 +171,11 @@ def _workflows(
     """Return the workflows of a run. The first that has not ended was under way."""
     ended = {place for (place,) in db.execute("SELECT place FROM workflows").fetchall()}
     found = [each.model_copy(update={"state": "done"}) if place in ended else each for place, each in enumerate(last)]
-    place = next((place for place, each in enumerate(found) if each.state != "done"), len(found))
-    for each in found[place : place + 1]:
-        if each.state != "failed":
-            how = "continues its rounds" if each.kind == "train" else "begins it again"
-            found[place] = each.model_copy(update={"state": "running", "quiet_s": 0.0, "detail": UNDER_WAY + how})
+    place = next((place for place, each in enumerate(found) if each.state != "done"), None)
+    if place is not None and found[place].state != "failed":
+        how = "continues its rounds" if found[place].kind == "train" else "begins it again"
+        update = {"state": "running", "quiet_s": 0.0, "detail": UNDER_WAY + how}
+        found[place] = found[place].model_copy(update=update)
     return found
 
 

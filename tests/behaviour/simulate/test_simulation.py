@@ -228,7 +228,7 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
     assert "it continues from here" in failed.value.remedy
     assert failed.value.exit_code == 9
     assert "site-0001 raised an error and no longer takes part" in caplog.text
-    assert "under the same name" not in caplog.text  # nobody can start a simulated site, or a server for it
+    assert "under the same name" not in caplog.text  # a user cannot start a simulated site, or a server for it
     assert result_of(tmp_path, **rules) == undisturbed
 
 
