@@ -247,8 +247,10 @@ class Server:
             setting="network.host",
             remedy="Stop the process that uses it, or choose another port with --port; 0: any free port.",
         )
-        try:
-            schedule = self._workflows
+        context, schedule = None, self._workflows
+        try:  # a wrong file or function leaves no run behind that a mended start would continue
+            if self.settings.network.tls_cert and self.settings.network.tls_key:
+                context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
             if schedule is not None:
                 schedule.load()
             persistor = Persistor(self.settings)
@@ -266,9 +268,6 @@ class Server:
         accepting: Listener | None = None
         try:
             await runner.setup()
-            context = None
-            if self.settings.network.tls_cert and self.settings.network.tls_key:
-                context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
             self.port = listener.getsockname()[1]
             run.start(self.url)
             keep_status(run)

@@ -215,3 +215,15 @@ def test_a_secret_that_others_can_read_is_refused(nursery: Nursery, tmp_path: Pa
     assert code == 2
     assert f"The token file '{tmp_path}' is a folder. Give the path of a file with mode 0600." in output
     assert TOKEN not in output
+
+
+@pytest.mark.covers("X2")
+def test_a_certificate_that_cannot_be_used_is_refused_before_a_run_begins(
+    nursery: Nursery, tmp_path: Path, secured: dict[str, Path]
+) -> None:
+    """A mended start would continue that run, and not read its own initial model."""
+    settings: dict[str, object] = {"network.port": 0, **secured}
+    code, output = start(nursery, tmp_path, **settings | {"network.tls_cert": tmp_path / "token"})
+    assert code == 2
+    assert "cannot be used with the TLS key" in output
+    assert not (tmp_path / "state").exists()
