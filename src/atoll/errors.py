@@ -3,6 +3,7 @@
     AtollError                 1   any error of Atoll
     ├── ConfigError            2   a wrong run file, flag or ATOLL_ variable
     ├── UsageError             2   a wrong call of a public function
+    │   └── NotSimulated           a training loop that simulations do not support
     ├── SchemaMismatch         6   the server and a worker have different models
     ├── UpdateRefused          6   an update that is not finite, too large or wrongly weighted
     ├── PeerError              6   an error that the server, a worker or a peer reports
@@ -99,6 +100,12 @@ class UsageError(AtollError):
     """A program calls Atoll wrongly, or user code returns an unusable value."""
 
     code, exit_code = "usage", 2
+
+
+class NotSimulated(UsageError):
+    """A script uses a training loop that simulations do not support."""
+
+    code = "not_simulated"
 
 
 class SchemaMismatch(AtollError):

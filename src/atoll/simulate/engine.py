@@ -119,6 +119,7 @@ class Answer:
         bytes_down: bytes of tensors that the site has loaded.
         stuck: whether the engine killed the process, because the script ran too long while other sites waited.
         disk: whether `error` is about a full or failing disk, and not about the script.
+        remedy: what to change in the script, if it can train no site of any simulation; else empty.
     """
 
     update: messages.Complete | None = None
@@ -128,6 +129,7 @@ class Answer:
     bytes_down: int = 0
     stuck: bool = False
     disk: bool = False
+    remedy: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return this answer as JSON values, to send it to the simulation."""

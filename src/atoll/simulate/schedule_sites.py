@@ -17,7 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atoll.errors import AtollError, ConfigError, LeaseLost, RunFailed, StoreError, TicketClosed, UpdateRefused
+from atoll.errors import (
+    AtollError,
+    ConfigError,
+    LeaseLost,
+    NotSimulated,
+    RunFailed,
+    StoreError,
+    TicketClosed,
+    UpdateRefused,
+)
 from atoll.protocol import messages, routes, status_messages
 from atoll.rounds import events, leases
 from atoll.server.coordinator.accept_update import outcome_of
@@ -379,6 +388,8 @@ class SiteScheduler:
                     f"The disk failed while {job.site} was trained: {answer.error}",
                     "Free disk space, or check the disk; then start the same simulation again: it continues from here.",
                 )
+            if answer.remedy:
+                raise NotSimulated(answer.error, answer.remedy)
             if answer.stuck:
                 await self._did_not_return(job, lease)
                 return

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
-from atoll.errors import AtollError, StoreError, causes
+from atoll.errors import AtollError, NotSimulated, StoreError, causes
 from atoll.format_text import Seldom, VisibleLines
 from atoll.posix import FULL, Descriptor, write_at
 from atoll.protocol import messages
@@ -299,6 +299,8 @@ class SiteTrainer:
 
 def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
     """Return the answer for a site that failed with an error. Atoll's own frames are left out of the traceback."""
+    if isinstance(error, NotSimulated):
+        return Answer(error=error.message, bytes_down=bytes_down, remedy=error.remedy)
     trace: TracebackType | None = error.__traceback__
     folder = os.path.dirname(__file__)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(folder):

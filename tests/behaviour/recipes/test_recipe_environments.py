@@ -138,13 +138,16 @@ def test_all_that_is_asked_for_reaches_the_simulation(tmp_path: Path, monkeypatc
     assert (asked["settings"].rounds.total, Path(asked["settings"].run.script).resolve()) == (4, tmp_path / "train.py")
 
 
-def test_what_has_no_meaning_in_a_simulation_says_so() -> None:
+def test_what_has_no_meaning_in_a_simulation_says_so(caplog: pytest.LogCaptureFixture) -> None:
     Path("train.py").write_text(DILOCO)
     made = recipe(DiLoCoRecipe, sync_every=4).add_server_config({"diloco.num_fragments": 2})
     with pytest.raises(AtollError, match=r"diloco\.num_fragments is 2, but a simulation supports only"):
         made.execute(SimEnv(sites=2))
-    with pytest.raises(AtollError, match=r"atoll\.DiLoCo cannot run in a simulation"):  # it would train alone
+    with pytest.raises(UsageError, match=r"atoll\.DiLoCo cannot run in a simulation.*atoll\.join") as refused:
         recipe(DiLoCoRecipe, sync_every=4).execute(SimEnv(sites=2, processes=1))
+    assert refused.value.exit_code == 2
+    assert "Traceback" not in caplog.text
+    assert "no longer takes part" not in caplog.text  # the script is at fault, not a site
 
 
 # -- LocalEnv

@@ -28,7 +28,7 @@ from atoll.algorithms.optimizer_hooks import (
     optimizers_in,
     warn_of_unheld_parameters,
 )
-from atoll.errors import UsageError, public_api
+from atoll.errors import NotSimulated, UsageError, public_api
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
@@ -455,10 +455,10 @@ def require_real(what: str) -> None:
         what: name of the training loop, such as "atoll.DiLoCo".
 
     Raises:
-        UsageError: this process trains a simulated site.
+        NotSimulated: this process trains a simulated site.
     """
     if _simulated is not None:
-        raise UsageError(
+        raise NotSimulated(
             f"{what} cannot run in a simulation: it synchronises after a number of local steps, but a simulated site "
             "is trained for one round at a time.",
             "Write the script as a loop over rounds with atoll.join, or run it with real workers.",
