@@ -28,14 +28,20 @@ def ray() -> Any:
 
 @pytest.fixture(scope="module")
 def ray_here(ray: Any) -> Iterator[Any]:
-    """Ray in the test's process, which simulations use and leave as it is."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    """Ray in the test's process, which simulations use and leave as it is.
+
+    Ray gives its workers niceness 15: beside other tests they would get next to no time, and not begin in 120 s.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield ray
+        ray.shutdown()
 
 
 @pytest.mark.covers("V1", "V2")
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # it starts Ray
 def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
     ray_here: Any,
     tmp_path: Path,
