@@ -14,7 +14,7 @@ import typer
 from atoll import registry
 from atoll.config import FIELDS, Settings, set_values, to_toml
 from atoll.config.run_file import source_of
-from atoll.config.settings import collected
+from atoll.config.settings import GROUPS, collected
 
 if TYPE_CHECKING:
     from atoll.algorithms.resolve import ResolvedAlgorithm
@@ -92,10 +92,13 @@ NAMES = (
 """(Kind of extension, setting with a name of that kind)."""
 
 
-def _require_accepted(settings: Settings) -> None:
+def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     """Check the names of algorithms, codecs and other extensions, and their options, as the server does at its start.
 
     Code that is named by a path is not run.
+
+    Returns:
+        The algorithm; None if the settings name none.
 
     Raises:
         ConfigError: a name is unknown, or an option does not exist or has a wrong value.
@@ -106,11 +109,13 @@ def _require_accepted(settings: Settings) -> None:
     for kind, key in NAMES:
         if name := settings.at(key).name:
             registry.require_known(kind, f"{key}.name", name)
-    if settings.algorithm.name:
-        _require_options(settings, resolve(settings))
+    algorithm = resolve(settings) if settings.algorithm.name else None
+    if algorithm is not None:
+        _require_options(settings, algorithm)
     for key in ("aggregation.upload_codec", "aggregation.download_codec"):
         if name := settings.at(key).name:
             build_codecs(name, settings.at(key).options, setting=key)
+    return algorithm
 
 
 def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
@@ -126,18 +131,36 @@ def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
         build_outer(algorithm.outer, algorithm.outer_options, settings.algorithm.outer_lr_of)
 
 
+def _chosen_by(algorithm: ResolvedAlgorithm, settings: Settings) -> dict[str, Any]:
+    """Return the values that an algorithm gives to settings: `group.key` → value in effect."""
+    from atoll.rounds.state import Rules
+
+    values: dict[str, Any] = {f"algorithm.{option}": value for option, value in (algorithm.local or {}).items()}
+    values["rounds.min_sites"] = Rules.from_settings(settings, needs_all=algorithm.needs_all).min_sites
+    tables: dict[str, dict[str, Any]] = {
+        "aggregation.reducer": {"name": algorithm.reducer, **algorithm.reducer_options},
+        "aggregation.upload_codec": {"name": algorithm.codec, **algorithm.codec_options},
+    }
+    if not settings.async_.momentum_every:  # else the outer optimizer is made of both
+        tables["algorithm.outer_optimizer"] = {"name": algorithm.outer, **algorithm.outer_options}
+    return values | {key: table for key, table in tables.items() if not settings.at(key).path}
+
+
 @app.command()
 def show(run_file: RunFile = None, sets: Sets = None) -> None:
     """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
-    _require_accepted(settings)
+    algorithm = _require_accepted(settings)
+    chosen = _chosen_by(algorithm, settings) if algorithm is not None else {}
     _, source = collected(run_file, _settings_given(sets, {}))
+    values = settings.by_key() | chosen
     group = ""
-    for key, value in settings.by_key().items():
+    for key in sorted(values, key=lambda key: list(GROUPS).index(key.partition(".")[0])):
         if group != (group := key.partition(".")[0]):
             print(f"[{group}]")
-        name, where = key.partition(".")[2], source_of(key, source) or "default"
-        print(f"{name} = {to_toml(value)}  # {where}" if value is not None else f"# {name} =  # {where}")
+        name, value = key.partition(".")[2], values[key]
+        where = source_of(key, source) or (f"default of {settings.algorithm}" if key in chosen else "default")
+        print(f"{name} = {to_toml(value)}  # {where}" if value is not None else f"# {name} is not set")
 
 
 @app.command()

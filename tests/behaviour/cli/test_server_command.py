@@ -288,6 +288,36 @@ def test_config_show_says_what_was_set(atoll_command) -> None:
 
 
 @pytest.mark.covers("L12")
+@pytest.mark.parametrize(
+    ("algorithm", "chosen"),
+    [
+        (
+            "diloco",
+            {
+                "algorithm.outer_optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9, "nesterov": True},
+                "rounds.min_sites": 1,
+                "aggregation.upload_codec": {"name": "bf16"},
+            },
+        ),
+        ("fedprox", {"algorithm.mu": 0.01, "rounds.min_sites": 3, "aggregation.upload_codec": {"name": "none"}}),
+        ("fednova", {"aggregation.reducer": {"name": "normalised_mean"}, "rounds.min_sites": 3}),
+    ],
+)
+def test_config_show_names_what_the_algorithm_chooses_and_can_be_a_run_file(
+    atoll_command, tmp_path: Path, algorithm: str, chosen: dict[str, Any]
+) -> None:
+    flags = ("--set", "rounds.sites=3", "--set", "algorithm.outer_optimizer={lr = 0.5}")
+    shown = atoll_command("config", "show", "--set", f"algorithm.name={algorithm}", *flags).stdout
+    found = tomllib.loads(shown)
+    assert {key: found[key.split(".")[0]][key.split(".")[1]] for key in chosen} == chosen
+    assert re.search(rf"^min_sites = .*  # default of {algorithm}$", shown, re.MULTILINE)
+    assert re.search(r"^outer_optimizer = .*  # command line$", shown, re.MULTILINE)
+    assert "# best_metric is not set\n" in shown
+    (tmp_path / "shown.toml").write_text(shown)
+    assert tomllib.loads(atoll_command("config", "show", "shown.toml").stdout) == found
+
+
+@pytest.mark.covers("L12")
 def test_flags_win_over_the_run_file_and_modules_beside_it_and_here_can_be_imported(
     start: Start, tmp_path: Path
 ) -> None:
