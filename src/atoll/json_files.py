@@ -113,5 +113,5 @@ def write_note(path: Path, note: Any) -> None:
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror}).",
-            "Check the disk. If a worker's folder was removed, start that worker again; it downloads the model anew.",
+            "Check the disk. If a worker's folder was removed, start that worker again; it downloads the model again.",
         ) from error

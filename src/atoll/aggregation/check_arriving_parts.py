@@ -44,7 +44,7 @@ _local = threading.local()
 
 
 def _scratch() -> Scratch:
-    """Return the scratch memory of the calling thread."""
+    """Return the calling thread's buffers for temporary tensors."""
     if not hasattr(_local, "scratch"):
         _local.scratch = Scratch(ELEMENTS)
     scratch: Scratch = _local.scratch
@@ -215,9 +215,9 @@ def norm_of(squares: Iterable[float]) -> float:
 
 
 def receive_buffer(start: int, stop: int) -> memoryview:
-    """Return memory of the calling thread, to receive bytes [start, stop) of a file into it.
+    """Return the calling thread's buffer for bytes [start, stop) of a file.
 
-    A byte at a file offset that is a multiple of `ALIGN_BYTES` has a memory address that is a multiple of it, too.
+    It is aligned like the file: a byte at a file offset that is a multiple of `ALIGN_BYTES` has such an address, too.
     """
     return _scratch().view("source", stop - start, start % ALIGN_BYTES)
 

@@ -124,7 +124,7 @@ class Correction:
         self.shared: dict[str, Tensor] = {}
 
     def before_step_(self, names: Collection[str]) -> None:
-        """Before an optimizer step, change the gradients of the parameters `names` in place. A `grad` may be None."""
+        """Before an optimizer step, change the gradients of the parameters in `names` in place. `grad` may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
         """Return the term that the correction adds to the loss, as a 0-d tensor; None if it adds none.
@@ -135,7 +135,7 @@ class Correction:
         return None
 
     def after_step_(self, names: Collection[str], rate: float) -> None:
-        """After an optimizer step with the learning rate `rate`, change the parameters `names` in place."""
+        """After an optimizer step with the learning rate `rate`, change the parameters in `names` in place."""
 
     def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
         """Return the algorithm's own tensors for the update: group → function (parameter, start, stop) → elements.

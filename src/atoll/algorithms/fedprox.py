@@ -57,7 +57,7 @@ class _Proximal(Correction):
             g.add_(self._w[name].detach() - self._w_t[name], alpha=self._mu)
 
     def penalty(self, names: Collection[str]) -> Tensor:
-        """Return (μ/2)·‖w − w_t‖² over the parameters `names`, in fp32 or wider."""
+        """Return (μ/2)·‖w − w_t‖² over the parameters in `names`, in fp32 or wider."""
         term = torch.zeros(())
         for name in names:
             if name in self._w:

@@ -216,8 +216,8 @@ def _require_workflows(at: At) -> None:
     components_of(at("workflow.components"))
     if function and entries:
         raise ConfigError(
-            f"workflow.function is {function!r}, but workflow.steps is set, too (number of steps: {len(entries)}).",
-            "Add it to workflow.steps instead, as a table with the key path.",
+            f"Both workflow.function ({function!r}) and workflow.steps (number of steps: {len(entries)}) are set.",
+            f"Remove workflow.function, and add the function to workflow.steps: {{path = {function!r}}}.",
         )
     if function and total:
         raise ConfigError(

@@ -105,7 +105,7 @@ class Choice(Group):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.name and self.path:
-            raise ConfigError(f"name is {self.name!r}, but path is set, too: {self.path!r}.", "Set only one of them.")
+            raise ConfigError(f"Both name ({self.name!r}) and path ({self.path!r}) are set.", "Set only one of them.")
         if self.name and ":" in self.name:
             raise ConfigError(f"name is {self.name!r}, a path to code.", f"Write path = {self.name!r}.")
         return self

@@ -440,7 +440,7 @@ class Schedule:
         elif rates == self._first and not self._warned:
             self._warned = True
             LOG.warning(
-                "the learning rate schedule starts anew in each round, so it never gets beyond its first epochs. In "
+                "the learning rate schedule starts again in each round, so it never gets beyond its first epochs. In "
                 "configure_optimizers, let it depend on self.atoll_round and self.atoll_rounds "
                 "(docs/tutorial-lightning.md, Epochs)"
             )
@@ -546,8 +546,8 @@ def require_own_weights(trainer: Any, algorithm: str = "") -> None:
             raise UsageError(
                 "StochasticWeightAveraging keeps its average from one fit to the next: after the first "
                 "round, it would submit a mean over the models of earlier rounds.",
-                "Use EMAWeightAveraging or WeightAveraging, which start anew in each fit, or no averaging: "
-                "the server averages already.",
+                "Remove this callback: the server averages already. With fedavg, EMAWeightAveraging and "
+                "WeightAveraging work, too: they start again in each fit.",
             )
         if algorithm and _is_a(callback, "WeightAveraging"):
             raise UsageError(

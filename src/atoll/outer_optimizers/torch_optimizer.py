@@ -145,7 +145,10 @@ class OuterRule:
 
 
 class Stepper:
-    """Steps tensors or chunks of tensors. Reuses one torch optimizer for all of them, so it is not thread-safe."""
+    """Applies the outer optimizer's step to tensors or chunks of tensors.
+
+    It reuses one torch optimizer for all of them, so it is not thread-safe.
+    """
 
     def __init__(self, rule: OuterRule) -> None:
         self._rule = rule
@@ -244,7 +247,7 @@ class EachTensor(Optimizer, ABC):
         """Step every parameter that has a gradient.
 
         Args:
-            closure: a function that computes the gradients anew and returns the loss.
+            closure: a function that computes the gradients again and returns the loss.
 
         Returns:
             The loss from `closure`; None without one.

@@ -94,7 +94,7 @@ class RoundSummary(Message):
 class PlaceStatus(Message):
     """In a swarm: the workers that aggregate a fragment, check its next version, and have its newest version."""
 
-    aggregator: str = Field(description="Worker that reduces the round; empty: none.")
+    aggregator: str = Field(description="Worker that aggregates the round; empty: none.")
     checker: str = Field(description="Worker that checks the next version.")
     holders: list[str] = Field(description="Workers that have the newest version with its outer state.")
     collected: list[str] = Field(description="Sites with updates that the aggregator has collected.")
@@ -200,5 +200,5 @@ class Status(Message):
 
     @property
     def version(self) -> int:
-        """Version of the whole model: the smallest of its fragments' newest versions."""
+        """The newest version that every fragment of the model has reached."""
         return min(fragment.version for fragment in self.fragments)

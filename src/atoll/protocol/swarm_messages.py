@@ -24,7 +24,7 @@ Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0
 
 
 class SwarmPlan(Message):
-    """The settings that a worker needs to reduce a round and step the outer optimizer."""
+    """The settings that a worker needs to aggregate a round and step the outer optimizer."""
 
     settings: dict[str, Any]
 

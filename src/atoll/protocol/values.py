@@ -1,4 +1,4 @@
-"""Frozen values for the answers that a worker gets: to requests for tickets, to uploads and to downloads.
+"""Immutable results of a worker's requests: of a request for a ticket, of an upload, of a download.
 
 An expected outcome of an upload or a download, such as a refused update, is one of these values, which the caller
 handles with `match`. Exceptions are only for bugs, local disk failures and user errors.

@@ -140,7 +140,7 @@ class InitialModel:
             )
         if checkpoint is not None and isinstance(model, str) and ":" not in model:
             raise UsageError(
-                f"model is {model!r}, but initial_ckpt is set, too: {str(checkpoint)!r}.", "Use one of them."
+                f"Both model ({model!r}) and initial_ckpt ({str(checkpoint)!r}) are set.", "Use one of them."
             )
         self._model, self._checkpoint = model, None if checkpoint is None else str(checkpoint)
         self._is_module = not isinstance(model, str | Mapping | None)

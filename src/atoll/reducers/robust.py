@@ -69,7 +69,7 @@ def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list
 
 @functools.lru_cache(maxsize=64)
 def network(k: int, ranks: frozenset[int]) -> tuple[tuple[int, int, Wanted], ...]:
-    """Return, in order, the comparators (i, j, needed outputs) that find the given ranks among k rows."""
+    """Return the ordered comparators (i, j, needed outputs) that find the given ranks among k rows."""
     needed, comparisons = set(ranks), list[tuple[int, int, Wanted]]()
     for low, high in reversed(list(_merge_sort(k))):
         if low in needed or high in needed:

@@ -23,7 +23,7 @@ class RoundView:
         head_version: version that the round starts from.
         opened_s: time when the round opened, on the clock that also gives `now_s`.
         expected: sites that take part in this round, with or without an accepted update, sorted.
-        accepted: tickets of accepted updates that are not being reduced yet, sorted by site.
+        accepted: tickets of accepted updates that are not being aggregated yet, sorted by site.
         floor: fewest updates with which this round may close, at least 1.
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
@@ -96,7 +96,7 @@ class Policy(ABC):
         The next update that arrives belongs to the round after these.
 
         Args:
-            waiting: number of accepted updates that are not being reduced yet.
+            waiting: number of accepted updates that are not being aggregated yet.
         """
         return 0
 
@@ -205,7 +205,7 @@ class Async(Policy):
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
-        """Close if the buffer is full and the grace time is over, or if no site that can submit is missing.
+        """Close when the buffer is full and the grace time is over, or earlier if all sites that can submit did so.
 
         Close with the `buffer` earliest updates, or with all updates if there is a grace time. For synchronous rounds,
         decide as `Barrier` does.

@@ -5,9 +5,11 @@
 
 The server and the simulator both run this code. After every relevant event, `_settle` updates each open round: it
 derives the expected sites from the live sites and the tickets, and asks the closing policy. A restarted server calls
-`_settle` on the state from the journal, so the same rules repair a crash between two writes to the journal.
+`_settle` on the state from the journal, so the same rules repair the state after a crash between two writes to
+the journal.
 
-`now_s` is a time in seconds on a monotonic clock. With a wall clock, setting the clock could declare workers dead.
+`now_s` is a time in seconds on a monotonic clock. With a wall clock, a change of the
+system time could make live workers look dead.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from atoll.rounds.state import (
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, advance
 
 NEXT_ROUND = "counts from the next round on"
-NOT_DRAWN = "was not drawn for this round; each round draws anew"
+NOT_DRAWN = "was not drawn for this round; each round draws again"
 
 
 def step(state: State, event: events.Event, now_s: float) -> Result:
@@ -252,9 +254,9 @@ def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
 def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     """Return the state that the journal describes, and the effects that were not carried out before a crash.
 
-    Heartbeat timeouts and deadlines restart at `now_s`. A round that was being reduced stays `closing`: the caller
-    reduces it again and reports `VersionCommitted`. If the server crashes again, another call returns the same state,
-    whether or not the effects of this call were written to the journal.
+    Heartbeat timeouts and deadlines restart at `now_s`. A round that was being aggregated stays `closing`: the caller
+    aggregates it again and reports `VersionCommitted`. If the server crashes again, another call returns the same
+    state, whether or not the effects of this call were written to the journal.
 
     Args:
         rules: rules of the rounds.
@@ -412,8 +414,8 @@ def _judge(draft: Draft, fragment: int) -> None:
         if decision.until_s != round_.until_s:
             draft.change_round(fragment, until_s=decision.until_s)
         return
-    # Every accepted update was acknowledged, so a synchronous round must reduce all of them. An asynchronous round may
-    # leave some to the next round.
+    # Every accepted update was acknowledged, so a synchronous round must aggregate all of them. An asynchronous round
+    # may leave some to the next round.
     accepted = {ticket.id for ticket in round_view.accepted}
     is_async = draft.state.is_async(fragment)
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
@@ -429,7 +431,7 @@ def _judge(draft: Draft, fragment: int) -> None:
 
 
 def _pending_tickets(round_: Round) -> dict[str, Ticket]:
-    """Return site → ticket, for the open tickets, and those with an accepted update that is not being reduced."""
+    """Return site → ticket, for the open tickets, and those with an accepted update that is not being aggregated."""
     return {
         site: ticket for site, ticket in round_.tickets.items() if ticket.is_live and ticket.id not in round_.frozen
     }

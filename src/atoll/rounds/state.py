@@ -117,7 +117,7 @@ class Round:
         expected: expected site → time since when the round has waited for it. Each site is alive or has an accepted
             update.
         tickets: site → its ticket of this round. In asynchronous rounds, the ticket may be from an earlier round.
-        frozen: while the round is closing, the tickets with the updates that are being reduced, in order.
+        frozen: while the round is closing, the ticket numbers of the updates that are being aggregated, in order.
         until_s: time at which the policy may close the round without an event; None if there is no such time.
         lost: number of versions up to `head` that the server has lost; a power loss may destroy the newest versions.
         first_s: time since when the oldest accepted update has waited to be reduced; None if no update waits.
@@ -244,7 +244,7 @@ class State:
             joined = len(leases.alive(self.members))
             return f"waits for {self.rules.sites} sites to join, {joined} {'has' if joined == 1 else 'have'}"
         if round_.phase == "closing":
-            return f"reduces {counted(len(round_.frozen), 'update')} of round {round_.number}"
+            return f"aggregates {counted(len(round_.frozen), 'update')} of round {round_.number}"
         if round_.phase == "finished":
             return "; ".join(filter(None, ["is finished", self.rules.tracking.why(self.progress)]))
         decision = self.rules.policy.decide(self.view(fragment), now_s)
@@ -316,7 +316,7 @@ class FragmentSnapshot:
     Args:
         head: newest version of the fragment.
         expected: expected sites of the open round; None if no round is open.
-        frozen: if the round was closed, the numbers of the tickets with the updates to reduce, in order.
+        frozen: if the round is closed but not committed, the ticket numbers of the updates to aggregate, in order.
         started: whether a round of the fragment was ever opened. Read only if `expected` and `frozen` are not set.
         lost: number of lost versions up to `head`.
     """

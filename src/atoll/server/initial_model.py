@@ -1,4 +1,4 @@
-"""The initial model of a run: found as a module, code or safetensors files, checked, and written as version 0."""
+"""Build or read a run's initial model (from a module, code or safetensors files), check it, write it as version 0."""
 
 from __future__ import annotations
 

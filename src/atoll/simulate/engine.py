@@ -306,7 +306,7 @@ class Engine:
                 self._hand_out()
 
     def free(self, longer_s: float) -> None:
-        """If other jobs wait, kill the process with the longest-running job, if it ran over `longer_s` s.
+        """If other jobs are waiting, kill the process with the longest-running job, if that runs for over `longer_s` s.
 
         The engine then reports an answer with `stuck` set for that job, and starts another process.
         """

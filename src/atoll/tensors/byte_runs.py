@@ -136,12 +136,12 @@ class ByteRun:
         return self.pieces[-1].offset + self.pieces[-1].nbytes
 
     def split(self, values: Tensor) -> Sequence[Tensor]:
-        """Split `values`, the run's elements [numel], into one view for each piece, without the padding."""
+        """Split `values` (1-D, the elements of this byte run) into one view for each piece; leave out the padding."""
         views: Sequence[Tensor] = values.split_with_sizes(self.sizes)  # `torch.split` takes twice as long
         return views[::2] if self.is_padded else views
 
     def encoded(self, memory: Tensor) -> Iterator[Tensor]:
-        """Split `memory`, the run's bytes as in the file, and yield a view of each piece's encoded bytes."""
+        """Split `memory`, the bytes of this byte run as in the file. Yield a view of each piece's encoded bytes."""
         for piece in self.pieces:
             yield memory[piece.offset - self.start : piece.offset - self.start + piece.nbytes]
 

@@ -143,7 +143,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                     assign_run_(tensor, start, spread(run, rank))
 
     def _heads(self) -> list[list[Run]]:
-        """Return, for each other rank, the elements of this rank's rows that the other rank encodes.
+        """Return the elements of this rank's rows that other ranks encode, by rank.
 
         For each tensor, these are at most one range, shorter than a tile.
         """
@@ -158,7 +158,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return heads
 
     def _tails(self) -> list[list[Run]]:
-        """Return, for each other rank, the elements of its rows that this rank encodes."""
+        """Return the elements of other ranks' rows that this rank encodes, by rank."""
         tails: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):

@@ -33,7 +33,7 @@ Decode = Callable[[Tensor, Tensor, Segment], None]
 
 
 class Handle:
-    """Open files that lazy values share. They are closed by `release`, or when the last lazy value is gone.
+    """The open files that several lazy values share. They are closed by `release`, or when the last lazy value is gone.
 
     Args:
         read: function (offset, memory) that fills `memory` with the file's bytes from `offset` on.
@@ -152,7 +152,7 @@ class LazyTensor:
 
 
 class LazyState(Mapping[str, Tensor]):
-    """A mapping name → tensor on disk. Each access loads the tensor anew.
+    """A mapping name → tensor on disk. Each access loads the tensor again.
 
     Args:
         handle: handle of the open file.

@@ -134,7 +134,7 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
         if cut.inline and manifest.nbytes > routes.INLINE_BYTES:
             raise UsageError(
                 f"The object has {manifest.nbytes} bytes, too many to be sent inside a message (chunk_bytes = 0).",
-                f"Send at most {routes.INLINE_BYTES} bytes that way; leave chunk_bytes out for a larger object.",
+                f"Inside a message, send at most {routes.INLINE_BYTES} bytes. For more, leave chunk_bytes out.",
             )
     except BaseException as error:
         os.close(fd)

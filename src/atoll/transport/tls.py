@@ -106,9 +106,8 @@ def read_token(path: Path | None) -> str | None:
 
 def _require_sendable(token: str, where: str) -> str:
     if not all("!" <= char <= "~" for char in token):
-        raise ConfigError(
-            f"{where} is not one word of ASCII characters.", "Use a token of letters and digits, on one line."
-        )
+        wrong = f"{where} contains a space, a line break, or a character that is not ASCII."
+        raise ConfigError(wrong, "Use a token of letters and digits, on one line.")
     return token
 
 

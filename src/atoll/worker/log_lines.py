@@ -72,7 +72,7 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 
 
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
-    """Return, as text, why a synchronisation was skipped, and whether its local steps go into the next update.
+    """Describe why a synchronisation was skipped, and whether its local steps go into the next update.
 
     Args:
         error: the error that was the reason.
@@ -121,7 +121,7 @@ class Progress:
         self._moved, self._away_s = self._begin, 0.0  # time of the last bytes; total seconds of interruptions
 
     def resume(self) -> None:
-        """Measure the rate anew after an interruption. The time since the last bytes counts as a pause."""
+        """Measure the rate again after an interruption. The time since the last bytes counts as a pause."""
         with self._lock:
             now = self._logged_s = self._clock()
             self._away_s += now - self._moved

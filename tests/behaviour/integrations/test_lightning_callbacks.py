@@ -123,7 +123,7 @@ def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
         assert server.status().fragments[0].version == 0
 
 
-SWA = "StochasticWeightAveraging keeps its average from one fit to the next.*Use EMAWeightAveraging"
+SWA = "StochasticWeightAveraging keeps its average from one fit to the next.*Remove this callback.*EMAWeightAveraging"
 AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, but {}.*Remove this callback"
 REFUSED = [
     ("fedavg", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),

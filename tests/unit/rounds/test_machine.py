@@ -34,7 +34,7 @@ def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
     assert run.why() == "waits for b and c"
     assert run.accept(1) == ()
     assert run.accept(3) == (events.RoundClosed(0, 0, (2, 3, 1)),)
-    assert run.why() == "reduces 3 updates of round 1"
+    assert run.why() == "aggregates 3 updates of round 1"
 
 
 def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
@@ -184,7 +184,7 @@ def test_a_round_closes_once(story):
     number = run.ticket("a")
     assert len(closed(run.accept(number))) == 1
     assert run.accept(number) == ()  # told again: nothing happens
-    assert run.withheld("a") == "reduces 1 update of round 1"
+    assert run.withheld("a") == "aggregates 1 update of round 1"
 
 
 @pytest.mark.covers("L4")

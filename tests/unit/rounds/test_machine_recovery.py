@@ -70,7 +70,7 @@ def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
     run = story("a")
     run.submit("a")
     assert restart(run) == ()
-    assert run.why() == "reduces 1 update of round 1"
+    assert run.why() == "aggregates 1 update of round 1"
     assert run.state.rounds[0].frozen == (1,)
     assert events.RoundOpened(0, 1, ("a",)) in run.commit()
 

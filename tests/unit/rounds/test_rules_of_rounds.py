@@ -72,7 +72,7 @@ def test_a_round_asks_the_drawn_workers_and_closes_with_them(story) -> None:
         assert len(drawn) == 2
         assert run.expected() == drawn
         for site in set("abcd") - set(drawn):
-            assert run.withheld(site) == "was not drawn for this round; each round draws anew"
+            assert run.withheld(site) == "was not drawn for this round; each round draws again"
         run.submit(*drawn)
         assert RoundOpened(0, version + 1, tuple(sampling.draw("abcd", 0, version + 1))) in run.commit()
 

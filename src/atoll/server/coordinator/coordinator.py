@@ -556,7 +556,7 @@ class Coordinator:
         )
 
     def why(self, fragment: int, now_s: float) -> str:
-        """Return, as text, what a fragment's round waits for, and the known problems of the missing sites."""
+        """Describe what a fragment's round waits for, and the known problems of the missing sites."""
         sites = [site for site, _ in self.state.missing(fragment)]
         trouble = self.swarm.trouble(fragment) if self.swarm is not None else ""
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)

@@ -72,7 +72,7 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     if message.run not in ("", run):
         raise ServerLost(
             f"The server now has another run: {plan.settings.run.name} ({run}). Worker {message.site} takes "
-            f"part in {message.run}, which has ended or was started anew.",
+            f"part in {message.run}, which has ended or was started again from the beginning.",
             "To take part in the new run, start the script again. To continue the old run, start its server "
             "with the old disk.state_dir.",
         )

@@ -187,7 +187,7 @@ class ByteRoutes:
         if message.inline and message.nbytes > routes.INLINE_BYTES:
             raise BadRequest(
                 f"The object has {message.nbytes} bytes, too many to be sent inside a message.",
-                f"Send at most {routes.INLINE_BYTES} bytes that way; use chunk_bytes for a larger object.",
+                f"Inside a message, send at most {routes.INLINE_BYTES} bytes. For more, leave chunk_bytes out.",
             )
         self.run.require_space()
         entry, secret = self.run.objects.open(cuts, inline=message.inline, expires_s=message.expires_s)

@@ -38,7 +38,7 @@ from atoll.store.versions import VersionDigests
 LOG = logging.getLogger("atoll.server")
 
 LOOK_S = 1.0
-"""Seconds between two checks of a round that is being reduced, while no report arrives."""
+"""Seconds between two checks of a round that is being aggregated, while no report arrives."""
 PULLS = 3
 """Number of times that the aggregator tries to pull one update before another worker aggregates."""
 SLOWER = 10

@@ -164,7 +164,7 @@ class ModelsToEvaluate:
             self._controller.ask(remove())  # a server that is stopping removes its objects itself
 
     def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, ModelLocation | None]]:
-        """Return, for each model of the run, its row of the matrix and the place from which sites download it.
+        """Return the models of the run: for each, its row of the matrix and the place from which sites download it.
 
         If a model is missing, its row has an `error`, and the place is None. A model that `versions` names twice has
         only one row.

@@ -170,8 +170,8 @@ class ScratchFile(TensorFile):
     """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        was_missing: whether the file was missing or had another size, so that it was created anew. An earlier note does
-            not describe it.
+        was_missing: whether the file was missing or had another size, so that it was created again. An earlier note
+            does not describe it.
 
     Args:
         path: the file's path.

@@ -195,7 +195,7 @@ class Exchange:
         return all(self.session.ranks.gather(takes))
 
     def _agreed_note(self) -> OutboxNote | None:
-        """Return, at every rank, the note of rank 0's outbox."""
+        """Return the note of rank 0's outbox, at every rank."""
         note: OutboxNote | None = self.session.ranks.from_rank0(lambda: self.outbox.note, OutboxNote | None)
         return note
 

@@ -143,7 +143,7 @@ class RankGroup:
         return on_device
 
     def total(self, count: int) -> int:
-        """Return, at every rank, the sum of `count` over all ranks."""
+        """Return the sum of `count` over all ranks, at every rank."""
         return sum(self.gather(lambda: count))
 
     def swap(self, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
@@ -164,7 +164,7 @@ class RankGroup:
         return list(torch.split(incoming.cpu(), list(sizes)))
 
     def _text(self, text: str) -> str:
-        """Return, at every rank, the `text` of rank 0."""
+        """Return the `text` of rank 0, at every rank."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         with _with_others():
@@ -176,7 +176,7 @@ class RankGroup:
         return buffer.cpu().numpy().tobytes().decode()
 
     def _texts(self, text: str) -> list[str]:
-        """Return, at every rank, the list of the `text` of each rank."""
+        """Gather `text` from all ranks: return the list, in the order of the ranks, at every rank."""
         data = bytearray(text.encode())
         length = torch.tensor([len(data)], dtype=torch.int64, device=self._device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
@@ -225,7 +225,7 @@ def _message_of(error: BaseException) -> RankMessage:
 
 
 def _result(rank: int, message: RankMessage) -> Any:
-    """Return the value in a rank's message. If the message is an error, return it as an exception of the same class.
+    """Return the value in a rank's message. If it reports an error, return (do not raise) an exception of that class.
 
     Args:
         rank: the number of the rank, for the text of the exception.

@@ -78,7 +78,7 @@ class RoundBackend(Protocol):
         """
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Load the version of the global model that a ticket names into the tensors `into`.
+        """Load the version of the global model that a ticket names into the tensors of `into`.
 
         Returns:
             The ticket to submit under. If the version no longer exists, this is a newer ticket, and its version was
@@ -86,7 +86,7 @@ class RoundBackend(Protocol):
         """
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Load the newest version of the global model into the tensors `into`.
+        """Load the newest version of the global model into the tensors of `into`.
 
         If `keep` is given, it stays the base.
         """
