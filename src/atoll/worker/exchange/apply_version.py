@@ -82,7 +82,7 @@ def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
 
 
 def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
-    """Subtract the decoded update in the outbox from the base, in the base file: base ← base − decoded update."""
+    """Decode the outbox's update, and subtract it from the values in the base file: base ← base − decoded update."""
     scratch = _scratch()
     encoded = _scratch()
     with torch.no_grad(), single_thread():

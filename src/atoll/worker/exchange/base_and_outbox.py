@@ -1,6 +1,6 @@
 """The two files of a worker: the base, from which it trains, and the outbox, with the update to send.
 
-Both files are preallocated and rewritten in place. The operating system caches them, so that the process itself needs
+Both files are preallocated and rewritten in place. The operating system caches them, so the process itself needs
 no second copy of the model in memory. Each file has a note: a small JSON file that says what the file contains and is
 replaced atomically. The content of a file without a note is ignored.
 
@@ -151,7 +151,7 @@ class TensorFile:
             raise EOFError(f"{self.path} is too short: {error}") from None
 
     def elements(self, piece: Piece, start: int, stop: int, scratch: memoryview, dtype: torch.dtype) -> Tensor:
-        """Read elements [start, stop) of the tensor of `piece` into `scratch`. Return a tensor over that memory."""
+        """Read elements [start, stop) of the tensor of `piece` into `scratch`. Return a tensor in that memory."""
         item = piece.segment.spec.item_bytes
         view = scratch[: (stop - start) * item]
         self.read_into(self.layout.by_name[piece.segment.spec.name].offset + start * item, view)
@@ -170,8 +170,8 @@ class ScratchFile(TensorFile):
     """A preallocated file of fixed size that is rewritten in place. Several threads may read and write it at once.
 
     Attributes:
-        was_missing: whether the file was missing or had another size, so that it was created again. An earlier note
-            does not describe it.
+        was_missing: whether the file was missing or had another size, and was therefore created again. An earlier
+            note does not describe the new file.
 
     Args:
         path: the file's path.
@@ -240,7 +240,7 @@ class ScratchFile(TensorFile):
             ) from error
 
     def digest(self, part: Part) -> bytes:
-        """Return BLAKE3 of a part's bytes in the file."""
+        """Return the BLAKE3 digest of a part's bytes in the file."""
         hasher, scratch = blake3(), bytearray(CHUNK_BYTES)
         for offset in range(part.start, part.stop, CHUNK_BYTES):
             view = memoryview(scratch)[: min(CHUNK_BYTES, part.stop - offset)]
@@ -281,7 +281,7 @@ def _data_from(fd: int, offset: int, nbytes: int) -> int:
 
 
 class PartsFile(ScratchFile):
-    """A preallocated file that is divided into parts. If it has only the parts of one rank, the rest of it is a hole.
+    """A preallocated file that is divided into parts. If it holds only the parts of one rank, the rest is a hole.
 
     Args:
         path: the file's path.
@@ -346,8 +346,8 @@ class BaseFile(PartsFile):
     def begin(self, note: BaseNote) -> list[Part]:
         """Write the note for a version that is about to be downloaded. Return the parts that have to be downloaded.
 
-        Parts that an interrupted download of the same version left in the file are not returned if they match their
-        digests.
+        The result leaves out the parts that an interrupted download of the same version left in the file, if they match
+        their digests.
         """
         resumed = self.note is not None and (self.note.run, self.note.digest) == (note.run, note.digest)
         wanted = self.differing(note.part_digests) if resumed else list(self.layout.parts)
@@ -383,7 +383,7 @@ class BaseFile(PartsFile):
 class Outbox(PartsFile):
     """The outbox file, which holds the update that was formed last. A server that has lost power may need it again.
 
-    If the note names another site, that site's update is not sent from here; its note stays on disk.
+    If the note names another site, the update is not sent, and the note stays on disk.
     """
 
     def __init__(self, folder: Path, layout: Layout, name: str = "outbox", site: str = "") -> None:
@@ -495,7 +495,7 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
     Raises:
         StateLocked: another process of the same site on this machine holds the lock.
-        StoreError: the folder cannot be made, or its lock file cannot be opened. Or the folder has a named pipe.
+        StoreError: the folder cannot be made, or its lock file cannot be opened. Or the folder contains a named pipe.
     """
     fd = None
     while fd is None:
@@ -508,7 +508,7 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
 
 def _lock(folder: Path, site: str) -> int | None:
-    """Lock a folder, and return the lock's descriptor; None if `remove_earlier` of another process just removed it."""
+    """Lock a folder, and return the lock's descriptor; None if another process just removed the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -561,14 +561,14 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
     """Remove old folders of this site, and log how much was freed.
 
     Old folders are those of earlier runs, and those of any run with another number of ranks. A folder stays if a
-    process has locked it, if it has an update and no server confirmed its receipt, or if it holds a file that Atoll did
-    not write. Symbolic links are not followed.
+    process has locked it, if it has an update that no server has confirmed, or if it holds a file that Atoll did not
+    write. Symbolic links are not followed.
 
     Args:
         current: the folder in use, which stays.
         site: the site's name.
-        share: (rank, number of ranks) if the model is sharded, else None. It divides the folders among the ranks, so
-            that no two ranks remove the same one.
+        share: (rank, number of ranks) if the model is sharded, else None. The ranks divide
+            the folders among them by rank number.
     """
     count = freed_bytes = 0
     for parent in (current.parent, *_other_divisions(current, share)):
@@ -584,7 +584,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
                 parent.rmdir()
     if count:
         runs = "an earlier run" if count == 1 else f"{count} earlier runs"
-        LOG.info("%s: freed %s: removed the files of %s (all its updates were sent)", site, size(freed_bytes), runs)
+        LOG.info("%s: freed %s: removed the files of %s (all updates had been sent)", site, size(freed_bytes), runs)
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:

@@ -4,8 +4,8 @@ For each parameter, the update contains the pseudo-gradient `base − local`, co
 as in `nn.Module.buffers()`, are sent as they are. The memory used is a few buffers of fixed size, whatever the model's
 size.
 
-The parts of this file, in order: a site's filters (`Filtered`, `AnswerFilters`), warnings about updates that are zero
-(`EncodingLosses`), the encoding itself (`UpdateFormer`), and one fragment at one site (`LocalFragment`).
+The sections of this file, in order: a site's filters (`Filtered`, `AnswerFilters`), warnings about updates that are
+zero (`EncodingLosses`), the encoding itself (`UpdateFormer`), and one fragment at one site (`LocalFragment`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Filtered:
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
         about: the information about the update that filters get: site, round, weight, steps and metrics.
-        model: names of all tensors of the model if the update contains only one of its fragments; else empty.
+        model: names of all tensors of the model, if the update contains only one of the model's fragments; else empty.
 
     Raises:
         UsageError: a filter's `begin` failed; the message names the filter.
@@ -91,7 +91,7 @@ class Filtered:
         return self.change(name, start, stop) if self.sends(name) else None
 
     def value(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) of a buffer after the filters; those of the base if a filter drops the buffer.
+        """Return elements [start, stop) of a buffer after the filters; the base's elements if a filter drops it.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -116,11 +116,11 @@ class AnswerFilters:
     """The filters that are applied to a site's answers to tasks before they are sent.
 
     Args:
-        filters: the filters for all tasks; or task name → filters.
+        filters: the filters for all tasks, or a mapping from task name to filters.
         site: the site's name.
 
     Raises:
-        UsageError: an entry of `filters` is no filter.
+        UsageError: an entry of `filters` is not a filter.
     """
 
     def __init__(self, filters: ByTask, site: str) -> None:
@@ -164,13 +164,13 @@ def _as_usage_error(call: Callable[[], T]) -> T:
 #
 # Without error feedback, a tensor's change counts as lost if encoding removes more than `MOST` of its norm. With error
 # feedback, later updates send the rest. Then the change counts as lost only if nothing of it arrives in `PATIENCE`
-# updates in a row. As soon as one range of a tensor is known to arrive, its other ranges are not checked.
+# updates in a row. As soon as one range of a tensor is found to arrive, the tensor's other ranges are not checked.
 
 
 MOST = 0.99
-"""Share of a tensor's norm that may be lost without a warning."""
+"""Share of the norm of a tensor's change that encoding may lose without a warning."""
 PATIENCE = 3
-"""With error feedback: updates in a row that lose all of a tensor before a warning is logged."""
+"""With error feedback: number of updates in a row that lose a tensor's whole change, before a warning is logged."""
 NAMED = 5
 
 
@@ -182,7 +182,7 @@ class EncodingLosses:
     """Warns if encoding loses the change that training made to a tensor. One object checks all updates of a process.
 
     Attributes:
-        site: the site's name; in a simulation, the site that the process is training.
+        site: the site's name; in a simulation, the name of the site that the process is now training.
 
     Args:
         site: the site's name.
@@ -243,7 +243,7 @@ class EncodingLosses:
                 sums[0], sums[1] = sums[0] + lost**2, sums[1] + whole**2
 
     def end(self, is_zero: bool, steps: int, filters: bool) -> None:
-        """Log a warning if a complete update is all zero, and once per process, if encoding has lost changes.
+        """Log a warning if the complete update is all zero; also, once per process, if encoding has lost changes.
 
         Args:
             is_zero: whether the pseudo-gradient was all zero before it was encoded.
@@ -317,8 +317,8 @@ class UpdateFormer:
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: all codecs that the layout uses, by name.
-        runs: the pieces of the update that are encoded together, at most `CHUNK_ELEMENTS` elements each; the same for
-            every update.
+        runs: the byte runs of the update, the same for every update. Each is encoded at once, and holds at most
+            `CHUNK_ELEMENTS` elements.
         extra: for each group of tensors that the algorithm sends in addition to the model, such as SCAFFOLD's control
             variates, a function that returns the values for a parameter.
         filtered: the filtered values that are sent in place of `tensors`; None: the site has no filters.
@@ -346,7 +346,7 @@ class UpdateFormer:
             on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
 
         Raises:
-            UsageError: the run needs a group of tensors in addition to the model that `extra` does not have.
+            UsageError: the algorithm sends a group of tensors in addition to the model, and `extra` lacks this group.
         """
         layout = self.outbox.layout
         lacking = {each.spec.group for each in layout.segments if each.spec.is_extra} - set(self.extra)
@@ -486,11 +486,11 @@ class Layouts:
 
     Attributes:
         schema: the fragment's schema.
-        version: layout of a version; if the model is sharded, the parts of one rank.
-        update: layout of an update; if the model is sharded, the parts of one rank.
+        version: layout of a version; if the model is sharded, only the parts of one rank.
+        update: layout of an update; if the model is sharded, only the parts of one rank.
         codec: the codec of parameters.
         codecs: all codecs that `update` uses, by name.
-        runs: the pieces of an update that are encoded together.
+        runs: the byte runs of an update; each is encoded at once.
         downlink: encodes a download as the difference from the previous version; None: versions are downloaded whole.
     """
 
@@ -522,7 +522,7 @@ class Layouts:
 
 
 Finish = Callable[[ChangeReader], Mapping[str, ElementReader]]
-"""(change of the model) → the update's values for each further group. Also writes the algorithm's state."""
+"""Function: change of the model → the update's values for each group besides the model. Also writes the state."""
 
 
 @dataclass(eq=False)
@@ -628,7 +628,7 @@ class LocalFragment:
         finish: Finish | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
     ) -> Formed:
-        """Write the update for a ticket, and the local state that applies from then on if the server counts the update.
+        """Write the update for a ticket, and the local state that becomes current if the server counts the update.
 
         When this method returns, the local state's note names the update, but the caller still has to write the
         outbox's note (`Outbox.seal`). If the process is killed in between, the next process forms the update again

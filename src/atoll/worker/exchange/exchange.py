@@ -70,8 +70,8 @@ class Exchange:
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
-        settled: the ticket of the outbox's update, if the base already includes this update, so that it must not be
-            sent twice; else 0.
+        settled: the ticket of the outbox's update, if this update is no longer part of the local progress: the base
+            includes it, or a new version was loaded. Else 0.
     """
 
     session: Session
@@ -98,8 +98,8 @@ class Exchange:
     def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
         """Ask for the next ticket, as `Session.next_ticket` does, and bring the algorithm's local state up to date.
 
-        The reply names the site's last update that the server has counted. The local state from after that update
-        becomes the current one.
+        The reply names the site's last update that the server has counted. The local state after that update becomes
+        the current one.
 
         Raises:
             ConfigError: the site has lost this state (see `AlgorithmState.follow`).
@@ -113,7 +113,7 @@ class Exchange:
         """Ask for the next ticket. If the outbox's update may still be sent under it, send the update and ask again.
 
         A server that lost power continues from its last version that is safe on disk. It no longer has the updates that
-        it received after that version; sending one again saves its training.
+        it received after that version. Sending such an update again saves its training.
         """
         while True:
             reply = self.ask(wait_s, retries=retries)
@@ -130,10 +130,10 @@ class Exchange:
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
         """Return whether this ticket is useless: it has expired, or the server has issued it again for another version.
 
-        This happens if the server has lost power and continues from an older version. Then the update in the outbox has
-        to be sent again, and must not be overwritten before the worker has asked for another ticket. It also happens
-        when the ticket's round has closed. If the outbox is empty, or a version that includes its update is safe on the
-        server's disk, nothing has to be sent again: return False without asking the server.
+        A ticket expires when its round closes. A ticket also becomes useless if the server has lost power and continues
+        from an older version. Then the update in the outbox has to be sent again, so the worker must ask for another
+        ticket before it overwrites the outbox. If the outbox is empty, or a version that includes its update is safe on
+        the server's disk, nothing has to be sent again: return False without asking the server.
         """
 
         def needed() -> bool:
@@ -173,8 +173,8 @@ class Exchange:
 
         Args:
             note: the update's note with the new ticket.
-            check: whether to check the outbox's bytes, too: after a power loss, the note may be on disk without all of
-                them.
+            check: whether to check the outbox's bytes, too: after a power loss, some bytes may be missing although the
+                note is on disk.
         """
 
         def takes() -> bool:
@@ -289,11 +289,11 @@ class Exchange:
         return self.files.is_next_base(self.session.info.run, version.digest)
 
     def break_off(self) -> None:
-        """End all running transfers at once, also those of other fragments."""
+        """End all running transfers at once, including those of other fragments."""
         self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
-        """Replace the base by another version, and keep the local progress: add the changes since the old base to it.
+        """Replace the base with another version, and add the model's changes since the old base to the new one.
 
         If the server no longer keeps the version, use the newest one instead.
         """
@@ -434,8 +434,8 @@ class Exchange:
         Args:
             bar: the progress of the transfer.
             sent: indices of the parts that were sent already; None: not known, so ask the server.
-            failure: the error that ended a first attempt to send parts; that attempt counts as one of the retries.
-                None: there was none.
+            failure: the error that ended an earlier attempt to send parts, which counts as one of the retries; None: no
+                attempt has failed.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         note = self.outbox.note
@@ -557,7 +557,7 @@ class Exchange:
         """Set base ← base − dec(update). So the local steps in this update are not sent twice.
 
         Here dec(update) is the outbox's update as the server decodes it. The encoding error of this update is then
-        still in model − base, and will be sent. So the stored error is reset to its value from before the update.
+        still in model − base, and will be sent. So the stored error is reset to its value before the update.
         """
         if self.local.residuals is not None and self.outbox.note is not None:
             self.local.residuals.take_back(self.outbox.note.ticket)

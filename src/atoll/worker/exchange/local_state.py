@@ -57,9 +57,9 @@ class TwoPhaseNote:
         run: id of the run that the files belong to.
         update: digest of the update that counted last; empty if not known.
         pending_update: digest of the pending update; empty if not known.
-        before_version: the earlier state in the other file, which is not current, given by a version: the state from
-            after the counted update that was formed against this version. -1: the state from before any update counted.
-            `NOTHING`: there is no earlier state.
+        before_version: says which earlier state is in the file that is not current: the state after the counted update
+            that was formed against this version. -1: the state before any update counted. `NOTHING`: the file has no
+            earlier state.
         before_update: digest of that earlier counted update; empty if not known.
     """
 
@@ -89,7 +89,7 @@ class TwoPhaseNote:
         )
 
     def counted_pending(self) -> TwoPhaseNote:
-        """Return the note after undoing the last counted update: it is pending, and the state before it is current."""
+        """Return the note that undoes the last counted update: it is pending, and the state before it is current."""
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
@@ -107,7 +107,7 @@ class TwoPhaseFile:
     Attributes:
         found: whether the current file was found undamaged. If not, the tensors have undefined values until `zero` is
             called.
-        note: which file is the current one, and what its values belong to.
+        note: says which file is the current one, and which update its values belong to.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
@@ -212,7 +212,7 @@ class TwoPhaseFile:
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
     def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
-        """If a version was made from the pending update, the values from after that update become the current ones.
+        """If the pending update counted, make the values after this update the current ones.
 
         A restored server may have given the same ticket number to another update, so the digests of the updates are
         compared, too.
@@ -231,11 +231,11 @@ class TwoPhaseFile:
         self._write(note.pending_counted())
 
     def lose(self) -> None:
-        """Handle that an update counted, but the values that belong to it are damaged: set all tensors to zero."""
+        """Set all tensors to zero, because an update counted, but the values that belong to it are damaged."""
         self.zero()
 
     def take_back(self, ticket: int) -> None:
-        """Undo the newest update, which has this ticket: the values from before it become the current ones again."""
+        """Undo the newest update, if it has this ticket: make the values before this update the current ones again."""
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
@@ -262,12 +262,12 @@ class LocalState:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
     def settle(self) -> None:
-        """For each file, if a version was made from its pending update, switch to the values from after it."""
+        """In each file, switch to the values after the pending update if this update counted."""
         for file in self._all:
             file.settle(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """Prepare every file for a new update with this ticket. First `settle` a pending update with another ticket."""
+        """Prepare every file for a new update with this ticket. First `settle` pending updates with other tickets."""
         for file in self._all:
             if file.note.pending != ticket:  # usually nothing is pending any more
                 file.settle(self._outcome_of)
@@ -287,7 +287,7 @@ class LocalState:
 
 # -- Error feedback: the worker keeps the encoding error e of an update and adds e to its next update.
 #
-#     g = Δ + e        sent: C(g)        e ← g − dec(C(g)), once the update was counted
+#     g = Δ + e        sent: C(g)        e ← g − dec(C(g)), once the update has counted
 #
 # So the decoded updates add up to the trained changes, except for the last e (Karimireddy et al., arXiv 1901.09847,
 # algorithm 2). e is kept in the accumulation dtype, one tensor for each parameter.
@@ -296,7 +296,7 @@ class LocalState:
 class Residuals(TwoPhaseFile):
     """The residual of one fragment at one site, on disk: the encoding error that is added to the next update.
 
-    If no files are found, it is zero.
+    The residual is zero if no files are found.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
@@ -532,7 +532,7 @@ def _version(counted: Counted) -> int:
 
 # -- Move the local state of a site between disks: read its files as bytes, and write them again.
 #
-# The files are written in the same order as by a round: the note without the pending update, the pending file, then the
+# The files are written in the same order as in a round: the note without the pending update, the pending file, then the
 # full note. So after a kill in between, the round can be trained again.
 
 
@@ -566,7 +566,7 @@ def put_kept(folder: Path, kept: Kept) -> None:
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Replace a site's local state by the state after a round. If the process is killed meanwhile, the old one stays.
+    """Replace a site's local state by the state after a round. If the process is killed meanwhile, the old state stays.
 
     Args:
         folder: the site's folder.

@@ -206,7 +206,7 @@ def _open_peer(session: Session, folder: Path) -> tuple[UpdateServer, Callable[[
     """Prepare a worker of a swarm, in which workers download updates from each other.
 
     Returns:
-        The object that serves this worker's updates, and a function that starts its work for the swarm.
+        The object that serves this worker's updates, and a function that starts the worker's part in the swarm.
     """
     from atoll.worker.peer.agent import SwarmPeer, plan_of
     from atoll.worker.peer.peer_transfers import PeerServer, open_host

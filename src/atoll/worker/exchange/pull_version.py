@@ -48,7 +48,7 @@ class DeltaNote:
     """The JSON note of a file with a delta: the encoded difference between two successive versions.
 
     Attributes:
-        version: digest of the version that results when the delta is added to the version before.
+        version: digest of the version that results when the delta is added to the previous version.
     """
 
     version: str
@@ -71,7 +71,7 @@ class DeltaFile(PartsFile):
             self._note_path.unlink(missing_ok=True)
 
     def begin(self, delta: messages.Delta, version: str) -> list[Part]:
-        """Write the note for a delta that is about to be downloaded. Return the parts of it that are still missing.
+        """Write the note for a delta that is about to be downloaded. Return the delta's parts that are still missing.
 
         Args:
             delta: the delta's description.
@@ -253,12 +253,12 @@ class Puller:
             apply_version.load_(into, base)
 
     def _manifest(self, number: int, digest: str, retries: int | None) -> messages.Manifest:
-        """Return the manifest of a version, after a check that it lists the parts of the version with this digest."""
+        """Return the manifest of a version. First check that it lists the parts of the version with this digest."""
         ask = partial(self.session.manifest, self.fragment, number)
         manifest = self.session.patiently(ask, retries, f"pull version {number}")
         if manifest.digest != digest:
             raise Gone(
-                f"The server has another version with the number {number} than the one that it announced before.",
+                f"Version {number} at the server is not the version that the server announced before.",
                 "Ask for the newest version again.",
             )
         manifest.require_digest(digest, self.files.base.layout, f"version {number}")
@@ -408,7 +408,7 @@ class Puller:
     ) -> list[tuple[messages.Manifest, messages.Delta]]:
         """Return the versions that follow the one in `source`, up to that of `manifest`, each with its delta.
 
-        A delta is the difference from the version before. The list is empty if a delta is missing, or if all deltas
+        A delta is the difference from the previous version. The list is empty if a delta is missing, or if all deltas
         together have at least as many bytes as the whole version.
         """
         run, note, nbytes = self.session.info.run, source.note, 0

@@ -27,10 +27,10 @@ from atoll.worker.session.ranks import keep_ranks_waiting
 from atoll.worker.session.session import POLL_MARGIN_S, Session
 
 AGAIN_S = 1.0
-"""In a swarm: seconds until an update that another worker could not pull is offered again."""
+"""In a swarm: seconds to wait after another worker could not pull an update, before the update is offered again."""
 MAX_CONFLICTS = 3
-"""Number of times that an upload is resumed because the server has other parts than the update's digests say. A part of
-an abandoned attempt may arrive late and replace a newer one."""
+"""How often an upload is resumed because the server's parts do not match the update's digests: a part of an abandoned
+attempt may arrive late and replace a newer one."""
 
 
 class UpdateServer(Sources, Protocol):
@@ -103,8 +103,8 @@ class UpdateUpload:
             note: the update's note.
             bar: the progress of the transfer.
             sent: indices of the parts that were sent already; None: not known, so ask the server.
-            failure: the error that ended a first attempt to send parts; that attempt counts as one of the retries.
-                None: there was none.
+            failure: the error that ended an earlier attempt to send parts, which counts as one of the retries; None: no
+                attempt has failed.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
 
         Raises:
@@ -158,7 +158,7 @@ class UpdateUpload:
     def _offer(
         self, server: UpdateServer, note: OutboxNote, bar: Progress, retries: int | None
     ) -> messages.Receipt | Lost:
-        """In a swarm: tell the server repeatedly where to download the update, until a worker has done so."""
+        """In a swarm: tell the server where to download the update. Repeat this until a worker has downloaded it."""
 
         def offered() -> messages.Complete:
             return _message(note, source=str(server.offer(self.fragment, self.outbox, bar.add)))
@@ -185,10 +185,10 @@ def resend_note(
 ) -> OutboxNote | None:
     """Return the outbox's note, with the new ticket, if the outbox's update may be sent under this ticket; else None.
 
-    Usually the ticket must be for the version that the update was formed from: the same number and the same bits. There
-    are two exceptions after the server fell back to an older version, so that it no longer has the update. The version
-    may then have the same bits under another number. And in an asynchronous run, an update that the server had
-    acknowledged may be sent under any ticket, since such a run accepts updates from older versions.
+    Usually the ticket must name the version that the update was formed from: the same number and the same bits. If the
+    server fell back to an older version and so lost the update, there are two exceptions. The version may have the same
+    bits under another number. And in an asynchronous run, an update that the server had acknowledged may be sent under
+    any ticket, since such a run accepts updates from older versions.
 
     Args:
         note: the outbox's note; None: the outbox is empty.
