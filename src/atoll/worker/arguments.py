@@ -17,7 +17,7 @@ from atoll.protocol import messages
 from atoll.worker.log_lines import LOG
 
 SURROGATE = re.compile(r"[\ud800-\udfff]")
-"""Half of a character, which UTF-8 cannot encode."""
+"""A lone surrogate: half of a character, which UTF-8 cannot encode."""
 
 
 def default_site() -> str:
@@ -47,7 +47,7 @@ def positive(weight: float) -> float:
     """Return the weight of an update as a float.
 
     Raises:
-        UsageError: the weight is no number, or is zero, negative or not finite.
+        UsageError: the weight is not a number, not finite, zero or negative.
     """
     try:
         value = math.nan if isinstance(weight, str) else float(weight)
@@ -79,7 +79,7 @@ def counted(steps: int) -> int:
     """Return the number of local optimizer steps in a round as an int.
 
     Raises:
-        UsageError: `steps` is no integer, is negative, or is too large to be sent to the server.
+        UsageError: `steps` is not an integer, is negative, or is too large to be sent to the server.
     """
     try:
         value = operator.index(steps)
@@ -91,7 +91,7 @@ def counted(steps: int) -> int:
 
 
 def number(value: Any) -> float:
-    """Return `float(value)`. A tensor is detached first, because torch warns if one that requires grad is converted."""
+    """Return `float(value)`. A tensor is detached first, because torch warns if it requires grad."""
     return float(value.detach() if hasattr(value, "detach") else value)
 
 
@@ -105,7 +105,7 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
             was finite again. Updated in place.
 
     Raises:
-        UsageError: `metrics` is no mapping or has too many entries, or one entry has an invalid name or value.
+        UsageError: `metrics` is not a mapping or has too many entries, or an entry has an invalid name or value.
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(
@@ -149,8 +149,8 @@ def sync_retries(max_sync_retries: int | None) -> int:
     The number is `max_sync_retries` if it is not None, else `ATOLL_MAX_SYNC_RETRIES` if that is set, else 6.
 
     Raises:
-        UsageError: `max_sync_retries` is no integer, or is negative.
-        ConfigError: `ATOLL_MAX_SYNC_RETRIES` is no whole number, or is negative.
+        UsageError: `max_sync_retries` is not an integer, or is negative.
+        ConfigError: `ATOLL_MAX_SYNC_RETRIES` is not a whole number, or is negative.
     """
     if max_sync_retries is not None:
         if not isinstance(max_sync_retries, int) or max_sync_retries < 0:

@@ -75,7 +75,7 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
     """Describe why a synchronisation was skipped, and whether its local steps go into the next update.
 
     Args:
-        error: the error that was the reason.
+        error: the error that caused the skip.
         info: the run's description.
     """
     if not isinstance(error, TicketClosed):
@@ -151,7 +151,7 @@ class Progress:
         return f", {size(rate)}/s, {max(self._total - self.done_bytes, 0) / max(rate, 1.0):.0f} s left"
 
     def end(self) -> None:
-        """Log the bytes, the seconds and the mean rate without pauses; only at level DEBUG if it took less than 1 s."""
+        """Log bytes, seconds and the mean rate without pauses; at level DEBUG if the transfer took less than 1 s."""
         seconds = self._clock() - self._begin
         level = logging.INFO if seconds >= 1.0 else logging.DEBUG
         LOG.log(
@@ -166,7 +166,7 @@ class Progress:
 
 
 class Troubles:
-    """Logs failures that repeat: a new text at level INFO; while the text stays the same, at level DEBUG."""
+    """Logs failures that repeat: a new text at level INFO, the same text again at level DEBUG."""
 
     def __init__(self) -> None:
         self._logged_s: dict[object, str] = {}

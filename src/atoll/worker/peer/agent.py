@@ -73,7 +73,7 @@ class UpdateDamaged(StateCorrupt):
 
 
 def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
-    """Return the report for the server that this worker could not aggregate a round.
+    """Return a report to the server: this worker could not aggregate a round.
 
     Args:
         work: the round, with the list of its updates.
@@ -85,7 +85,7 @@ def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRo
 
 
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
-    """Return the report for the server that an error ended the aggregation of a round. Log unexpected errors.
+    """Return a report to the server: an error ended the aggregation of a round. Log unexpected errors.
 
     Args:
         error: the error.
@@ -163,7 +163,7 @@ RESULT = "model.safetensors"
 JOBS = 3
 """Number of jobs that run at the same time."""
 KNOWN, UNREACHED = 1024, 64
-"""Most reached addresses, and most unreached addresses, in a report."""
+"""Largest numbers of reached and of unreached addresses in a report."""
 BUSY_S = 1.0
 """Seconds between two reports while jobs run, so that the server sees progress."""
 ANSWER_S = 10.0
@@ -210,8 +210,8 @@ class SwarmPeer:
     def leave(self) -> None:
         """Stop as soon as other workers have downloaded the files that only this worker has. Idempotent.
 
-        Stop earlier if no worker downloads anything for the idle timeout. If the run is finished, write its model to a
-        file.
+        Stop earlier if no worker has downloaded anything during the idle timeout. If the run is finished, write its
+        model to a file.
         """
         if not self._stopping.is_set() and self._thread.is_alive():
             self._leaving = True
@@ -311,7 +311,7 @@ class SwarmPeer:
         )
 
     def _follow(self, work: PeerWork) -> None:
-        """Drop the items that the server no longer wants here, and start a job for each missing item."""
+        """Drop the items that the server no longer wants at this worker, and start a job for each missing item."""
         if not self._stopping.is_set():
             self._drop_unwanted(work)
             self._begin_missing(work)

@@ -141,13 +141,13 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
 
 
 AGAIN_S = (0.5, 1.0, 2.0)
-"""Seconds before each retry of a worker that was not reached."""
+"""Seconds to wait before each further attempt to reach a worker."""
 PROBE_S = 10.0
 """Timeout of a probe, in seconds."""
 
 
 class PeerServer:
-    """Serves this worker's files to other workers. The run's server tells them the address.
+    """Serves this worker's files to other workers, which learn the address from the run's server.
 
     Args:
         host: serves files over HTTP.
@@ -192,7 +192,7 @@ class PeerServer:
     def offer(self, fragment: int, outbox: Outbox, on_bytes: Callable[[int], None]) -> TensorRef:
         """Serve the update in an outbox, and return a reference to the update.
 
-        It is served until another update of the fragment is offered or `retract` is called.
+        The update is served until another update of the fragment is offered or `retract` is called.
 
         Args:
             fragment: the fragment's number.
@@ -227,10 +227,10 @@ class PeerServer:
 
     @contextlib.contextmanager
     def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
-        """Open the file that a reference names; it closes at the end of the `with` block.
+        """Open the file that a reference names; the file is closed at the end of the `with` block.
 
-        If this worker serves the file itself, it is read from the disk. Otherwise, connect to the worker that serves
-        it.
+        If this worker serves the file itself, read from the disk. Otherwise, connect to the worker that serves the
+        file.
 
         Yields:
             The parsed reference, and an object to read parts from.
@@ -258,12 +258,12 @@ class PeerServer:
         return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
-        """Try several times to reach another worker. Return why this was impossible; an empty text if it was possible.
+        """Try several times to reach another worker. Return why this failed; an empty text if it succeeded.
 
         Args:
             address: the other worker's address.
-            wait: waits for a number of seconds; returns True if this worker stops meanwhile. Then the text is empty,
-                too.
+            wait: waits for a number of seconds; returns True if this worker stops meanwhile. In this case, the text is
+                empty, too.
         """
         why = ""
         for pause_s in (*AGAIN_S, 0.0):
@@ -296,8 +296,8 @@ class Version:
         slot: the file of the version.
         state: the file of the outer optimizer's state; None: there is no state yet.
         part_digests: BLAKE3 of each part of the version.
-        state_digests: BLAKE3 of each region of that file.
-        state_parts: BLAKE3 of each part in which that file is transferred; empty if not known.
+        state_digests: BLAKE3 of each region of the state's file.
+        state_parts: BLAKE3 of each part in which the state's file is transferred; empty if not known.
         source: the references with which other workers download the files; None while the version is not served.
     """
 

@@ -6,10 +6,10 @@ exit handlers, so while a worker is joined, `sys.exit` is replaced by a function
 code runs at the end (SIGKILL, a crash of a library), the command `atoll worker` makes the worker leave. For this, the
 process writes its lease, the token that the server gave the worker, to a folder.
 
-Python handles a signal only between two bytecode instructions, so it never does if native code hangs. A thread watches
-for this case and ends the process. A second signal ends the process in any case. Python drops an exception that is
-raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives there is sent again until its exception
-reaches the script.
+Python handles signals only between two bytecode instructions, so not while native code hangs. A thread watches for
+this case and ends the process. A second signal ends the process in any case. Python drops an exception that is
+raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives during one of these is sent again until
+its exception reaches the script.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LEASES = "ATOLL_LEASES"
 LAST_STATUS = "ATOLL_LAST_STATUS"
 """Variable that a recipe's `ServerEnv` sets: the file for the server's last status.
 
-The status is written when the worker leaves, as the server may be gone afterwards.
+The status is written when the worker leaves, because the server may be gone afterwards.
 """
 
 UNNOTED = "the server notices only after heartbeat_timeout_s."
 
 GOODBYE_S = 5.0
-"""Seconds to wait for the server when leaving. After that, the server notices the end by the missing heartbeats."""
+"""Seconds to wait for the server when leaving. Without the message, the server notices missing heartbeats later."""
 
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that raise `EndedBySignal` in the script. Under nohup, SIGHUP stays ignored."""
@@ -107,7 +107,7 @@ class _Forking(threading.local):
     """The state of the calling thread while it forks.
 
     Attributes:
-        masks: for each fork that is in progress, the thread's signal mask before it, outermost fork first; empty
+        masks: for each fork that is in progress, the thread's signal mask before the fork, outermost fork first; empty
             outside a fork. If a signal handler of the script raises an error during a fork, old masks may stay here.
         began_s: time at which the outermost fork began.
     """
@@ -164,8 +164,8 @@ def what_ends() -> BaseException | None:
 class _Replaced:
     """A function of `sys` that is replaced while a worker is joined.
 
-    Each call of `replace` makes a new replacement. Other code may have wrapped the previous one; if that one were put
-    into `sys` again, it and its wrapper would call each other without end.
+    Each call of `replace` makes a new replacement. Other code may have wrapped the previous replacement; if this were
+    put into `sys` again, it and its wrapper would call each other without end.
 
     Args:
         name: the function's name in `sys`.
@@ -185,7 +185,7 @@ class _Replaced:
             setattr(sys, self._name, self._ours)
 
     def restore(self) -> None:
-        """Restore the function that `replace` replaced. If other code has replaced it since, do nothing."""
+        """Restore the function that `replace` replaced. If other code has set another function since, do nothing."""
         if getattr(sys, self._name) is self._ours:
             setattr(sys, self._name, self._before)
 
@@ -270,8 +270,8 @@ def _unwind_at_the_first(number: int) -> None:
 def _watch_signals() -> None:
     """Start a thread that ends the process if a signal arrives but Python does not handle it.
 
-    Python tells the thread about signals through a wakeup descriptor. If the program has set its own, keep that one and
-    start no thread.
+    Python tells the thread about signals through a wakeup descriptor. If the program has set its own
+    descriptor, keep that one and start no thread.
     """
     before = signal.set_wakeup_fd(-1)
     if before != -1:
@@ -359,8 +359,8 @@ def note_lease(site: str, server: str, lease: str) -> None:
     """Write a worker's lease to a file in the folder `ATOLL_LEASES`, where `atoll worker` finds it.
 
     With the lease, `atoll worker` can make the site leave if this process is killed. The folder exists only while it
-    has leases, so that none stays behind if `atoll worker` itself is killed. If the file cannot be written, log a
-    warning, once.
+    contains leases, so that no folder stays behind if `atoll worker` itself is killed. If the file cannot be written,
+    log a warning, once.
 
     Args:
         site: the site's name.
@@ -387,7 +387,7 @@ def note_lease(site: str, server: str, lease: str) -> None:
 
 
 def forget_lease(site: str, lease: str) -> None:
-    """Remove the file of a lease after the worker has left. If it already has a newer process's lease, it stays.
+    """Remove the file of a lease after the worker has left. If the file already has a newer process's lease, keep it.
 
     If it was the last file in its folder, remove the folder, too.
     """
@@ -400,7 +400,7 @@ def forget_lease(site: str, lease: str) -> None:
 
 
 def keep_last_status(http: Http) -> None:
-    """Write the server's status to the file that `ATOLL_LAST_STATUS` names, if it is set.
+    """Write the server's status to the file that `ATOLL_LAST_STATUS` names, if this variable is set.
 
     Raises:
         AtollError: the server does not answer.
@@ -416,7 +416,7 @@ def keep_last_status(http: Http) -> None:
 
 
 def leave_for(folder: Path, why: str) -> list[str]:
-    """Leave the run for each site of a process, after the process has ended. Return the names of these sites.
+    """After a process has ended, leave the run in place of its sites. Return the names of the sites that have left.
 
     Args:
         folder: the folder that `ATOLL_LEASES` named for the process, with a file for each lease.

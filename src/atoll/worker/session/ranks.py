@@ -95,7 +95,7 @@ class RankGroup:
         return value
 
     def gather(self, work: Callable[[], T]) -> list[T]:
-        """Call `work` at every rank, and return at every rank the list of all results, in the order of the ranks.
+        """Call `work` at every rank. Return the list of all results, in order of rank, at every rank.
 
         Args:
             work: the function; its result must consist of JSON values.
@@ -207,7 +207,7 @@ def keep_ranks_waiting() -> None:
 
 @contextmanager
 def _with_others() -> Iterator[None]:
-    """Within the block, replace a `RuntimeError` of `torch.distributed` by `RunFailed`: another rank ended."""
+    """Turn a `RuntimeError` of `torch.distributed` in the `with` block into `RunFailed`: another rank has ended."""
     try:
         yield
     except RuntimeError as error:

@@ -74,7 +74,7 @@ def give_up_s() -> float:
     The number is `ATOLL_GIVE_UP_S` if that is set, else `GIVE_UP_S`. A value of 0 becomes infinity.
 
     Raises:
-        ConfigError: `ATOLL_GIVE_UP_S` is no number of seconds.
+        ConfigError: `ATOLL_GIVE_UP_S` is not a number of seconds.
     """
     text = os.environ.get("ATOLL_GIVE_UP_S", "")
     try:
@@ -124,7 +124,7 @@ class OutageTimer:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the server has not answered for the `ATOLL_GIVE_UP_S` seconds after which the worker gives up."""
+        """Whether the server has not answered for `ATOLL_GIVE_UP_S` seconds, so that the worker gives up."""
         return self.seconds >= self._most_s
 
     @property
@@ -391,7 +391,7 @@ class Session:
                     raise
 
     def leave(self, error: str | None = None) -> None:
-        """Leave the run: stop the heartbeats and tell the server. Wait only a few seconds for its answer. Idempotent.
+        """Leave the run: stop the heartbeats and tell the server. Wait only a few seconds for an answer. Idempotent.
 
         Args:
             error: the error that ended training; None: training ended well.
@@ -604,7 +604,7 @@ class Session:
 class _Attempts:
     """The attempts at one call to the server: waits between attempts, and decides when to stop.
 
-    If the server has forgotten the worker, it first joins the run again.
+    If the server has forgotten the worker, the worker first joins the run again.
 
     Args:
         session: the session that makes the call.
@@ -619,7 +619,7 @@ class _Attempts:
         self._error: AtollError | None = None
 
     def begin(self) -> str:
-        """Wait until the next attempt may begin. Return the lease (the server's token for this worker) to make it with.
+        """Wait until the next attempt may begin. Return the lease (the server's token for this worker) for the attempt.
 
         Raises:
             TRANSIENT: the last retry failed.
@@ -668,7 +668,7 @@ class _Attempts:
         self._count += 1
         session._failed(error)
         if self._most is not None and (self._count > self._most or session.http.watch.is_lost):
-            raise error  # if the watch broke the call off, it has taken as long as all retries together
+            raise error  # if the watch broke the call off, the call has taken as long as all retries together
         if isinstance(error, ServerUnreachable) and error.is_other and not silence.was_answered:
             raise error
         if self._most is None and silence.is_too_long:

@@ -74,7 +74,7 @@ PAUSE_S = 1.0
 
 @dataclass(eq=False)
 class _Next:
-    """A task with tensors that are downloaded in advance, while the site still works on the task before.
+    """A task with tensors that are downloaded in advance, while the site still works on the previous task.
 
     Attributes:
         task: the task's id.
@@ -183,8 +183,8 @@ class Task:
     Attributes:
         name: name of the task: `train`, `validate`, `submit_model`, or a name that the workflow chose.
         id: id of the task; the same for all sites if the workflow sent the task to several.
-        payload: the payload that the workflow sent. A `TensorRef` in it, a reference to tensors at another address, is
-            left as it is.
+        payload: the payload that the workflow sent. A `TensorRef` (a reference to tensors at another address) in the
+            payload is left as it is.
     """
 
     def __init__(self, connection: Session, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
@@ -300,7 +300,7 @@ class TaskWorker:
         filters: filters that are applied to the site's answers.
         pulls_ahead: whether to download the tensors of the next task while a handler runs.
         local: returns the model that the site submitted last, read from a file; None: this process trains no model.
-        folder: the folder for models while they are evaluated; by default that for temporary files.
+        folder: the folder in which models are stored for evaluation; by default the folder for temporary files.
     """
 
     _joined_by = "atoll.tasks"  # the call that takes part again after this worker has left
@@ -377,8 +377,8 @@ class TaskWorker:
     def evaluates(self, function: Evaluate | None = None, *, model: nn.Module | None = None) -> Any:
         """Register the function that evaluates models on this site's data. Usable as a decorator.
 
-        If the run asks for it, the site then also sends its own model, so that other sites can evaluate it. By default,
-        this is the model that the site submitted last. To send another one, use `submits`.
+        If the run asks for the site's own model, the site also sends its model, so that other sites can evaluate it. By
+        default, this is the model that the site submitted last. To send another model, use `submits`.
 
         Args:
             function: takes a model and returns metrics: name → number.
@@ -567,7 +567,7 @@ class TaskWorker:
 
 
 def never_came(session: Session, task: Task, why: TransferStalled) -> TransferStalled:
-    """Return the error for a task: its tensors could not be downloaded in two attempts. Log it, too."""
+    """Log and return the error for a task: its tensors could not be downloaded in two attempts."""
     server = session.http.server
     error = TransferStalled(
         f"The tensors of {task.described} cannot be downloaded from {server} to site {session.site}: {why.message}",
@@ -601,8 +601,9 @@ def tasks(
         The worker. Use it as a context manager, which leaves the run at the end.
 
     Raises:
-        UsageError: no server address is given or set, or an entry of `filters` is no filter.
-        ServerUnreachable: the server does not answer.
+        UsageError: no server address is given or set, or an entry of `filters` is not a filter.
+        ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
+        ServerUnreachable: a program that is not an Atoll server answers at the server's address.
         VersionSkew: server and worker use different versions of the protocol.
     """
     ensure_lines()

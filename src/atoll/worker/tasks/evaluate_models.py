@@ -180,7 +180,7 @@ def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
 
 
 def reference_to(connection: Session, key: tm.ObjectKey) -> TensorRef:
-    """Return the reference of an object at the server, from the object's key. With it, the object can be downloaded."""
+    """Return the reference with which an object at the server can be downloaded, made from the object's key."""
     http, secret = connection.http, key.secret
     return TensorRef(http.host, http.port, http.secure is not None, key.object, secret, key.digest, key.expires_at)
 
@@ -234,7 +234,7 @@ def measured(metrics: Any) -> dict[str, float]:
     """Return the metrics that the script's function returned, as floats, which may be infinite or NaN.
 
     Raises:
-        UsageError: `metrics` is no dict of names and numbers, or empty.
+        UsageError: `metrics` is not a dict of names and numbers, or is empty.
     """
     if not isinstance(metrics, Mapping) or not metrics:
         what = "nothing" if metrics is None or metrics == {} else f"a {type(metrics).__name__}"
@@ -252,7 +252,7 @@ def measured(metrics: Any) -> dict[str, float]:
 #
 #     local.safetensors     beside base and outbox; each update replaces the file in one step
 #
-# The file is written only if the run will ask for it, some MiB at a time. It survives a killed process.
+# The file is written in pieces of some MiB, and only if the run will ask for it. It survives a killed process.
 
 
 LOCAL_MODEL = "local.safetensors"

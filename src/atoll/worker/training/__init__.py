@@ -1,1 +1,1 @@
-"""The training loops of a worker: federated rounds (`atoll.join`), the same as plain functions, and DiLoCo."""
+"""The training loops of a worker: federated rounds (`atoll.join`), federated rounds as plain functions, and DiLoCo."""

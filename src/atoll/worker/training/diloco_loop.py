@@ -83,7 +83,7 @@ class SyncProgress:
         sync_every: local steps between two synchronisations, H.
         next_step: the next local step after which an update may be due or a received result may have to be merged.
         finished: whether the run is over.
-        lost: whether the server has not answered for so long that the worker has given up.
+        lost: whether the worker has given up, because the server has not answered for too long.
     """
 
     sync_every: int
@@ -93,7 +93,7 @@ class SyncProgress:
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
-"""Loop → the optimizers and parameters that the loop claims. They are referenced, so that their ids stay unique."""
+"""Loop → the optimizers and parameters that the loop claims. The references keep their ids unique."""
 _claiming = threading.Lock()
 
 
@@ -103,7 +103,7 @@ def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str
     Args:
         loop: the loop.
         optimizers: the loop's optimizers.
-        parameters: the parameters of the loop's model, by name. Frozen ones are reserved only if an optimizer has them.
+        parameters: the parameters of the loop's model, by name. Frozen ones are reserved only if in an optimizer.
 
     Raises:
         UsageError: another active loop has reserved one of them.
@@ -187,7 +187,7 @@ def _form(tensor: Tensor) -> str:
 
 @public_api
 class DiLoCo:
-    """Low-communication training, DiLoCo, of any training loop. A hook on `optimizer.step()` synchronises the model.
+    """DiLoCo, low-communication training, for any training loop. A hook on `optimizer.step()` synchronises the model.
 
     Args:
         model: the model, trained in place; on entry, its parameters are set to the global model.
@@ -200,7 +200,7 @@ class DiLoCo:
         num_fragments: number of fragments, K, into which the model is divided, to synchronise one at a time; by default
             that of the run. A value that differs from the run's is refused.
         site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
-        weight: this worker's weight in the mean: a number, or a function called at every synchronisation.
+        weight: this worker's weight in the mean: a number, or a function that is called at every synchronisation.
         metrics: a function that returns finite numbers by name. It is called at the start and after every
             synchronisation, while `model` has the weights of the global model. The server averages the numbers over the
             workers and records them for this version of the global model.
@@ -282,7 +282,7 @@ class DiLoCo:
 
         Raises:
             ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
-            ServerUnreachable: a program that is no Atoll server answers at the server's address.
+            ServerUnreachable: a program that is not an Atoll server answers at the server's address.
             SchemaMismatch: the run trains a model with other tensors.
             UsageError: this object was started before; another `DiLoCo` trains the same parameters; the loaded
                 checkpoint is of another run or site, or newer than the site's folder; or this process is part of a
@@ -384,7 +384,7 @@ class DiLoCo:
         return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost)
 
     def _learn(self, progress: SyncProgress) -> None:
-        """Store the progress that rank 0 has sent. Unless the model is sharded, also copy rank 0's model here."""
+        """Store the progress that rank 0 has sent. Unless the model is sharded, copy rank 0's model, too."""
         self._progress, self.sync_every = progress, progress.sync_every
         self._spread()
 
@@ -444,7 +444,7 @@ class DiLoCo:
             raise
         if self.step == 0 and error is None:
             LOG.warning(
-                "%s: nothing was trained: the optimizer given to DiLoCo made no step. Pass the loop's one.", joined.site
+                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass the loop's optimizer.", joined.site
             )
         elif not sync.finished:
             if self.lost:
@@ -520,9 +520,9 @@ class DiLoCo:
             self._joined.session.tell(metrics=dict(self._reports.newest))
 
     def credit(self, metrics: dict[str, float]) -> bool:
-        """Record metrics that a framework has just measured, if the model then had the weights of the global model.
+        """Record metrics that a framework has just measured, if the model has the weights of the global model.
 
-        The model has these weights after a synchronisation, until the next step. Integrations call this, because a
+        The model has these weights from a synchronisation to the next step. Integrations call this method, because a
         framework itself decides when to evaluate.
 
         Returns:
@@ -553,12 +553,12 @@ class DiLoCo:
 
     @property
     def lost(self) -> bool:
-        """Whether the server has not answered for so long that the worker gave up (see `ATOLL_GIVE_UP_S`)."""
+        """Whether the worker has given up, because the server has not answered for `ATOLL_GIVE_UP_S`."""
         return self._progress is not None and self._progress.lost
 
     @property
     def rounds(self) -> int:
-        """Number of this worker's updates that have led to a new version; 0 at ranks other than 0."""
+        """Number of this worker's updates that went into a new version; 0 at ranks other than 0."""
         return self._sync.rounds if self._sync is not None else 0
 
     @property
@@ -574,8 +574,8 @@ class DiLoCo:
     def sync_metrics(self) -> dict[str, float]:
         """Counters so far: rounds, skipped synchronisations, retries, reconnections, bytes and seconds waited.
 
-        Also the staleness of the last counted update: how many versions older than the newest its base was. If the
-        model is sharded, the bytes are those of this rank.
+        Also the staleness of the last counted update: how many versions were made between its base and the version that
+        includes it. If the model is sharded, the bytes are those of this rank.
         """
         session, sync = self._joined.session if self._joined is not None else None, self._sync
         merges = {}
@@ -661,7 +661,7 @@ class DiLoCo:
         self._pace = (self.step, time.monotonic())
 
     def _act(self) -> SyncProgress | None:
-        """Called after a step: merge received results, and submit the fragment that is due.
+        """After a step, merge received results, and submit the fragment that is due.
 
         Return the new progress; None if nothing was merged or due.
         """

@@ -86,7 +86,7 @@ class Round:
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Load the global model into `model`, in place, and return `model`. A second call undoes later training.
+        """Load the global model into `model`, in place, and return `model`. A second call discards the training since.
 
         Raises:
             SchemaMismatch: `model` has other tensors than the run's model. Nothing was downloaded.
@@ -212,7 +212,7 @@ class Round:
 
         Raises:
             UsageError: the round was already submitted, or the global model was not loaded.
-            UsageError: an entry of the mapping is no array; `weight`, `steps` or a metric is no valid number; or
+            UsageError: an entry of the mapping is not an array; `weight`, `steps` or a metric is not a valid number; or
                 `groups` are not those that the run needs. The message names the wrong entry.
             SchemaMismatch: `model` has other tensors than the run's model.
         """
@@ -232,10 +232,9 @@ class Round:
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
 
     def _finish(self, submitted: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
-        """Return a function that computes the update's tensors besides the model; None if there are none.
+        """Return a function that computes the tensor groups in the update besides the model; None if there are none.
 
-        These groups of tensors come from the hooks of `correct`, or the script has computed them and passed them to
-        `submit`.
+        The groups come from the hooks of `correct`, or the script has computed them and passed them to `submit`.
 
         Args:
             submitted: the argument `groups` of `submit`.
@@ -300,7 +299,7 @@ class Round:
 
 @public_api
 class Worker(TaskWorker):
-    """One site's participation in a federated run; `atoll.join` returns it. Iterate over it to get the rounds.
+    """One site's participation in a federated run; `atoll.join` returns it. Iterate over the worker to get the rounds.
 
     The loop also answers tasks of the run's other workflows, before the first round and after the last one, if handlers
     for them are registered. Without a server, the loop has one round, and nothing is sent.
@@ -360,7 +359,7 @@ class Worker(TaskWorker):
 
     @public_api
     def next_round(self, wait_s: float | None = None) -> Round | None:
-        """Wait for the next round, and return it. Use it in place of a loop over the worker.
+        """Wait for the next round, and return it. Use this method in place of a loop over the worker.
 
         Args:
             wait_s: longest time to wait, in seconds; None: no limit.
@@ -434,7 +433,7 @@ _simulated: Worker | None = None
 
 @contextmanager
 def joined_as(worker: Worker) -> Iterator[None]:
-    """Let `atoll.join` return this simulated site's worker inside the `with` block. Set `ATOLL_SITE` to its name."""
+    """Let `atoll.join` return this simulated site's worker inside the `with` block. Set `ATOLL_SITE`, too."""
     global _simulated
     _simulated, before = worker, os.environ.get("ATOLL_SITE")
     os.environ["ATOLL_SITE"] = worker.site
@@ -493,7 +492,7 @@ def join(
     Raises:
         ConfigError: no server is configured although one is required, or an ATOLL_ variable is misspelt.
         ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
-        ServerUnreachable: a program that is no Atoll server answers at the server's address.
+        ServerUnreachable: a program that is not an Atoll server answers at the server's address.
         StateLocked: another process on this machine takes part as the same site.
     """
     if _simulated is not None:

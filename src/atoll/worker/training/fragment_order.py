@@ -62,7 +62,7 @@ class SyncRules:
 
     @property
     def overlap(self) -> bool:
-        """Whether training continues while an update is sent and its result awaited (τ > 0)."""
+        """Whether training continues while an update is sent and its result is awaited (τ > 0)."""
         return self.tau > 0
 
 
@@ -110,5 +110,5 @@ class FragmentOrder:
         return min(free, key=lambda index: (index - self._next) % len(candidates), default=None)
 
     def took(self, fragment: int) -> None:
-        """Record that an update of this fragment was formed. In an asynchronous run, the next fragment then follows."""
+        """Record that an update of this fragment was formed. In an asynchronous run, the next number follows."""
         self._next = (fragment + 1) % self._rules.fragments

@@ -2,8 +2,8 @@
 
     pull version v  ->  metrics() of v  ->  H local steps  ->  update of v, with these metrics
 
-The server records an update's metrics for that version of the global model which the update was trained from. So they
-must be measured on that version, before the local steps.
+The server records an update's metrics for the version of the global model that the update was trained from. So the
+metrics must be measured on that version, before the local steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atoll.worker.exchange.base_and_outbox import BaseFile
 
 
 class Reports:
-    """The values that the script gave to `DiLoCo.report`, by name. They are kept until an update includes them.
+    """The values that the script gave to `DiLoCo.report`, by name. A value is kept until an update includes it.
 
     Attributes:
         newest: the last reported value of each name, to be shown in the server's status.
@@ -33,7 +33,7 @@ class Reports:
 
         Args:
             finite: the finite values of this report.
-            named: all values of this report, also those that are not finite. Kept values of earlier reports under these
+            named: all values of this report, including those that are not finite. Values of earlier reports with these
                 names are dropped.
         """
         self.newest = {name: value for name, value in self.newest.items() if name not in named} | dict(finite)
@@ -97,7 +97,7 @@ class Measured:
                     tensor.copy_(before[name])
 
     def credit(self, metrics: dict[str, float], digest: str) -> None:
-        """Add metrics that a framework, such as Lightning, measured itself on the version with this digest."""
+        """Add metrics that a framework, such as Lightning, has measured on the version with this digest."""
         earlier = self._metrics if self._digest == digest else {}
         self._metrics = earlier | finite_metrics(metrics, self._site(), self._not_finite)
         self._digest = digest

@@ -47,7 +47,7 @@ class RoundBackend(Protocol):
 
     @property
     def local(self) -> LocalFragment | None:
-        """The site's base version, filters and local state; None if there is no run: nothing is corrected or sent."""
+        """The site's base version, filters and local state; None without a run, when nothing is corrected or sent."""
 
     @property
     def has_left(self) -> bool:
@@ -62,18 +62,18 @@ class RoundBackend(Protocol):
         """
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return a model's own tensors by name, after a check that they are those of the run's model.
+        """Return a model's own tensors by name. First check that they match the tensors of the run's model.
 
         Raises:
             SchemaMismatch: the names, shapes or dtypes differ.
-            UsageError: an entry of a mapping is no array.
+            UsageError: an entry of a mapping is not an array.
         """
 
     def next_round(self, wait_s: float | None) -> Next | None:
         """Wait for the next round, for at most `wait_s` seconds; None: without a limit.
 
         Returns:
-            The reply: with a ticket (permission to submit an update) if there is a round. None if a script without a
+            The reply, with a ticket (permission to submit an update) if there is a round. None: a script without a
             server has had its only round.
         """
 
@@ -88,7 +88,7 @@ class RoundBackend(Protocol):
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
         """Load the newest version of the global model into the tensors of `into`.
 
-        If `keep` is given, it stays the base.
+        If `keep` is given, this version stays the base.
         """
 
     def has_base(self, ticket: Ticket) -> bool:
@@ -118,7 +118,7 @@ class RoundBackend(Protocol):
 
 
 def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, Tensor]:
-    """Return a model's own tensors by name, after a check that they have the names, shapes and dtypes of `schema`.
+    """Return a model's own tensors by name. First check that they have the names, shapes and dtypes of `schema`.
 
     Args:
         schema: the schema of the run's model.
@@ -127,7 +127,7 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
 
     Raises:
         SchemaMismatch: the names, shapes or dtypes differ.
-        UsageError: an entry of a mapping is no array.
+        UsageError: an entry of a mapping is not an array.
     """
     if not isinstance(model, nn.Module):
         model = as_tensors(model, schema)
@@ -162,11 +162,11 @@ class ServerBackend:
         return self.participation.session.has_left
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return the model's own tensors by name, after a check that they are those of the server's model."""
+        """Return the model's own tensors by name. First check that they match the tensors of the server's model."""
         return matching(self.schema, self.site, model)
 
     def next_round(self, wait_s: float | None) -> Next:
-        """Ask the server for the next round. The first time, send the update that an earlier process left, if any."""
+        """Ask the server for the next round. The first call also sends any update that an earlier process left."""
         exchange = self.participation.exchange
         if not self._recovered:
             exchange.recover()

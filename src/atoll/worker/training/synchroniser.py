@@ -42,14 +42,14 @@ REPEAT_S = 300.0
 
 
 class Outage:
-    """Logs outages of the server: from a synchronisation that fails for a network error to the next successful one.
+    """Logs outages of the server: from a synchronisation that fails (network error) to the next one that succeeds.
 
     Args:
         clock: returns the time in seconds.
 
     Attributes:
-        is_on: whether there is an outage: the last synchronisation was skipped for a network error. During an outage,
-            each synchronisation tries to reach the server only once.
+        is_on: whether there is an outage: the last synchronisation was skipped because of a network error. During an
+            outage, each synchronisation tries to reach the server only once.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,10 +100,10 @@ class FragmentState:
     """The state of one fragment of the model at a worker.
 
     Args:
-        exchange: the exchange of the fragment.
+        exchange: the fragment's exchange with the server.
 
     Attributes:
-        exchange: the exchange of the fragment.
+        exchange: the fragment's exchange with the server.
         index: number of the fragment.
         round: the round that the worker takes part in next.
         ticket: the ticket for that round; None if there is none yet.
@@ -122,11 +122,11 @@ class FragmentState:
 
     @property
     def counted_step(self) -> int:
-        """The last local step that is contained in an update at the server, for this fragment."""
+        """The last local step of this fragment that an update at the server contains."""
         return self.exchange.counted_step(self.base_step)
 
     def heard(self, reply: Next) -> None:
-        """Store the server's reply about the next round: its ticket and number, and whether the run has ended."""
+        """Store the server's reply about the next round: its ticket and number, or that the run has ended."""
         self.ended = reply.reason or "finished" if isinstance(reply, Finished) else ""
         self.ticket = reply.ticket if isinstance(reply, Open) else None
         self.round = self.ticket.round if self.ticket else reply.round
@@ -134,7 +134,7 @@ class FragmentState:
 
 
 class PendingSync:
-    """An update in flight. A thread sends it, waits for the new version, and downloads that into the file `base-next`.
+    """An update in flight. A thread sends it, waits for the new version, and downloads it into the file `base-next`.
 
     The thread runs from `start` on.
 
@@ -149,10 +149,10 @@ class PendingSync:
         done: set once the thread has ended.
         reply: the server's reply about the next round; set once the new version is in the file `base-next`.
         refusal: the server's refusal of the update, if any. In this case, the newest version is downloaded instead.
-        broke_off: why no new version was downloaded: the update came too late, or the server was lost. None if there is
-            no such reason.
+        broke_off: why no new version was downloaded: the update came too late, or the server was lost. None: neither
+            happened.
         error: the error that ended the thread, if any.
-        late: whether the new version had not arrived when it was to be merged.
+        late: whether the new version arrives later than the step after which it should be merged.
     """
 
     def __init__(self, fragment: FragmentState, step: int, retries: int) -> None:
@@ -221,7 +221,7 @@ class Synchroniser:
         newest_step: the last step after which an update was formed or, in a run without fragments, a synchronisation
             was skipped.
         staleness: how many versions were made between the base of the last counted update and the version that includes
-            it.
+            this update.
         finished: whether the run is over, so that the model is the run's result.
     """
 
@@ -254,7 +254,7 @@ class Synchroniser:
 
     @property
     def counted_step(self) -> int:
-        """The last local step that is contained in an update at the server, the highest of all fragments."""
+        """The last local step that an update at the server contains, the highest of all fragments."""
         return max(each.counted_step for each in self._fragments)
 
     @property
@@ -276,9 +276,9 @@ class Synchroniser:
 
     @property
     def merges_in_words(self) -> str:
-        """A text for the log: how many new versions training had to wait for or merged late. If many, τ is too small.
+        """A text for the log: how many new versions training waited for, and how many were merged late.
 
-        The text is empty if the run loads new versions directly, without merging.
+        If these numbers are high, τ is too small. The text is empty if the run loads new versions without merging.
         """
         if self._is_whole and not self._merges:
             return ""
@@ -322,8 +322,8 @@ class Synchroniser:
         from the version before that round, and its next update would be one round too old.
 
         With several fragments, wait only if this worker's updates of all fragments that come earlier in `FragmentOrder`
-        are at the server. Otherwise, another worker may be waiting for one of them, and the two would wait for each
-        other.
+        are at the server. Otherwise, another worker may be waiting for one of these updates, and the two workers would
+        wait for each other.
         """
         fragments = self._fragments
         is_in = [each.exchange.recover() for each in fragments]
@@ -352,7 +352,8 @@ class Synchroniser:
     def drain(self) -> None:
         """Wait, for up to `DRAIN_S` seconds, until the updates in flight are sent and their results have been merged.
 
-        When the updates are sent, tell the server that no further ones follow, so that no round waits for this worker.
+        When the updates are sent, tell the server that no further update follows, so that no round waits for this
+        worker.
         """
         end_s = time.monotonic() + DRAIN_S
         for pending in self._pending:
@@ -379,7 +380,7 @@ class Synchroniser:
     # -- one step
 
     def after_step(self, step: int) -> bool:
-        """Merge new versions that are ready, and submit the fragment that is due. Return whether either was the case.
+        """Merge new versions that are ready, and submit the fragment that is due. Return whether there was any of them.
 
         Args:
             step: the number of the local step that was just made.
@@ -513,7 +514,7 @@ class Synchroniser:
         return reply, waited
 
     def _catch_up(self, fragment: FragmentState, reply: Next) -> bool | Lost:
-        """Continue from a version that was made without this worker's local steps: add them to it or discard them.
+        """Continue from a version that was made without this worker's local steps: add the steps to it or discard them.
 
         Args:
             fragment: the fragment.
@@ -549,7 +550,7 @@ class Synchroniser:
     def _submit(self, fragment: FragmentState) -> None:
         """Form the update of a fragment. With τ = 0, send it and wait for the new version; else, a thread does both."""
         ticket, exchange = fragment.ticket, fragment.exchange
-        if fragment.ended or ticket is None:  # no ticket: the head moved again while it was pulled
+        if fragment.ended or ticket is None:  # no ticket: a newer head appeared during the download
             return
         info = self._info_of(ticket.base, self._step - fragment.base_step)
         self._order.took(fragment.index)
