@@ -85,7 +85,7 @@ class Job:
         spool_fd: the descriptor of the file (spool) to which the process writes the update; the server's store closes
             it.
         update_bytes: size of an update, in bytes.
-        release: lets the store reuse the spool; to be called when no process writes to it any more.
+        release: lets the store reuse the spool. Call it when no process writes to the spool any more.
         attempts: number of processes that have ended while they worked on this job.
     """
 
@@ -119,7 +119,7 @@ class Answer:
         bytes_down: bytes of tensors that the site has loaded.
         stuck: whether the engine killed the process, because the script ran too long while other sites waited.
         disk: whether `error` is about a full or failing disk, and not about the script.
-        remedy: what to change in the script, if it can train no site of any simulation; else empty.
+        remedy: what to change in the script, if the script cannot be used in any simulation; else empty.
     """
 
     update: messages.Complete | None = None
@@ -153,7 +153,7 @@ class Process(Protocol):
     """A process that trains one simulated site at a time.
 
     Attributes:
-        pid: its process id; 0 if the process is on another machine.
+        pid: the process id; 0 if the process is on another machine.
     """
 
     pid: int
@@ -187,7 +187,7 @@ class Host(Protocol):
     """Starts the processes of a simulation: on this machine, or on Ray.
 
     Attributes:
-        name: its name in the log.
+        name: the host's name in the log.
         kind: what the log calls one of its processes.
         ahead: number of jobs that a process gets in advance, in addition to the one that it is working on.
     """
@@ -226,7 +226,7 @@ class _Member:
 
     Attributes:
         process: the process.
-        jobs: ticket → job that the process was given and has not answered, oldest first.
+        jobs: the jobs that the process got and has not answered, by ticket, oldest first.
         since_s: the time at which the process began its current job, in seconds.
         stuck: the ticket number of the job that took too long, so that the engine killed the process; else None.
     """
@@ -299,16 +299,16 @@ class Engine:
             thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; its answer is reported. If the process that works on the job ends, another one repeats it."""
+        """Queue a job; its answer is reported. If the process that works on it ends, another process repeats it."""
         with self._lock:
             if not self._closed:
                 self._waiting.append(job)
                 self._hand_out()
 
     def free(self, longer_s: float) -> None:
-        """If other jobs are waiting, kill the process with the longest-running job, if that runs for over `longer_s` s.
+        """If jobs are waiting and the longest-running job has run for more than `longer_s` seconds, kill its process.
 
-        The engine then reports an answer with `stuck` set for that job, and starts another process.
+        The engine then reports an answer with `stuck` set for this job, and starts another process.
         """
         with self._lock:
             if not self._waiting and all(len(member.jobs) <= 1 for member in self._crew):
@@ -333,7 +333,7 @@ class Engine:
             member.process.kill()
         for member in crew:
             member.process.bury()
-        for thread in self._threads:  # one may have started another process: it ends that one as soon as it is ready
+        for thread in self._threads:  # a thread may have started a process, which it ends once the process is ready
             thread.join()
         self._host.close()
 
@@ -355,7 +355,8 @@ class Engine:
     def _hear(self, member: _Member | None) -> None:
         """Report the answers of a process, and replace the process when it ends: the main loop of a thread.
 
-        The replacement must be started in this thread, because Linux kills it when the thread that started it ends.
+        The replacement must be started in this thread, because Linux kills a process when the thread that started it
+        ends.
         """
         try:
             while member is not None:
@@ -401,7 +402,7 @@ class Engine:
         return None
 
     def _begin_again(self, job: Job, how: str, *, is_stuck: bool) -> None:
-        """Queue the job of a process that has ended again. After `ATTEMPTS` attempts, report that the job has failed.
+        """Repeat the job of a process that has ended. After `ATTEMPTS` attempts, report that the job has failed.
 
         Args:
             job: the job that the process was working on.
@@ -418,7 +419,7 @@ class Engine:
                 self._waiting.appendleft(job)
 
     def _begun(self) -> Process:
-        """Start a process and return it when it is ready. If a signal kills it before, try again with a new process."""
+        """Start a process and return it when it is ready. If a signal kills it first, try again with a new process."""
         for attempt in range(1, ATTEMPTS + 1):
             process = self._host.begin(self._beginning)
             try:

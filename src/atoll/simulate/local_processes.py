@@ -39,7 +39,7 @@ _PR_SET_PDEATHSIG = 1
 AHEAD = 8
 """Number of jobs that a process gets in advance. With 0, waiting for a job takes longer than training a small model."""
 _MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(16 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(64 * 2**20)}
-"""Variables that make malloc keep freed buffers of some MiB: the kernel need not supply new pages in every round."""
+"""Variables that make malloc keep freed buffers of some MiB, so that it need not get new pages in every round."""
 
 
 class LocalHost:
@@ -117,9 +117,9 @@ class LocalProcess:
             raise ConfigError(message["message"], message["remedy"])
 
     def give(self, job: Job) -> None:
-        """Send a job; before it, send its version if that is new to the process.
+        """Send a job. If the process does not have the job's version yet, send the version first.
 
-        Only `hear` reports an ended process.
+        If the process has ended, only `hear` reports this.
         """
         with contextlib.suppress(OSError):
             if self._base != job.ticket.base_digest:

@@ -28,8 +28,8 @@ from atoll.worker.exchange.local_state import Kept, put_kept, read_kept, write_k
 
 CONNECT_S = 5.0
 TEMPORARY, FOLDER = "/tmp", "atoll-ray-"
-"""Folder of Ray's files, and the prefix of its name, if the simulation starts Ray. Paths of Ray's sockets must be
-short."""
+"""If the simulation starts Ray: where to create the folder of Ray's files, and the prefix of the folder's name. The
+paths of Ray's sockets must be short."""
 ACTOR = "atoll-actor-"
 """Prefix of the name of an actor's folder; the actor's process id follows."""
 END_S = 2.0
@@ -69,7 +69,7 @@ class Actor:
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """Store the next sites' base version in the actor's file. It replaces the earlier version."""
+        """Store the version that the next sites train from in the actor's file, in place of the earlier version."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:
@@ -77,7 +77,7 @@ class Actor:
 
         Args:
             job: the message `SiteRound`, as JSON values.
-            kept: the files of the state that the site keeps between rounds, from before the round.
+            kept: the files of the state that the site keeps between rounds, as they were before the round.
             nbytes: size of an update, in bytes.
 
         Returns:
@@ -273,7 +273,7 @@ class RayProcess:
         return answer
 
     def kill(self) -> None:
-        """Kill the actor. If this process will not remove the actor's files later, an idle actor first does so.
+        """Kill the actor. First let an idle actor remove its files, unless this process removes them later.
 
         Idempotent.
         """
@@ -285,7 +285,7 @@ class RayProcess:
         self._jobs.put(None)
 
     def bury(self) -> str:
-        """Kill the actor, and return how it ended, as text.
+        """Kill the actor, and return a text that says how it ended.
 
         If files are left, the next actor on that machine removes them.
         """
@@ -317,7 +317,7 @@ def _require_listening(address: str) -> None:
     """Check that a process listens at an address. Without this check, Ray would try to connect for a minute.
 
     Raises:
-        ServerUnreachable: no process listens there.
+        ServerUnreachable: no process listens at the address.
     """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():

@@ -53,7 +53,7 @@ class VersionsInUse:
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """Protect a version for one more site, and return it. If it is a new one, release versions not in use."""
+        """Protect a version for one more site, and return it. If it is new, first release unused versions."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -79,13 +79,13 @@ LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
 
 TRACES = 3
-"""Number of failures with a traceback in the log. Of further failures, the log has only the last line."""
+"""Number of failures with a traceback in the log. For further failures, the log has only the last line."""
 PATIENCE = 2
 """While other sites wait for a process, a site may occupy it for this many times `rounds.deadline_s`."""
 LEAST_PATIENCE_S = 10.0
 GATHER_S = 0.004
-"""Seconds to wait for further answers, to handle them in one transaction: it takes as long as handling three answers.
-Meanwhile, processes train the jobs that they got in advance."""
+"""Seconds to wait for further answers, to handle several in one transaction, which takes as long as handling three
+answers. Meanwhile, processes train the jobs that they got in advance."""
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
@@ -97,7 +97,7 @@ class SiteScheduler:
         run: the part of a server that coordinates a run.
         sites: names of all simulated sites.
         engine: the processes that train the sites.
-        folder: the folder with the state that sites keep between rounds; None if they keep none in this run.
+        folder: the folder with the state that sites keep between rounds; None: sites keep no state in this run.
         on_round: called with the summary of every finished round.
 
     Attributes:
@@ -200,9 +200,9 @@ class SiteScheduler:
             ended.cancel()
 
     async def _free_processes(self) -> None:
-        """Check regularly whether one site is trained for too long while other sites wait, and kill its process.
+        """While other sites wait, kill the process of a site that trains for too long.
 
-        Only in runs with a quorum, in which a round can end at its deadline without the updates of all sites.
+        This is done only in runs with a quorum, where a round can end at its deadline without the updates of all sites.
         """
         while self._run.settings.rounds.quorum:
             await asyncio.sleep(self._patience_s / 4)
@@ -212,7 +212,7 @@ class SiteScheduler:
     def _one_transaction(self) -> Iterator[None]:
         """Run the block as one transaction of the journal.
 
-        If the transaction fails, none of it is stored, and the run fails.
+        If the transaction fails, nothing is stored, and the run fails.
         """
         try:
             with self._run.store.journal.transaction():
@@ -231,7 +231,7 @@ class SiteScheduler:
         """Check that the open round can still end.
 
         Raises:
-            RunFailed: the round waits for updates, but no site trains and none can be asked.
+            RunFailed: the round waits for updates, but no site trains and no site can be asked to.
         """
         state = self._run.state
         if self._jobs or self._heard or self._run.failed or state.rounds[0].phase not in ("open", "gathering"):
@@ -261,7 +261,7 @@ class SiteScheduler:
     async def _join(self) -> None:
         """Let all sites join the run. Round 1 opens when the last site has joined.
 
-        If the simulation was started before with other sites, those that no longer belong to it leave the run.
+        If the simulation was started before with other sites, the sites that no longer belong to it leave the run.
 
         Raises:
             ConfigError: the run has real workers, or the local state of a site is missing.

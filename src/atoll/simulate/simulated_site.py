@@ -64,7 +64,7 @@ class Shared:
         layouts: the file layouts of versions and updates, and the codec.
         inspection: checks that the values in the parts of an update are finite.
         losses: warns about updates that are zero or become zero when encoded.
-        rule: the algorithm's correction of local training; None if it has none.
+        rule: the algorithm's correction of local training; None: no correction.
     """
 
     info: messages.RunInfo
@@ -89,7 +89,7 @@ _path = lru_cache(8)(Path)
 
 
 class Spool:
-    """Writes an update into the server's file for it (spool), and checks each part as soon as it is complete.
+    """Writes an update into the server's file for this update (spool), and checks each part as soon as it is complete.
 
     Args:
         layout: the layout of the update.
@@ -124,7 +124,7 @@ class SimulatedSite:
         folder: the folder of the state that the site keeps between rounds; created only if there is such state.
 
     Attributes:
-        update: the message with which the site submitted; None before that.
+        update: the message with which the site submitted; None: not submitted yet.
         stats: digest and norm of each part of the update.
 
     Raises:
@@ -154,15 +154,15 @@ class SimulatedSite:
             raise
 
     def _open_state(self, folder: Path, job: SiteRound) -> None:
-        """Open the site's local state. If its last update counted, the values from after that update become current.
+        """Open the site's local state. If the site's last update counted, make the values after this update current.
 
         Args:
             folder: the folder of the site's local state.
             job: what the run knows about the site's earlier updates. If one was accepted, the local state must exist.
 
         Raises:
-            ConfigError: the algorithm's state of the site is lost, or belongs to another update than the last that
-                counted.
+            ConfigError: the algorithm's state of the site is lost, or belongs to another update than the last counted
+                one.
         """
         local = self.local
         if (local.rule is not None and local.rule.state_groups) or local.layouts.codec.feedback:
@@ -181,7 +181,7 @@ class SimulatedSite:
         self._opened.close()
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return the model's own tensors by name, after a check that they are those of the run's model."""
+        """Return the model's own tensors by name. First check that they match the tensors of the run's model."""
         return matching(self.schema, self.site, model)
 
     def next_round(self, wait_s: float | None) -> Next | None:

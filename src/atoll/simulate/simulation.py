@@ -49,7 +49,7 @@ class Simulated:
         model: path of the trained model, a safetensors file.
         metrics_file: path of a JSON Lines file with a line for each round.
         version: number of the newest version.
-        rounds: number of rounds in this call. An interrupted simulation that was continued had further rounds before.
+        rounds: number of rounds in this call, without the rounds before an interruption.
         worker_rounds: number of accepted updates in this call.
         seconds: time that the rounds took, without the start of the processes.
         bytes_up: bytes of tensors that real sites would have sent to a server.
@@ -89,7 +89,7 @@ class Simulation:
         script: the training code of each site: a function with one argument, the worker, at the top level of a file;
             the name of such a function (`train.py:train`, `my_package.module:train`); or a script (`train.py`). By
             default the setting `run.script`.
-        arguments: arguments of the script, which it finds in `sys.argv`.
+        arguments: arguments of the script, which the script finds in `sys.argv`.
         sites: the number of sites, with names `site-0000` and so on; or a list of names. By default the setting
             `rounds.sites`.
         processes: number of processes that train the sites; by default one for each core.
@@ -199,7 +199,7 @@ class Simulation:
 
     @property
     def exports(self) -> Path:
-        """The folder of `model.safetensors` and `metrics.jsonl`."""
+        """The folder that contains `model.safetensors` and `metrics.jsonl`."""
         return self.settings.exports
 
     @property
