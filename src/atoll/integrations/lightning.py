@@ -1,4 +1,4 @@
-"""Lightning: each `trainer.fit` is a round of a federated run, or a part of a DiLoCo run; the server's run decides.
+"""Lightning: each `trainer.fit` is a round of a federated run, or a part of a DiLoCo run, as the server's run requires.
 
     trainer = Trainer(max_epochs=1)
     atoll.integrations.lightning.patch(trainer)                      # reads ATOLL_SERVER and ATOLL_SITE
@@ -47,7 +47,7 @@ def patch(
     Each fit trains `max_epochs` further epochs, or `max_steps` further steps.
 
     Raises:
-        UsageError: `trainer` is no Lightning Trainer, or already has an `AtollCallback`.
+        UsageError: `trainer` is not a Lightning Trainer, or already has an `AtollCallback`.
         ConfigError: see `AtollCallback`.
     """
     from atoll.integrations.lightning_callback import AtollCallback
@@ -92,13 +92,13 @@ def evaluates(trainer: Any, module: Any, dataloaders: Any = None, *, datamodule:
 
     Args:
         trainer: the patched Trainer.
-        module: the module into which each model is loaded. It can be the one that is fitted: after the evaluation, the
-            round's model is loaded into it again.
+        module: the module into which each model is loaded. It can be the module that is fitted: after the evaluation,
+            the round's model is loaded into it again.
         dataloaders: validation data for `trainer.validate`; by default the module's own.
         datamodule: datamodule for `trainer.validate`, in place of `dataloaders`.
 
     Raises:
-        UsageError: the Trainer has no Atoll callback or has several ranks, or its first fit or `evaluates` came before.
+        UsageError: the Trainer has no Atoll callback or several ranks, or was fitted before; or this is a second call.
     """
     callback = _callback_of(trainer)
     if trainer.world_size > 1:

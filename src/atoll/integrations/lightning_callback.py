@@ -41,8 +41,8 @@ STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}
 def callback_class() -> type:
     """Return Lightning's class `Callback`, if possible from the package that is imported already.
 
-    There are two packages, `lightning.pytorch` and `pytorch_lightning`. Each one's Trainer accepts the callbacks of
-    both.
+    There are two packages, `lightning.pytorch` and `pytorch_lightning`. The Trainer of each package accepts the
+    callbacks of both.
 
     Raises:
         ConfigError: no Lightning package is installed.
@@ -85,7 +85,7 @@ class AtollCallback(Callback):
         driver: this site's connection to the run.
 
     Raises:
-        UsageError: an element of `filters` is no filter.
+        UsageError: an element of `filters` is not a filter.
         ConfigError: `require_server` is set but no server is configured; or the name of an ATOLL_ variable is misspelt.
     """
 
@@ -124,9 +124,9 @@ class AtollCallback(Callback):
 
     @public_api
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Load a checkpoint's state even if it is another site's, so that joining the run raises an error.
+        """Load the state in a checkpoint even if it belongs to another site, so that joining the run raises an error.
 
-        The Trainer itself would ignore the state, since its key contains the other site's name.
+        The Trainer itself would ignore such a state, since the state's key contains the other site's name.
         """
         for key, state in checkpoint.get("callbacks", {}).items():
             if key.startswith(f"{AtollCallback.__name__}[") and key != self.state_key:
@@ -395,8 +395,8 @@ def _ranks(trainer: Any) -> RankGroup:
 class Limits:
     """Makes `max_epochs`, `max_steps`, `min_epochs` and `min_steps` count from the start of each fit.
 
-    Lightning counts them from the first fit, so that a second one would end at once. After each fit, the Trainer has
-    the user's limits again.
+    Lightning counts them from the first fit, so a second fit would end at once. After each fit, the Trainer has the
+    user's limits again.
     """
 
     def __init__(self) -> None:
@@ -530,7 +530,7 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
 
 
 def require_own_weights(trainer: Any, algorithm: str = "") -> None:
-    """Raise an error for callbacks that replace the module's weights by an average: it must not be submitted.
+    """Raise an error for callbacks that replace the module's weights with an average, which must not be submitted.
 
     `StochasticWeightAveraging` is never allowed. `WeightAveraging` is not allowed if `algorithm` is given.
 
@@ -551,7 +551,7 @@ def require_own_weights(trainer: Any, algorithm: str = "") -> None:
             )
         if algorithm and _is_a(callback, "WeightAveraging"):
             raise UsageError(
-                f"{type(callback).__name__} replaces the weights by an average at the end of each fit, but "
+                f"{type(callback).__name__} replaces the weights with an average at the end of each fit, but "
                 f"{algorithm} needs the weights after the last optimizer step.",
                 "Remove this callback, or use fedavg.",
             )

@@ -114,7 +114,7 @@ def export(weights: str | Path, config: PeftConfig, folder: str | Path) -> Path:
 class AdapterFolder:
     """Saves versions of an adapter at the server, in the files that `PeftModel.from_pretrained(base, folder)` opens.
 
-    It is a persistor, the setting for how the server saves models. Choose it in the run file:
+    This is a persistor: a class that decides how the server saves models. Choose it in the run file:
 
         [model.persistor]
         path = "atoll.integrations.peft:AdapterFolder"

@@ -101,7 +101,7 @@ class TrainerDriver:
         return "finished" if self.round is None else "round"
 
     def forget(self) -> None:
-        """Leave the run, and forget it. Another training can then use this driver, and joins again."""
+        """Leave the run, and forget it. The next training that uses this driver joins again."""
         self.leave()
         self.info, self.rounds, self.finished = None, 0, False
 
@@ -109,7 +109,7 @@ class TrainerDriver:
         """Load the global model of the open round into a module; without an open round, the newest global model.
 
         Returns:
-            False if this site has no worker, so that there is no model to load.
+            Whether a model was loaded; False if this site has no worker.
         """
         if self.round is not None:
             self.round.load_into(module)

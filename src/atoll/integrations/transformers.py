@@ -58,7 +58,7 @@ class AtollCallback(TrainerCallback):
         require_server: whether to raise an error if no server is configured, instead of training alone.
 
     Raises:
-        UsageError: an element of `filters` is no filter, or `sync_every` is below 1.
+        UsageError: an element of `filters` is not a filter, or `sync_every` is below 1.
         ConfigError: `require_server` is set but no server is configured; or the name of an ATOLL_ variable is misspelt.
 
     Attributes:
@@ -339,7 +339,7 @@ def callbacks_of_the_caller(kind: type[T]) -> list[T]:
 
 
 def samples_of_step(args: TrainingArguments, state: TrainerState, loader: Any) -> int:
-    """Return the number of samples of the last optimizer step, which may be smaller at the end of an epoch.
+    """Return the number of samples of the last optimizer step. At the end of an epoch, a step may have fewer samples.
 
     Args:
         args: the Trainer's arguments.

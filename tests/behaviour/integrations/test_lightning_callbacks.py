@@ -124,7 +124,7 @@ def test_a_fit_before_its_first_average_submits_nothing(tmp_path: Path) -> None:
 
 
 SWA = "StochasticWeightAveraging keeps its average from one fit to the next.*Remove this callback.*EMAWeightAveraging"
-AVERAGE = "WeightAveraging replaces the weights by an average at the end of each fit, but {}.*Remove this callback"
+AVERAGE = "WeightAveraging replaces the weights with an average at the end of each fit, but {}.*Remove this callback"
 REFUSED = [
     ("fedavg", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),
     ("diloco", "StochasticWeightAveraging", {"swa_lrs": 0.05}, SWA),
