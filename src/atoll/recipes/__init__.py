@@ -123,7 +123,7 @@ class SwarmRecipe(Recipe):
     """A swarm: the sites take turns in aggregating the updates, and no update goes to the server (docs/swarm.md).
 
     Args:
-        algorithm: the name of the algorithm, as in the run file: any that needs no code of your own.
+        algorithm: the name of the algorithm, as in the run file; any algorithm that needs no code of your own.
         aggregators: the sites that aggregate, in this order; by default all sites, in a random order that depends on
             the seed.
     """

@@ -2,7 +2,7 @@
 
 LocalEnv    start `atoll server` and a process for each site; all of them end before the call returns
 SimEnv      simulate the sites: a few processes train them in turn
-ServerEnv   take part as one site in the run of a running server, if it has the recipe's settings
+ServerEnv   take part as one site in the run of a running server, if this run has the recipe's settings
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ FAILURES: dict[int, type[AtollError]] = {
 """Exit code of a server → the class of the error that ended it."""
 
 OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
-"""Variables that have another value in each site's process."""
+"""Variables that have a different value in each site's process."""
 
 NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
 """Fields of a server's run description that no setting decides."""
@@ -128,7 +128,7 @@ class LocalEnv(_HereEnv):
         folder: the folder for the run file, logs, state and result; by default a new one in `atoll-recipes`. If the
             folder has a run of the same recipe already, that run is continued.
         quiet: print nothing during the run.
-        threads: number of PyTorch's threads in each process; 0: not set by Atoll.
+        threads: number of PyTorch threads in each process; 0: not set by Atoll.
 
     Raises:
         UsageError: a value has a wrong type.
@@ -227,7 +227,7 @@ class ServerEnv(Strict):
         url: the server's address. Tokens and certificate authorities are taken from this program's ATOLL_* variables,
             as by the command `atoll worker`.
         site: this site's name; by default ATOLL_SITE, or a name made from host and process.
-        threads: number of PyTorch's threads in the script; 0: not set by Atoll.
+        threads: number of PyTorch threads in the script; 0: not set by Atoll.
         quiet: print nothing apart from the script's own output.
 
     Raises:
@@ -339,7 +339,7 @@ def require_sites(recipe: Recipe, sites: int) -> None:
     """Check that a number of sites is enough for a recipe.
 
     Raises:
-        UsageError: there are fewer sites than `min_sites`, or an aggregator is none of the sites.
+        UsageError: there are fewer sites than `min_sites`, or an aggregator is not one of the sites.
     """
     if sites < recipe.min_sites:
         raise UsageError(
@@ -465,7 +465,7 @@ def ended_by_sigterm() -> Iterator[None]:
 
     After the block, SIGTERM ends this process as usual.
 
-    Outside of the main thread, or if the program has its own handler of SIGTERM, nothing is changed.
+    Outside of the main thread, or if the program has its own handler for SIGTERM, nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
@@ -486,10 +486,10 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def environment(threads: int, **more: str) -> dict[str, str]:
-    """Return a child process's environment: this process's without the ATOLL_* variables of settings, plus `more`.
+    """Return the environment of a child process: that of this process, without ATOLL_* settings, plus `more`.
 
     Args:
-        threads: number of PyTorch's threads; 0: unchanged.
+        threads: number of PyTorch threads; 0: unchanged.
         more: variables to add or to replace.
     """
     passed = NOT_SETTINGS - OF_THE_CALL
@@ -500,7 +500,7 @@ def environment(threads: int, **more: str) -> dict[str, str]:
 
 
 class _LocalRun:
-    """One execution of a recipe in real processes: starts them, watches the run, and waits until all have ended.
+    """One execution of a recipe in real processes: starts them, watches the run, and waits until they have ended.
 
     The server's status is read from a file that the server writes into its state directory.
     """

@@ -31,7 +31,7 @@ class _Strict(type):
         """Check the arguments against the signature of `__init__`, then create the instance.
 
         Raises:
-            UsageError: an argument is unknown or missing. The message names it, and the nearest known one.
+            UsageError: an argument is unknown or missing. The message names it and the nearest known argument.
         """
         signature = inspect.signature(cls.__init__)  # type: ignore[misc]  # of this very class
         known = [name for name in signature.parameters if name != "self"]
@@ -153,7 +153,7 @@ class InitialModel:
         return self._is_module or (self._checkpoint is not None and self._model is not None)
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return the settings that describe this model in a run file. Paths are relative to the run file's `folder`."""
+        """Return the settings for this model in a run file in `folder`. Paths are relative to the current folder."""
         if self._is_written or not isinstance(self._model, Mapping):
             return {"model.source": str(folder / INITIAL_FILE) if self._is_written else self._checkpoint or self._model}
         return _source(self._model)
@@ -166,13 +166,13 @@ class InitialModel:
             settings: the run's settings.
 
         Raises:
-            ConfigError: the weights do not fit the model, or the checkpoint is no safetensors file.
+            ConfigError: the weights do not fit the model, or the checkpoint is not a safetensors file.
         """
         if self._is_written:
             save(folder / INITIAL_FILE, self.tensors(settings), self._weights())
 
     def tensors(self, settings: Settings) -> nn.Module | Tensors:
-        """Return the model's tensors as the server would build them. A checkpoint's weights are not loaded."""
+        """Return the initial tensors as the server would build them. A checkpoint for a given `model` is not loaded."""
         from atoll.server.initial_model import initial_model
 
         if self._is_module:
@@ -291,7 +291,7 @@ class RunResult:
 
 
 def setting(key: str, default: Any = None) -> Any:
-    """Return a dataclass field for an argument of a recipe. Its value, unless None, becomes a setting of the run.
+    """Return a dataclass field for an argument of a recipe. The argument's value, unless None, becomes a setting.
 
     Args:
         key: the name of the setting, `group.key`.
@@ -362,7 +362,7 @@ class Recipe(Strict):
     # -- settings
 
     def choices(self) -> dict[str, Any]:
-        """Return the settings that this recipe's arguments determine. Arguments that are None determine none."""
+        """Return the settings that this recipe's arguments determine. An argument that is None determines nothing."""
         values = {each.metadata["setting"]: getattr(self, each.name) for each in fields(self) if each.metadata}
         return {key: value for key, value in values.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Suites of tests that every codec, reducer, outer optimizer and payload type, also your own, must pass.
+"""Suites of tests that every codec, reducer, outer optimizer and payload type, including your own, must pass.
 
 To test your own implementation, subclass the suite for it:
 
@@ -295,7 +295,7 @@ class ReducerContract:
                 assert torch.equal(torch.signbit(torch.cat(cut)), torch.signbit(self._reduce(rows, weights)))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:
-        """Check a reducer that gets the updates one by one in the same buffer. Skip one that needs all at once."""
+        """Check a reducer that gets the updates one by one in the same buffer. Skip reducers that need all."""
         if self.reducer.needs_all:
             pytest.skip("the reducer gets all rows at once")
         for dtype in self.dtypes:
@@ -321,7 +321,7 @@ class OuterContract:
 
     @pytest.fixture
     def rule(self) -> OuterRule:
-        """Build `target` with `options`, as a server does. A trial run finds whether it can step chunks of a tensor."""
+        """Build `target` with `options`, as a server does. A trial run finds whether the optimizer can step chunks."""
         return build_outer(self.target, self.options)
 
     def _numbers(self, dtype: torch.dtype) -> list[Tensor]:
@@ -337,7 +337,7 @@ class OuterContract:
         return parameter.detach(), dict(optimizer.state[parameter])
 
     def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[State]]:
-        """Step chunk by chunk in each round, as the server does. Each chunk has its own state, also for 0-d tensors."""
+        """Step chunk by chunk in each round, as the server does. Each chunk has its own state, even 0-d tensors."""
         flat = [value.clone().reshape(-1) for value in values]
         starts = range(0, flat[0].numel(), size)
         states: list[State] = []

@@ -6,8 +6,8 @@
         server.run()                                    # returns when the result is written
     assert [line["version"] for line in history(folder / "state")] == [1, 2, 3]
 
-A failpoint is a named place in Atoll's code. The text `name=action` lets an action happen there; several are separated
-by `;`. The actions are:
+A failpoint is a named place in Atoll's code. The text `name=action` makes an action happen when this place is reached;
+separate several such texts by `;`. The actions are:
 
     kill                  send SIGKILL to this process
     stop                  send SIGSTOP
@@ -191,7 +191,7 @@ def free_port() -> int:
     """Return a free port of 127.0.0.1. Until this process ends, no other call returns the same port.
 
     The port is not one of Linux's ephemeral ports, so the system does not give it to another socket between two starts
-    of a server. A Unix socket named after the port reserves the port, also against calls in other processes.
+    of a server. A Unix socket named after the port reserves the port, so that no call in another process returns it.
     """
     first = random.SystemRandom().randrange(len(_PORTS))  # tests seed `random`
     for port in (*_PORTS[first:], *_PORTS[:first]):
