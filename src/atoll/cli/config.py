@@ -1,4 +1,4 @@
-"""`atoll config`: print the settings in effect, or their schema. Also the options for settings of all commands."""
+"""`atoll config`: print the settings in effect, or their schema. Also the options with which commands set settings."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ NAMES = (
 def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     """Check the names of algorithms, codecs and other extensions, and their options, as the server does at its start.
 
-    Code that is named by a path is not run.
+    Code that a setting names by its path is not run.
 
     Returns:
-        The algorithm; None if the settings name none.
+        The algorithm; None if the settings name no algorithm.
 
     Raises:
         ConfigError: a name is unknown, or an option does not exist or has a wrong value.
@@ -119,7 +119,7 @@ def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
 
 
 def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
-    """Check the options of reducer and outer optimizer. This imports PyTorch, so do it only if options are set."""
+    """Check the options of reducer and outer optimizer. Import PyTorch, which is slow, only if options are set."""
     reducer, outer = settings.aggregation.reducer, settings.algorithm.outer_optimizer
     if reducer.options and not reducer.path:
         from atoll.reducers import build_reducers

@@ -145,7 +145,7 @@ def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
     """Check that the server has not deleted these versions while they were read.
 
     A running server deletes a version's row from its journal (a database) before it overwrites the version's file. So
-    if all rows are still there, the bytes that were read from the files are right.
+    if the journal still has all rows, the bytes that were read from the files are right.
 
     Raises:
         Gone: the server has deleted one of the versions.
@@ -237,7 +237,7 @@ def best_of_server(server: str, out: Path) -> int:
 def _is_file_of(best: status_messages.BestStatus) -> bool:
     """Return whether the best version's file is on this machine and has the version and the value that `best` names.
 
-    The server may be on another machine, where this path is another run's file.
+    If the server is on another machine, the path may name the file of another run on this machine.
     """
     if not best.file or not Path(best.file).is_file():
         return False
@@ -368,7 +368,7 @@ def _pull_from_workers(
         file: the file to write.
 
     Raises:
-        Gone: no worker has the version any more, or none of those workers can be reached.
+        Gone: no worker has the version any more, or none of the workers that have it can be reached.
     """
     from atoll.worker.peer.peer_transfers import connected
 
@@ -391,7 +391,7 @@ def _pull_from_workers(
 def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
     """Download bytes that are followed by their BLAKE3 digest, and check them. Return the bytes without the digest.
 
-    If they arrive damaged, download them again; `PART_ATTEMPTS` attempts are made.
+    If they arrive damaged, download them again, up to `PART_ATTEMPTS` times in all.
 
     Args:
         parts: the connections to the server.

@@ -52,7 +52,7 @@ LONGEST_REMIND_S = 600.0
 SPARE_BYTES = 16 << 20
 """Memory that must be available: enough for the stack of a new thread and its first calls."""
 MEMORY_LOOK_S = 1.0
-_SAID = b"The server has run out of memory. Start it again, with more: what was acknowledged is not lost.\n"
+_SAID = b"The server has run out of memory. Start it again with more memory: no acknowledged update is lost.\n"
 
 
 def command(
@@ -285,7 +285,7 @@ def _failed(status: status_messages.Status) -> str:
 def _missed(status: status_messages.Status) -> str:
     """Return a text that says which sites missed rounds; empty if none did.
 
-    It is also empty for asynchronous runs, and for runs that divide the model into several fragments.
+    The text is also empty for asynchronous runs, and for runs that divide the model into several fragments.
     """
     if len(status.fragments) > 1 or not status.history or not status.history[-1].expected:
         return ""
@@ -306,9 +306,9 @@ def _troubles(status: status_messages.Status) -> str:
 def end_without_memory() -> None:
     """End this process as soon as memory is too short to allocate `SPARE_BYTES`. Run this function in a thread.
 
-    It tries an allocation every second. No update that the server has acknowledged is lost, and the next start
-    continues the run. An orderly stop is impossible without memory: Python would wait forever for a new thread that has
-    no memory to begin.
+    The function tries an allocation every second. No update that the server has acknowledged is lost, and the next
+    start continues the run. An orderly stop is impossible without memory: Python would wait forever for a new thread
+    that has no memory to begin.
     """
     while True:
         try:

@@ -38,14 +38,14 @@ def journal_of(state_dir: Path) -> Path:
 
 @contextmanager
 def permitted(state_dir: Path) -> Iterator[None]:
-    """Within the `with` block, replace an OSError about a file of a state directory by an error with a remedy.
+    """In the `with` block, turn an OSError about a file of a state directory into an error with a remedy.
 
     Args:
         state_dir: the state directory that the block reads.
 
     Raises:
         StoreError: this user has no permission to read a file; the message says that nothing is damaged.
-        StateCorrupt: a file is missing, or is no file.
+        StateCorrupt: a file is missing, cannot be read, or is not a plain file.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def _status(db: sqlite3.Connection, last: status_messages.Status) -> status_mess
 def _workflows(
     db: sqlite3.Connection, last: list[status_messages.WorkflowStatus]
 ) -> list[status_messages.WorkflowStatus]:
-    """Return the workflows of a run. The first that has not ended was under way."""
+    """Return the workflows of a run. Mark the first workflow that has not ended as running."""
     ended = {place for (place,) in db.execute("SELECT place FROM workflows").fetchall()}
     found = [each.model_copy(update={"state": "done"}) if place in ended else each for place, each in enumerate(last)]
     place = next((place for place, each in enumerate(found) if each.state != "done"), None)

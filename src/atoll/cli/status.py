@@ -110,7 +110,7 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
 
 def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
-    """Ask the server at a stored status's address for its status; return None if this run's server is not there.
+    """Ask the server, at the address in a stored status, for its status; return None if this run's server is not there.
 
     If another program answers there, or the server refuses to answer, print why.
     """

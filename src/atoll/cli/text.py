@@ -27,11 +27,11 @@ from atoll.protocol import status_messages
 ELSEWHERE = "Give a file in a folder that this user may write."
 """Remedy if the file that a command was asked to write cannot be written."""
 QUIET_S = 30.0
-"""Seconds without progress after which the line of a workflow says how long nothing has moved."""
+"""Seconds without progress after which the line about a workflow says how long nothing has moved."""
 MOST_LINES = 1000
-"""Most log lines that wait until standard output takes them; further ones are dropped."""
+"""Largest number of log lines that wait for standard output; further lines are dropped."""
 UNREAD_S = 2.0
-"""Seconds that a command waits until standard output takes its last lines, or standard error a line."""
+"""Seconds that a command waits for standard output to take its last lines, or for standard error to take a line."""
 
 
 NAME_BYTES = 255
@@ -68,8 +68,8 @@ def require_file(out: Path, example: str) -> None:
 def staleness(counts: Mapping[str, int]) -> str:
     """Return how outdated the aggregated updates were, as text: "staleness 1.3 on average, at most 4".
 
-    The staleness of an update is the number of versions of the model that were made between the one it was trained from
-    and the one it went into.
+    The staleness of an update is the number of versions of the model that were made between the version that the update
+    was trained from and the version that it went into.
 
     Args:
         counts: staleness → number of updates with this staleness. If empty, the text is empty.
@@ -82,7 +82,7 @@ def staleness(counts: Mapping[str, int]) -> str:
 
 
 def awaited(fragment: status_messages.FragmentStatus) -> str:
-    """Return a text that says which sites a round waits for, how long and why; empty if it waits for no site."""
+    """Return a text about what a round waits for: which sites, how long, and why; empty if there is nothing to say."""
     sites = ", ".join(f"{missing.site} ({duration(missing.for_s)})" for missing in fragment.waiting_for)
     reason = fragment.reason.removeprefix("is finished").removeprefix("; ")  # the line already names the phase
     if sites and reason.startswith("waits for "):  # the reason names the same sites, but without the times
@@ -245,7 +245,7 @@ class _InBackground(logging.handlers.QueueHandler):
             self._dropped += 1
 
     def end(self) -> bool:
-        """Wait until the records are printed, for at most `UNREAD_S` seconds. Return whether all of them were."""
+        """Wait until the records are printed, for at most `UNREAD_S` seconds. Return whether all were printed."""
         try:
             self.queue.put(None, timeout=UNREAD_S)
         except queue.Full:

@@ -58,7 +58,7 @@ def command(
     max_sync_retries: Annotated[
         int | None,
         typer.Option(
-            min=0, help="Attempts to reach the server before DiLoCo skips a synchronisation.", show_default=False
+            min=0, help="Retries to reach the server before DiLoCo skips a synchronisation.", show_default=False
         ),
     ] = None,
     restarts: Annotated[int, typer.Option(min=0, help="How often to restart a command that fails or is killed.")] = 0,
@@ -82,7 +82,7 @@ def command(
 def _require_server(address: str, signals: list[int]) -> str:
     """Wait for the server to answer, for up to `ATOLL_GIVE_UP_S` seconds. Return the name of its run.
 
-    While the server does not answer, print why: the first time, when the reason changes, and every `REPEAT_S`.
+    While the server does not answer, print why: the first time, when the reason changes, and every `REPEAT_S` seconds.
 
     Args:
         address: the address of the server.
