@@ -1,13 +1,13 @@
-"""The audit log (a hash chain of updates, decisions and versions), and `audit.head`, a file that names its last entry.
+"""The audit log (a hash chain of updates, decisions and versions), and `audit.head`, a file about its last entry.
 
 The audit log is a table of the journal, the server's SQLite database. An entry is written in the same transaction as
-the decision that it records. `atoll audit` prints the hash of the last entry. If an operator stores this hash
-elsewhere, it can prove later that neither this entry nor an earlier one was changed.
+the decision that it records. `atoll audit` prints the hash of the last entry. If you store this hash elsewhere, you
+can prove later that neither this entry nor an earlier one was changed.
 
 SQLite writes the newest transactions to its write-ahead log. If a frame of the write-ahead log is damaged, SQLite
-silently drops all later frames. The file `audit.head` makes this loss visible. It has the number and the hash of the
-last audit entry, and is rewritten after each commit that adds an entry. At every start, the server looks for this entry
-in the audit log:
+silently drops this frame and all later ones. The file `audit.head` makes this loss visible. It has the number and the
+hash of the last audit entry, and is rewritten after each commit that adds an entry. At every start, the server looks
+for this entry in the audit log:
 
     found, with the same hash        nothing is lost; later entries were committed just before the server was killed
     not found: the log ends before   the last entries are lost; with durability `process`, a power loss may cause this

@@ -32,8 +32,8 @@ VERSION, STATE, SPOOL, DELTA = "version", "state", "spool", "delta"
 _NAME = re.compile(r"(version|state|spool|delta)-\d+-\d+\.(safetensors|bin)")
 READ_BYTES = 2**20
 STATE_SLOTS = 4
-"""Slots for states of the outer optimizer: one each for the head, the version before it, the newest version that
-survives a power loss, and the version that is being written."""
+"""Number of slots for states of the outer optimizer: one each for the head, the version before it, the newest version
+that survives a power loss, and the version that is being written."""
 _ROWS = {
     VERSION: ("versions", "slot"),
     STATE: ("versions", "state_slot"),
@@ -116,8 +116,8 @@ class Slot:
     Attributes:
         fd: descriptor of the file, open as long as this object lives.
         holds: kind of hold, such as "writer" → number of holds.
-        one_writes: lock for writes to this file. The kernel does one write to a file at a time; without this lock, the
-            other threads would use CPU time while they wait.
+        one_writes: lock for writes to this file. The kernel lets only one thread at a time write to a file; with this
+            lock, the other threads wait without using CPU time.
     """
 
     number: int
@@ -146,7 +146,7 @@ class SlotPool:
     Args:
         folder: folder of the files.
         lock: the journal's lock. It also guards the holds (references) of slots, which change with the journal's rows.
-        most: if there are more slots than this, a slot that becomes free is removed. None: only `trim` removes them.
+        most: if there are more slots than this, a slot that becomes free is removed. None: only `trim` removes slots.
         in_memory: keep the slots in memory (memfd) instead of on disk. They are lost when this process ends.
     """
 
@@ -172,7 +172,7 @@ class SlotPool:
         return slot_path(self.folder, self.kind, self.fragment, number)
 
     def take(self, why: str) -> Slot:
-        """Reserve a free slot by a hold (a reference), and return the slot. If no slot is free, create one.
+        """Add a hold (a reference) to a free slot, and return the slot. If no slot is free, create one.
 
         Args:
             why: kind of hold, such as `WRITER`. `drop` ends the hold.
@@ -244,14 +244,14 @@ class SlotPool:
         return self._slots[number]
 
     def hold(self, slot: Slot, why: str) -> None:
-        """Add a hold (a reference) of kind `why` to a slot, which is then not rewritten or removed until `drop`."""
+        """Add a hold (a reference) of kind `why` to a slot. Until `drop`, the slot is not rewritten or removed."""
         with self.lock:
             slot.holds[why] += 1
             if self._slots.get(slot.number) is slot:  # if this slot was removed, another may have its number
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
-        """End one hold of kind `why`. After its last hold, a slot is free for reuse or, if there are many, removed."""
+        """End one hold of kind `why`. A slot without holds can be reused; if there are many slots, it is removed."""
         with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # removes entries that have come to zero
@@ -290,7 +290,7 @@ class SlotPool:
                 slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files that are not being read or written. Each other file closes when Python deletes its `Slot`."""
+        """Close the files without a reader or writer. Each other file closes when Python deletes its `Slot`."""
         with self.lock:
             for slot in self._slots.values():
                 if not slot.holds.keys() - {JOURNAL}:
@@ -436,7 +436,7 @@ def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
 
 
 def region_digest(fd: int, ranges: Ranges) -> bytes:
-    """Return the BLAKE3 digest of the concatenated byte ranges of a file. Bytes after the end of the file are skipped.
+    """Return the BLAKE3 digest of the concatenated byte ranges of a file. Bytes beyond the file's end are left out.
 
     Args:
         fd: descriptor of the file.

@@ -32,7 +32,7 @@ _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 BUSY_S = 5.0
 """Seconds that the journal waits for another program's lock on the file."""
 LOG_PAGES = 16_000
-"""Pages of 4 KiB in the write-ahead log at which SQLite checkpoints by itself. Usually `checkpoint` comes first."""
+"""SQLite checkpoints by itself at this many pages (4 KiB) in the write-ahead log. `checkpoint` usually comes first."""
 
 NEW_RUN = (
     "Restore the whole directory from a backup, or start a new run with another disk.state_dir and "
@@ -73,7 +73,7 @@ class Journal:
         self._translated = _Translated(self)
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
-        if path.is_file() and path.stat().st_size == 1:  # SQLite would overwrite it: it treats it as an empty file
+        if path.is_file() and path.stat().st_size == 1:  # SQLite treats it as empty, and would overwrite it
             raise StateCorrupt(f"{path} is damaged: file is not a database.", NEW_RUN)
         with self._translated:
             self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)

@@ -24,17 +24,18 @@ CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "workflows"),
 )
-"""Tables with a column `row_check`. The audit log has its own hashes. Counters are only displayed, and unchecked."""
+"""Tables with a column `row_check`. The audit log has its own hashes. Counters, which are only displayed, have none."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
 """SQL definition of the checksum column."""
 
 UNCHECKED = {"row_check", "settings_json", "torch_build", "cpu_capability"}
-"""Columns that the checksum does not cover. The server compares these at its start with its settings, torch and CPU."""
+"""Columns that the checksum does not cover: itself, and values that the server compares at its start with its settings,
+torch build and CPU."""
 
 
 def row_check(*values: object) -> int:
-    """Return the CRC-32 of a row's values. It detects every single changed bit, and every burst of up to 32 bits."""
+    """Return the CRC-32 of a row's values. It detects every change of one bit, and every burst of up to 32 bits."""
     return zlib.crc32(repr(values).encode())
 
 
@@ -191,7 +192,7 @@ class TicketRow:
 
     @property
     def is_in(self) -> bool:
-        """Whether the server has accepted the update. It may have aggregated it already."""
+        """Whether the server has accepted the update, and perhaps aggregated it already."""
         return self.state in ("accepted", "counted")
 
 

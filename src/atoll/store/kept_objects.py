@@ -5,7 +5,7 @@
     objects/ID.json           a note about the file: sizes, digests, expiry time; written last, and replaced atomically
 
 The journal has no rows about objects. When an object expires, its files are removed and its event `Entry.removed` is
-set, so that downloads under way stop.
+set, so that its running downloads stop.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class ObjectStore:
         arriving = sum(entry.is_arriving for entry in self._objects.values())
         if taken + cuts.nbytes > self._max_bytes or len(self._objects) >= MOST_OBJECTS or arriving >= MOST_OPEN:
             busy = Busy(
-                f"The server keeps {len(self._objects)} objects with {taken} bytes ({arriving} of them are still "
-                f"arriving), and has no space for {cuts.nbytes} more bytes.",
+                f"The server keeps {len(self._objects)} objects with {taken} bytes ({arriving} objects are still "
+                f"arriving), and cannot take another object of {cuts.nbytes} bytes now.",
                 "Publish later, withdraw objects, or raise disk.objects_max_bytes at the server.",
             )
             busy.retry_after_s = 5.0
@@ -159,7 +159,7 @@ class ObjectStore:
             raise file_error(error, self._path(entry, "part")) from error
 
     def complete(self, entry: Entry, digest: str) -> None:
-        """Make an object downloadable, after all its parts arrived. It survives restarts of the server. Idempotent.
+        """Make an object downloadable, after all its parts have arrived. It then survives server restarts. Idempotent.
 
         Args:
             entry: the object.
@@ -212,7 +212,7 @@ class ObjectStore:
         (self.folder / f"{object_id}.part").unlink(missing_ok=True)
 
     def hold(self, object_id: str, manifest: Manifest, *, inline: bool) -> tuple[Entry, str]:
-        """Make a written file downloadable as an object of the server's own. It stays until `drop` or the next start.
+        """Make a written file downloadable, as an object of the server's own, until `drop` or the server's next start.
 
         Args:
             object_id: id of the file, from `draft`.
@@ -355,7 +355,7 @@ class ObjectStore:
                 self.drop(entry)
 
     def drop(self, entry: Entry) -> None:
-        """Remove an object and its files, and set its event `removed`. Idempotent. Only log that files stay."""
+        """Remove an object and its files, and set its event `removed`. Idempotent. If that fails, only log it."""
         entry.removed.set()
         self._objects.pop(entry.object, None)
         try:

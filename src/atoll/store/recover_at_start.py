@@ -30,7 +30,7 @@ class Recovery:
         self._run_log, self._tickets, self._versions = run_log, tickets, versions
 
     def run(self) -> tuple[str, ...]:
-        """Check all versions and updates against their digests, drop damaged ones, and remove unused files.
+        """Check the newest versions and all updates against their digests, drop damaged ones, and remove unused files.
 
         Returns:
             One sentence for each loss.
@@ -59,7 +59,7 @@ class Recovery:
     # -- versions
 
     def _recover_head(self, fragment: int) -> list[str]:
-        """Find a fragment's newest intact version. If newer versions are damaged, make the run continue from it.
+        """Find a fragment's newest intact version. If newer ones are damaged, make the run continue from this version.
 
         Returns:
             One sentence if the run continues from an older version; else an empty list.
@@ -100,7 +100,7 @@ class Recovery:
         return state is not None and verify(state.fd, shapes.state, row.state_digests)
 
     def _recover_deltas(self, fragment: int) -> None:
-        """Remove the rows of deltas (differences between versions) that are damaged, or useless without a version."""
+        """Remove the rows of deltas (differences between versions) that are damaged or have no version."""
         shape = self._slots.shapes_of(fragment).delta
         existing = {row.version for row in self._versions.kept(fragment)}
         with self._journal.transaction():
@@ -168,8 +168,8 @@ class Recovery:
     def _recover_spool(self, ticket: TicketRow) -> list[str]:
         """Check the received parts of a ticket's update. If parts are damaged, drop them.
 
-        An accepted update cannot be used without them, so its ticket expires. The same applies to an update with a
-        weight above `MAX_WEIGHT`, which an earlier version of Atoll has accepted.
+        An accepted update cannot be used without these parts, so its ticket expires. The ticket also expires if the
+        update's weight is above `MAX_WEIGHT`: earlier versions of Atoll accepted such updates.
 
         Returns:
             One sentence about the loss; an empty list if nothing was lost.

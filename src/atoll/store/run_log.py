@@ -194,7 +194,7 @@ class RunLog:
             if not tickets or fit != len(tickets):
                 raise StoreError(
                     f"The round from version {base_version} of fragment {fragment} cannot close with the "
-                    f"tickets {list(tickets)}: only {fit} of them are accepted updates of this round."
+                    f"tickets {list(tickets)}: only {fit} of them have an accepted update for this round."
                 )
             changed = self._journal.execute(
                 "UPDATE rounds SET state = 'frozen', tickets = ?, population = (SELECT count(*) FROM members) "
@@ -209,7 +209,7 @@ class RunLog:
                 self._weigh(fragment, base_version, tickets)
 
     def _weigh(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
-        """Store the weight of each site that has its first update in this round, and estimate the weight of all sites.
+        """Store the weight of each site with its first aggregated update, and estimate the total weight of all sites.
 
         Estimate: sum of the known weights × number of sites that ever joined / number of sites with a known weight.
         """
@@ -238,12 +238,12 @@ class RunLog:
     def round(self, fragment: int, base_version: int) -> RoundRow | None:
         """Return the row of the round that starts from `base_version`; None if there is no row.
 
-        The row is added when the round opens, and deleted when the next round is committed.
+        The row is added when the round opens, and deleted when the next round's version is committed.
         """
         return self._journal.first(ROUNDS, "WHERE fragment = ? AND base_version = ?", fragment, base_version)
 
     def rounds(self) -> tuple[RoundRow, ...]:
-        """Return all rounds that are open, or closed but without a new version so far, sorted by fragment."""
+        """Return all rounds that are open, or are closed but have no new version yet, sorted by fragment."""
         return tuple(self._journal.select(ROUNDS, "WHERE state IN ('open', 'frozen') ORDER BY fragment"))
 
     def has_begun(self, fragment: int) -> bool:

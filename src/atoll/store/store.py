@@ -6,7 +6,7 @@
     <directory>/slots/           preallocated tensor files: versions, outer optimizer states, arriving updates
 
 Bytes are written to a tensor file before a row of the journal refers to them, so no row exists without its bytes. At
-every start, a server creates a `Store`, then calls `store.slots.shape`, then `store.recover`. Only then it may use the
+every start, a server creates a `Store`, then calls `store.slots.shape`, then `store.recover`. Only then may it use the
 store.
 """
 
@@ -177,7 +177,7 @@ class Store:
             error = DiskFull(
                 f"The server has {free / 1000000.0:.0f} MB of {what}, but must keep "
                 f"{min_free_bytes / 1000000.0:.0f} MB free.",
-                "Free space; then the run continues by itself. Nothing is lost.",
+                "Free some space: the run then continues by itself, and nothing is lost.",
             )
             error.retry_after_s = RETRY_S
             raise error
@@ -264,7 +264,7 @@ def directory_gone(state_dir: Path) -> StoreError | None:
                 f"The state directory {state_dir} was removed while the server was running."
                 if path == state_dir
                 else f"{path} was removed while the server was running.",
-                "Restore it (its disk, or a copy), and start the server again: workers continue from there. "
+                "Mount its disk again, or restore a copy; then start the server again: workers continue from there. "
                 "Without it, start a new run from the last exported model.",
             )
     return None

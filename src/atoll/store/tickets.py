@@ -82,7 +82,7 @@ class Tickets:
     def _known(self) -> dict[int, TicketRow]:
         """Return the cache of open and accepted tickets.
 
-        If a transaction was rolled back since the last call, empty it first. Call it under the journal's lock.
+        If a transaction was rolled back since the last call, empty the cache first. Call this under the journal's lock.
         """
         if self._live_as_of != self._journal.undone:
             self._live.clear()
@@ -139,7 +139,7 @@ class Tickets:
         )
 
     def last_counted(self, site: str) -> TicketRow | None:
-        """Return the newest ticket of a site with an aggregated update; None if there is none. Only for fragment 0."""
+        """Return a site's newest ticket with an aggregated update; None if there is none. Only for fragment 0."""
         return self._journal.first(
             TICKETS, "WHERE site = ? AND fragment = 0 AND state = 'counted' ORDER BY ticket DESC LIMIT 1", site
         )
@@ -369,7 +369,7 @@ class Tickets:
                 [row.ticket for row in rows],
             )
             self._journal.count("bytes", -sum(row.bytes for row in rows))
-            self._journal.after_commit(lambda: self._drop_spools(rows, "open", "it is collected again"))
+            self._journal.after_commit(lambda: self._drop_spools(rows, "open", "its update is collected again"))
             thawed = self._journal.execute(
                 "UPDATE rounds SET state = 'open', tickets = '[]' WHERE fragment = ? AND base_version = ? "
                 "AND state = 'frozen'",

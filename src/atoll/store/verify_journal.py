@@ -67,10 +67,10 @@ def at_start(rows: Query, directory: Path) -> Start:
     try:
         head = read_head(directory)
         if head is None and tip(rows)[0]:
-            start.warnings.append(f"{directory / NAME} is missing, so a lost end of the journal cannot be noticed.")
+            start.warnings.append(f"{directory / NAME} is missing, so a loss of new entries cannot be noticed.")
     except NoteDamaged as error:
         start.warnings.append(
-            f"{directory / NAME} is damaged ({error}), so a lost end of the journal cannot be noticed. Check the disk."
+            f"{directory / NAME} is damaged ({error}), so a loss of new entries cannot be noticed. Check the disk."
         )
     if head is not None:
         _find_lost(start, head, rows, directory)
@@ -121,12 +121,12 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
                 else f"With durability = {head.durability!r}, a power loss cannot be the cause."
             ),
             "Check the disk, and restore the whole directory from a backup. To continue without the lost entries "
-            f"instead, remove {NAME}: the workers then send those updates again that they still have.",
+            f"instead, remove {NAME}: the workers then send again the updates that they still have.",
         )
     start.lost, start.lost_entries = head, missing
     start.warnings.append(
-        f"the journal has lost its last {missing} entries of the audit log, which a power loss can do with "
-        f"disk.durability = 'process'. The run continues from entry {entries}; workers submit their later "
+        f"the journal's audit log has lost its last {missing} entries: with disk.durability = 'process', a power "
+        f"loss can do this. The run continues from entry {entries}; workers submit their later "
         "updates again"
     )
 
@@ -283,9 +283,9 @@ class _Comparison:
         return ""
 
     def _end_problem(self) -> str:
-        """Compare whether journal and audit log say that the run is finished.
+        """Check that journal and audit log agree on whether the run is finished.
 
-        Return a text if they differ, else an empty text.
+        Return a text about the difference; empty if they agree.
         """
         newest = self._rows(
             "SELECT what FROM audit WHERE what IN ('finished', 'continued', 'fell back') ORDER BY seq DESC LIMIT 1"
@@ -294,7 +294,7 @@ class _Comparison:
         ((found,),) = self._rows("SELECT finished FROM meta")
         if bool(found) == finished:
             return ""
-        return f"the run is {'' if found else 'not '}finished, but not according to the audit log"
+        return f"the run is {'' if found else 'not '}finished, but the audit log says the opposite"
 
 
 def _paged(rows: Query, sql: str) -> Iterator[tuple[Any, ...]]:

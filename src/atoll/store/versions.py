@@ -3,8 +3,8 @@
 A version is written into a free slot (a preallocated file), and committed by one SQL UPDATE of the table `heads`. A
 download pins the version, so that its slot is not reused. After a commit, the store keeps the newest `keep_versions`
 versions, the newest version that survives a power loss (the durable version), and at most `max_pins` pinned versions.
-If more are pinned, the oldest is dropped: the event `revoked` of its pins is set, and its slot becomes free when they
-are released.
+If more are pinned, the oldest is dropped: the event `revoked` of its pins is set, and its slot becomes free when these
+pins are released.
 
 A delta is the difference of a version from the previous version. A worker that has the previous version downloads only
 the delta. A delta is committed, kept and dropped together with its version. If a delta is damaged, workers download
@@ -58,7 +58,7 @@ class VersionDigests:
 class VersionDraft:
     """Files of a new version that is not committed yet: version, outer optimizer state and difference (delta).
 
-    `Versions.begin` returns a draft. Call `Versions.commit` or `abandon` at its end.
+    `Versions.begin` returns a draft. At the end, call `Versions.commit` or `abandon`.
     """
 
     fragment: int
@@ -89,7 +89,7 @@ class Pin(Generic[Row]):
 
     Attributes:
         row: row of the version or the delta.
-        slots: the files: of the version and, if requested, of the outer optimizer's state; or of the delta.
+        slots: the files of the version and, if requested, of the outer optimizer's state; or the file of the delta.
         fds: descriptors of the files, in the same order; duplicated for this pin.
         revoked: event that is set when the store needs the files for newer versions. Then stop reading and call
             `release`.
@@ -420,7 +420,7 @@ class Versions:
                     self.drop_old(fragment)  # if this fails, the next commit drops the version
 
     def _revoke_oldest(self, fragment: int) -> None:
-        """Drop the oldest versions until `keep_versions + max_pins` are left, and set `revoked` of their pins."""
+        """Drop old versions that are not needed, beyond `keep_versions + max_pins`, and set `revoked` of their pins."""
         with self._journal.lock:
             rows, needed = self.kept(fragment), self._needed(fragment)
             most = self._keep_versions + self._max_pins

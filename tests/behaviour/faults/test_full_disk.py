@@ -186,8 +186,8 @@ def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
 ) -> None:
     """The site says so, and so do the status and the log of the server: once, and once when there is space again."""
     told = (
-        "The server has 0 MB of disk left, but must keep 1 MB free. Free space; then the run continues by itself. "
-        "Nothing is lost."
+        "The server has 0 MB of disk left, but must keep 1 MB free. Free some space: the run then continues "
+        "by itself, and nothing is lost."
     )
     with serve_wide(tmp_path, **{"disk.min_free_bytes": 10**6}) as server:
         store = server._require_run().store

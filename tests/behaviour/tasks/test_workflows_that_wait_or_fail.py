@@ -256,8 +256,8 @@ def test_a_payload_waits_for_space_and_is_sent(
 
     settings = {"disk.min_free_bytes": 256 * 10**6, "workflow.streamed_tasks": ("train",)}
     told = (
-        "The server has 0 MB of disk left, but must keep 256 MB free. Free space; then the run continues by itself. "
-        "Nothing is lost."
+        "The server has 0 MB of disk left, but must keep 256 MB free. Free some space: the run then continues "
+        "by itself, and nothing is lost."
     )
     with workflow_server(tmp_path, main, **settings) as server:
         sites = AnsweringSites(server.url, "a", {"train": echo})
