@@ -101,7 +101,7 @@ class Call(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """Time of `time.monotonic` at which the last byte was sent or received, or else at which the call began."""
+        """Time of `time.monotonic` at which the last byte was sent or received or, before that, the call began."""
         ...
 
     def give_up(self) -> None:
@@ -476,9 +476,7 @@ def problem_of(status: int, body: bytes) -> AtollError:
 
 def unanswered(server: str) -> TransferStalled:
     """Return the error for a call that was ended because the server answered neither the call nor heartbeats."""
-    return TransferStalled(
-        f"{server} answers neither this call nor the heartbeats.", "Check the network between the two."
-    )
+    return TransferStalled(f"{server} answers neither this call nor heartbeats.", "Check the network.")
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
@@ -492,7 +490,7 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
     ):
-        return TransferStalled(f"{server} moved no byte for {timeout_s:g} s.", "Check the network between the two.")
+        return TransferStalled(f"No byte came from or went to {server} for {timeout_s:g} s.", "Check the network.")
     return unreachable(server, str(error), _plain(error))
 
 
@@ -590,8 +588,8 @@ _NO_AUTHORITY = "Set ATOLL_TLS_CA to a PEM file with the authority that signed i
 _CERTIFICATES = {
     "has expired": "Renew the certificate at the server, or check the clock of this machine.",
     "not yet valid": "Check the clocks of this machine and of the server.",
-    "ostname mismatch": "Use a name in its certificate, or check that this is the right server.",
-    "IP address mismatch": "Use a name in its certificate, or check that this is the right server.",
+    "ostname mismatch": "Use a host name that its certificate contains, or check that this is the right server.",
+    "IP address mismatch": "Use a host name that its certificate contains, or check that this is the right server.",
 }
 """Part of OpenSSL's message about a refused certificate → remedy. For other messages, the remedy is `_NO_AUTHORITY`."""
 

@@ -26,7 +26,7 @@ from atoll.transport.tls import accept_tls
 LOG = logging.getLogger("atoll.server")
 
 MOST_FILES = 2**16
-"""Highest limit of open files that Atoll sets. With a higher one, child processes would close descriptors for long."""
+"""Highest limit of open files that Atoll sets. With a higher one, each child process would take long to close them."""
 RESERVED_FILES = 256
 """Number of descriptors reserved for tensor files, journal and exports, and for the program that embeds the server."""
 FILES_OF_ONE = 2
@@ -40,7 +40,7 @@ SAY_S = 60.0
 
 
 def raise_files_limit() -> int:
-    """Raise this process's limit of open files, up to `MOST_FILES` and the system's limit. Return the new limit."""
+    """Raise this process's limit of open files to `MOST_FILES`, or to the system's limit if it is lower. Return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,7 +56,7 @@ def files_limit() -> int:
 
 
 def connections_within(files: int) -> int:
-    """Return how many connections at a time to accept in a process that may open `files` files."""
+    """Return the maximum number of simultaneous connections for a process that may open `files` files."""
     return max(16, (files - RESERVED_FILES) // FILES_OF_ONE)
 
 

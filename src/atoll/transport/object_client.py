@@ -169,7 +169,7 @@ class Publisher:
     Args:
         host: address to listen on. An address other than loopback needs TLS, unless `insecure` is True.
         port: port to listen on; 0 takes any free port.
-        name: host name of this machine for the references. Default: `host`, or the machine's name if `host` is a
+        name: host name of this machine in the references. Default: `host`, or the machine's name if `host` is a
             wildcard.
         tls_cert: path of the PEM certificate.
         tls_key: path of the PEM private key, with mode 0600.
@@ -255,13 +255,13 @@ def publish(
     abort: Abort | None = None,
     idle_timeout_s: float | None = None,
 ) -> TensorRef:
-    """Publish tensors, and return a reference. Another process fetches them with it (`atoll.objects.fetch`).
+    """Publish tensors, and return a reference, with which another process can fetch them (`atoll.objects.fetch`).
 
     The tensors are copied to disk in pieces of 2 MiB. Afterwards Atoll keeps no tensor in memory.
 
     Args:
         tensors: a dict of tensors; or any nested dicts, lists and tuples of tensors, arrays, references and plain
-            values; or a module, of which the state is published.
+            values; or a module, to publish its state.
         chunk_bytes: size of a part in bytes, 64 KiB to 16 MiB, a multiple of 64. Each part is checked by itself, and
             sent again if necessary. 0: one message carries the whole object, which must not exceed 16 MiB. Default:
             `ATOLL_WORKFLOW__TENSOR_PART_BYTES` for torch tensors and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` for NumPy
@@ -424,7 +424,7 @@ def _lasting(expires_s: float) -> float:
 
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further attempt to reach an object. After an attempt that brought bytes, they start again."""
+"""Seconds before each further attempt to reach an object. After an attempt that brought bytes, start from the first."""
 
 T = TypeVar("T")
 
@@ -583,7 +583,7 @@ class _Fetching:
         return self._contents.tree({**tensors, **self._contents.inline}.__getitem__)
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Download the object into existing tensors: name → tensor."""
+        """Download the object into the existing tensors in `targets`: name → tensor."""
         with no_gc():
             chosen, copies = self._assign(targets)
         self._scatter(chosen)
@@ -624,7 +624,7 @@ class _Fetching:
         self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
-        """Download parts, and retry until all are complete. If the manifest contains the object's bytes, copy those."""
+        """Download parts, and retry until all are complete. If the manifest has the object's bytes, only copy these."""
         inline = self._inline
         if inline is not None:
             for part in parts:
@@ -720,7 +720,7 @@ class _Fetching:
         if isinstance(error, ServerUnreachable):
             return ServerUnreachable(
                 f"The publisher of reference {ref.name} does not answer: {error.message}",
-                "An object exists only while its publisher runs: check that, and publish again. Or let the "
+                "An object exists only while its publisher runs: restart it, and publish again. Or let the "
                 "server keep the object: publish(..., server=...).",
             )
         if isinstance(error, PartCorrupt | BadRequest | TransferStalled) and ref.name not in error.message:

@@ -153,11 +153,11 @@ def unnamed_file_error(error: OSError, folder: Path | None) -> StoreError:
     remedy = f"Free disk space, or {'set TMPDIR to' if folder is None else 'use'} another folder."
     if error.errno in FULL:
         return DiskFull(f"The disk of {where} is full.", remedy)
-    return StoreError(f"A file in {where} failed: {error.strerror}.", remedy)
+    return StoreError(f"A file in {where} cannot be written: {error.strerror}.", remedy)
 
 
 class UnnamedFile:
-    """Writes a download to an unnamed file. `folder` is named in errors; None means the folder of temporary files."""
+    """Writes a download to an unnamed file. Errors name `folder`; None means the folder of temporary files."""
 
     def __init__(self, fd: int, folder: Path | None) -> None:
         self._fd, self._folder = fd, folder
@@ -274,7 +274,7 @@ class ObjectHost:
     Args:
         host: address to listen on.
         port: port to listen on; 0 takes any free port.
-        name: host name of this machine for the references. Default: `host`, or the machine's name if `host` is a
+        name: host name of this machine in the references. Default: `host`, or the machine's name if `host` is a
             wildcard.
         tls_cert: path of the PEM certificate. TLS is required for an address other than loopback, unless `insecure`.
         tls_key: path of the PEM private key.

@@ -118,7 +118,7 @@ class PartConnection:
 
         Returns:
             The status; the body if the status is 300 or above; and the pieces of the body if the status is below 300.
-            The next piece may overwrite the piece before.
+            Each piece is valid only until the next one.
         """
         connection = self._ready()
         connection.request("GET", path, headers=dict(headers))
@@ -135,7 +135,7 @@ class PartConnection:
         while remaining > 0:
             run, filled = room(scratch[:remaining]), 0
             while filled < len(run):  # fill the whole buffer, because each piece must consist of whole elements
-                self._require_whole()  # after `cut`, return nothing, even if it arrived before
+                self._require_whole()  # after `cut`, return no bytes, even if they arrived before
                 count = body.readinto1(run[filled:])
                 if not count:
                     raise http.client.IncompleteRead(b"", remaining - filled)

@@ -38,8 +38,8 @@ Digests = Mapping[int, bytes] | Sequence[bytes]
 """Index of a part → BLAKE3 of the part."""
 
 PART_ATTEMPTS = 4
-"""Number of attempts to move a part before its error is raised."""
-DAMAGED = "Check the network, and the disk of the machine that sends it."
+"""Number of attempts to transfer a part before the error is raised."""
+DAMAGED = "Check the network, and the disk of the sending machine."
 """Remedy if bytes arrive damaged at every attempt."""
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
@@ -166,7 +166,7 @@ class Delivery:
     Attributes:
         digests: BLAKE3 of every part of the file, by index.
         sinks: destinations. Each gets all bytes with their file offsets, whole elements at a time.
-        into: destination in memory, or None. It gets all bytes before `sinks`, if possible without a copy.
+        into: destination in memory, or None. It gets each piece before `sinks` do, if possible without a copy.
         on_bytes: callback with the number of bytes received.
         on_part: callback with every complete part. Several threads call it.
     """
@@ -274,7 +274,7 @@ class Pushing:
 
 
 Work = Callable[[PartConnection, Part], None]
-"""Function that moves one part over one connection."""
+"""Function that transfers one part over one connection."""
 
 
 class HttpTransfer:
@@ -349,7 +349,7 @@ class HttpTransfer:
             digests: BLAKE3 of every part of the file, by index.
             parts: the parts to download.
             sinks: destinations that each get all bytes (see `Delivery`).
-            into: destination in memory that gets all bytes before `sinks`; None if there is none.
+            into: destination in memory that gets each piece before `sinks` do; None if there is none.
             on_bytes: callback with the number of bytes received.
             on_part: callback with every complete part. Several threads call it.
 
@@ -506,9 +506,9 @@ class HttpTransfer:
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
         """Transfer one part in at most `PART_ATTEMPTS` attempts.
 
-        Return False if it is given up because another part has failed. If this connection stalls, try again as long as
-        other connections send or receive bytes. After a stall, the bytes of this part count as progress only when the
-        part is complete: the operating system accepts bytes to send even if the other side receives none.
+        Return False if the part is given up because another one has failed. If this connection stalls, try again as
+        long as other connections send or receive bytes. After a stall, the bytes of this part count as progress only
+        when the part is complete: the operating system accepts bytes to send even if the other side receives none.
         """
         failures, stood_still = 0, False
 

@@ -125,7 +125,7 @@ def require_part_bytes(request: web.Request, nbytes: int) -> None:
     length = (interceptor.body_bytes if interceptor else 0) or request.content_length or 0
     if length != nbytes + DIGEST_BYTES:
         raise BadRequest(
-            f"The Content-Length is {length} bytes, not {nbytes + DIGEST_BYTES} (the part's {nbytes}, then a digest).",
+            f"The Content-Length is {length} bytes, not {nbytes + DIGEST_BYTES} (a part of {nbytes}, then its digest).",
             "Divide the update into parts as the ticket's layout says.",
         )
 
@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Yield the number of bytes to read at once: `WIDE_BYTES`; `NARROW_BYTES` while `WIDE` parts use `WIDE_BYTES`."""
+    """Yield the number of bytes to read at once: `WIDE_BYTES`, or `NARROW_BYTES` if `WIDE` parts use `WIDE_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -388,7 +388,7 @@ class BodyInterceptor(asyncio.Protocol):
         self.on_lost()
 
     def eof_received(self) -> bool | None:
-        """Let aiohttp decide whether the connection stays open for an answer, after the client has stopped sending."""
+        """When the client has stopped sending, let aiohttp decide whether the connection stays open for an answer."""
         return self._inner.eof_received()
 
     def pause_writing(self) -> None:
@@ -507,7 +507,7 @@ class BodyInterceptor(asyncio.Protocol):
         return found.dup()
 
     def filler(self, sock: socket.socket) -> Fill:
-        """Return a function that receives bytes of a part, for at most `SLICE_S` seconds, so that others get a turn."""
+        """Return a function that receives bytes of a part, for at most `SLICE_S` seconds. Then others get a turn."""
         until_s = time.monotonic() + SLICE_S
 
         def fill(room: memoryview) -> int:

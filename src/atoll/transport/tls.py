@@ -91,7 +91,8 @@ def read_token(path: Path | None) -> str | None:
         path: path of the file; None if there is no file.
 
     Raises:
-        ConfigError: the file is missing, empty, or readable by other users; or the token is not one word of ASCII.
+        ConfigError: the file is missing, empty, or readable by other users; or the token contains a space, a line
+            break, or a character that is not ASCII.
     """
     if token := os.environ.get("ATOLL_TOKEN", "").strip():
         return _require_sendable(token, "ATOLL_TOKEN")

@@ -263,7 +263,7 @@ def test_a_site_without_space_for_a_payload_says_so_and_goes_on(nursery: Nursery
         server.run()
         assert site.wait() == 0
     large, small = came
-    assert "StoreError: A file in the folder of temporary files failed: File too large." in large.error
+    assert "StoreError: A file in the folder of temporary files cannot be written: File too large." in large.error
     assert small.payload == 1
 
 

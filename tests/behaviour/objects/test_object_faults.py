@@ -73,7 +73,7 @@ def test_a_part_that_broke_in_the_middle_is_asked_for_again_alone(
     ("at", "action", "error", "words"),
     [
         (10, "flip", PartCorrupt, "Part 0 .*damaged .* and the disk of"),
-        (1000, "stall", TransferStalled, r"moved no byte for 0\.2 s"),
+        (1000, "stall", TransferStalled, r"No byte .* for 0\.2 s"),
     ],
     ids=["damage", "silence"],
 )
@@ -90,10 +90,10 @@ def test_a_fault_that_lasts_is_an_error_that_names_the_reference(
 def test_a_peer_that_never_answers_is_asked_once() -> None:
     ref = atoll.objects.publish(flat(), chunk_bytes=PART)
     with Peer(lambda _: peer.ended.wait(60)) as peer:
-        with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.2 s"):
+        with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*No byte .* for 0\.2 s"):
             atoll.objects.fetch(dataclasses.replace(ref, port=peer.port), idle_timeout_s=0.2)
         assert len(peer.connections) == 1
-        with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
+        with pytest.raises(TransferStalled, match=r"No byte .* for 0\.2 s"):
             atoll.objects.publish(flat(), server=peer.url, idle_timeout_s=0.2)
         assert len(peer.connections) == 2
 
@@ -113,7 +113,7 @@ def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_agai
 
     stall = Fault(DATA, "down", at=2**20, action="stall", wait=stop)  # the head is smaller
     with through_proxy(ref, stall) as (proxy, through):
-        with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*moved no byte for 0\.5 s"):
+        with pytest.raises(TransferStalled, match=rf"{ref.object[:8]} .*No byte .* for 0\.5 s"):
             atoll.objects.fetch(through, idle_timeout_s=0.5, to_disk=tmp_path)
         assert proxy.count(DATA) - asked[0] <= 3  # four attempts each would be 6 more at least
     publisher.kill()

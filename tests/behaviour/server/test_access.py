@@ -162,7 +162,7 @@ def said_to(address: str, folder: Path, ca: trustme.CA) -> str:
     ("name", "days", "said"),
     [
         ("localhost", -1, "certificate has expired.*Renew the certificate at the server"),
-        ("elsewhere.org", 1, "ostname mismatch.*Use a name in its certificate"),
+        ("elsewhere.org", 1, "ostname mismatch.*Use a host name that its certificate contains"),
     ],
 )
 def test_a_certificate_that_is_refused_comes_with_its_own_remedy(

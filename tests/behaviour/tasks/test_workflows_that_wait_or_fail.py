@@ -184,7 +184,7 @@ def test_a_site_with_a_full_disk_says_so_and_goes_on(tmp_path: Path, monkeypatch
         return large.error, controller.send("a", "large", timeout_s=30).payload
 
     error, payload = run_workflow(tmp_path, workflow, {"large": lambda _: torch.zeros(2**20)})
-    assert "StoreError: A file in the folder of temporary files failed: File too large." in error
+    assert "StoreError: A file in the folder of temporary files cannot be written: File too large." in error
     assert len(payload) == 2**20
 
 

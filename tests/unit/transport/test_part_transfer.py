@@ -263,7 +263,7 @@ def test_what_stands_still_is_tried_again_as_long_as_others_move() -> None:
 @pytest.mark.covers("P5")
 def test_a_peer_that_says_nothing_is_asked_once_over_each_connection() -> None:
     with says_nothing() as peer, transfer(peer.url, 0.2) as parts:
-        with pytest.raises(TransferStalled, match=r"moved no byte for 0\.2 s"):
+        with pytest.raises(TransferStalled, match=r"No byte .* for 0\.2 s"):
             parts.pull("/data", DIGESTS, BOTH, [Held()])
         assert len(peer.requests) == 2
 
