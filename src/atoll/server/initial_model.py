@@ -74,8 +74,8 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
 def is_known(settings: Settings, given_model: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Return whether the initial model has this schema, without computing the model's values.
 
-    Return False if the schema differs, and also if it stays unknown, because the function that builds the model does
-    not run on torch's meta device.
+    Return False if the schema differs. Return False also if it cannot be found, because the function that builds the
+    model does not run on torch's meta device.
     """
     return _schema_without_values(settings, given_model) == schema
 
@@ -137,7 +137,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
 def _header(path: Path) -> Marked:
     """Return tensors with the names, shapes and dtypes of a file, but without its values.
 
-    Each uses the memory of one element.
+    Each tensor uses the memory of one element.
     """
     from safetensors import safe_open
 
@@ -184,7 +184,7 @@ def _json(text: str | None) -> object:
 
 
 def _files(model: str) -> list[Path]:
-    """Return the safetensors files of a model: one file, or all files in a folder. If `model` names code, return none.
+    """Return the safetensors files of a model: one file, or all files in a folder. Return [] if `model` names code.
 
     Raises:
         ConfigError: the folder has no safetensors file.

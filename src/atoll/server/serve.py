@@ -48,10 +48,10 @@ GRACE_S = 30.0
 GRACE_SAID_S = 1.0
 """Seconds after which the log names the workers that have not pulled the result. Most workers need less."""
 STATUS_S = 1.0
-"""Seconds between two checks for a new version. After a new version the status is saved, in case of a kill."""
+"""Seconds between two checks for a new version. After a new version the status is saved, for the case of a kill."""
 WATCHED_S = 3.0
-"""If a client has asked for the status within this many seconds, the server waits as long for the client's next
-request, so that the client sees the end of the run."""
+"""Seconds. If a client asked for the status in this time before the end of the run, the server waits this long for the
+client's next request, so that the client sees the end of the run."""
 READ_BYTES = 2**16
 """Maximum bytes of a request's body in memory before a handler reads it. Handlers of parts read larger pieces."""
 
@@ -248,7 +248,7 @@ class Server:
             remedy="Stop the process that uses it, or choose another port with --port; 0: any free port.",
         )
         context, schedule = None, self._workflows
-        try:  # a wrong file or function leaves no run behind that a mended start would continue
+        try:  # load files and functions first: if one is wrong, no run is left that a corrected start would continue
             if self.settings.network.tls_cert and self.settings.network.tls_key:
                 context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
             if schedule is not None:

@@ -41,7 +41,7 @@ _CODE = {
     "outer_optimizer": "algorithm.outer_optimizer",
     "filters": "workflow.result_filters",
 }
-"""Argument of a program, if its value is code → the setting that it replaces."""
+"""Argument of a program → the setting that it replaces, if the argument is code."""
 
 SAME_BITS = ("torch", "cpu_capability")
 """Values in the record of the outer optimizer that may differ after a restart. A difference causes only a warning."""
@@ -56,7 +56,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
         named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text becomes the value of the
-            setting. Code replaces the setting, which the kind of run must support.
+            setting. Code replaces the setting; this kind of run must support the setting.
 
     Raises:
         UsageError: an argument is a text, although `settings` is a complete `Settings` object.
@@ -86,8 +86,8 @@ def open_run(
 
     Args:
         settings: the run's settings.
-        model: the initial model of a new run. If None, the model that the persistor loads. If the persistor returns
-            None, too, the model that the setting `model.source` names.
+        model: the initial model of a new run. If None, the persistor loads the model. If the persistor returns None,
+            too, the setting `model.source` names the model.
         persistor: the user's persistor.
         outer: the outer optimizer; None if the settings name it.
 
@@ -99,7 +99,8 @@ def open_run(
             would replace the exports of another run.
         StateLocked: another server uses the directory.
         StateCorrupt: no version in the directory is intact.
-        StoreError: a file or folder cannot be used, such as a folder in place of a file, or one of another user.
+        StoreError: a file or folder cannot be used: for example, a folder has the name of a file, or another user owns
+            the file.
     """
     with usable(settings.disk.state_dir, settings.exports):
         store = Store(
@@ -145,7 +146,7 @@ def plan_of(settings: Settings, model: nn.Module | Tensors | None = None, outer:
 
     Args:
         settings: the run's settings.
-        given, outer: the initial model and the outer optimizer, as in `open_run`.
+        model, outer: the initial model and the outer optimizer, as in `open_run`.
 
     Raises:
         ConfigError: the model or a setting cannot be used.
@@ -197,8 +198,8 @@ def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer
         LOG.info("continuing with the model in %s; the initial model is not read again", settings.disk.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
         LOG.warning(
-            "the run was started with torch %s on %s, but continues with %s on %s: results may differ in "
-            "bits from an uninterrupted run",
+            "the run was started with torch %s on %s, but continues with %s on %s: results may not be "
+            "bit-identical to an uninterrupted run",
             row.torch_build,
             row.cpu_capability,
             torch_build(),
@@ -252,7 +253,7 @@ def _frozen(settings: Settings, plan: Plan) -> str:
 
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
-    """Write version 0 of each fragment without versions: the initial model, and zeros for the algorithm's tensors."""
+    """Write version 0 of each fragment that has none: the initial model, and zeros for the algorithm's tensors."""
     schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
     for index, fragment in enumerate(plan.fragments):
         if store.versions.kept(index):

@@ -171,7 +171,7 @@ def test_a_site_sends_only_so_many_parts_at_once(server: atoll.Server) -> None:
         wait_until(lambda: server.status().bytes_up == len(first), "their first bytes")
         status, told = answer(update.begin(MOST_PARTS, b"x"))
         assert status == 429
-        assert "a is sending 4 parts already" in told["message"]
+        assert "4 uploads by a are running already" in told["message"]
         ends.enter_context(update.begin(0, b"x"))  # again: it takes the place of the one before
         with contextlib.suppress(ConnectionResetError):
             assert first[0].recv(1) == b""

@@ -192,7 +192,7 @@ def test_a_stopped_worker_is_replaced_and_does_no_harm_when_it_goes_on(
 @pytest.mark.parametrize(
     ("fault", "aggregators", "why"),
     [
-        ("full", ["a"], "round 1: it has moved no byte for "),
+        ("full", ["a"], "round 1: it neither sent nor received a byte for "),
         ("lying", ["a"], "round 1: the digests of its report do not belong to a version"),
         ("slow", ["b", "a"], r"round 2: it has been working for .* s, but no round before took "),
     ],
@@ -263,7 +263,7 @@ def test_status_says_while_no_worker_can_aggregate(tmp_path: Path, monkeypatch: 
         reason = wait_until(
             lambda: (reason := server.status().fragments[0].reason) and told in reason and reason, "the reason"
         )
-        assert "it has moved no byte for " in reason
+        assert "it neither sent nor received a byte for " in reason
         room.set()
         run_to_end(server, sites)
     assert len(sites.digests) == 1

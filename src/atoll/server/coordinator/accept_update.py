@@ -1,4 +1,4 @@
-"""Accept a complete update into the journal, or refuse it with a reason."""
+"""Accept a complete update and record it in the journal, or refuse it with a reason."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class UpdateAdmission:
             norm: L2 norm of the update's `params`.
 
         Raises:
-            Conflict, TicketClosed, UpdateRefused: parts are missing, or the ticket is over.
+            Conflict: parts are missing, or another update was accepted for this ticket.
+            TicketClosed, UpdateRefused: the ticket has expired or was refused.
             DiskFull: nothing has changed.
             StoreError: the store failed, and the server ends.
         """
@@ -83,7 +84,7 @@ class UpdateAdmission:
         return row
 
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
-        """Replace the weight in a site's message by the weight of its first update, if the run needs that.
+        """Replace the weight in a site's message by the weight of the site's first update, if the run needs that.
 
         A run needs that if one of its reducers uses the total weight of all sites, because earlier versions were
         computed with the first weights. In other runs, return the message unchanged.
@@ -126,7 +127,7 @@ class UpdateAdmission:
             )
 
     def refuse(self, site: str, ticket: int, reason: str, remedy: str = LOOK) -> None:
-        """Refuse an update and record why. After `REFUSALS` refusals in a row, end the site's lease: it must stop.
+        """Refuse an update and record why. After `REFUSALS` refusals in a row, end the site's lease.
 
         Raises:
             UpdateRefused: always.
@@ -149,7 +150,7 @@ class UpdateAdmission:
 
 
 def staleness(head: int, version: int, lost: Sequence[int]) -> int:
-    """Return how many versions were committed after a version. The numbers of lost versions are not counted.
+    """Return how many versions were committed after `version`. Lost versions do not count.
 
     Args:
         head: number of the newest version.

@@ -163,7 +163,7 @@ class LocalRounds:
         return row, summary
 
     def cancel(self) -> None:
-        """Cancel an aggregation that is under way."""
+        """Cancel the running aggregation, if there is one."""
         self._cancelled.set()
 
     def end_aggregator(self) -> None:

@@ -1,6 +1,6 @@
 """Writes files in the background after a version was committed: metrics, exported models, best version, result.
 
-After these, the newest version is fsynced, so that it survives a power loss.
+Afterwards, the newest version is fsynced, so that it survives a power loss.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Exports:
         After a crash, lines may be missing, or may be about lost versions.
 
         Raises:
-            StoreError: the export folder cannot be made or written.
+            StoreError: the export folder cannot be created or written.
         """
         with self._lock:
             rows = [row for row in self._store.run_log.history(None) if row.summary_json]
@@ -156,7 +156,7 @@ class BestVersion:
         return self._folder / BEST_MODEL
 
     def save(self, measured: Measured) -> None:
-        """Write both files for the best version `measured`, unless they exist and have it already.
+        """Write both files for the best version `measured`, unless the files have this version already.
 
         Raises:
             Gone: the server no longer has the version.
@@ -193,7 +193,7 @@ class BestVersion:
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measured | None:
-        """Return the version in `best.safetensors`; None if it does not exist, or is the best by another metric.
+        """Return the version in `best.safetensors`; None if there is none, or if it is the best by another metric.
 
         If `best.json` names another version or is damaged, write it again: the server may have been killed between
         the two files.
@@ -228,14 +228,14 @@ class BestVersion:
 
 
 def require_files(folder: Path, *, best: bool = True) -> None:
-    """Check that what has the name of a file that the run writes into its export folder is a file.
+    """Check that the export folder has no folder or pipe with the name of a file that the run writes.
 
     Args:
         folder: the export folder.
         best: whether the run writes `best.safetensors` and `best.json`, too.
 
     Raises:
-        StoreError: one of them is a folder, or else no plain file.
+        StoreError: it has one.
     """
     for path in [folder / name for name in (MODEL, METRICS, *((BEST_MODEL, BEST_NOTE) if best else ()))]:
         if path.exists() and not path.is_file():
@@ -243,7 +243,7 @@ def require_files(folder: Path, *, best: bool = True) -> None:
 
 
 def require_no_results(folder: Path) -> None:
-    """Check, before a new run begins, that its export folder has no files of another run, which it would replace.
+    """Before a new run begins, check that its export folder has no files of another run that it would replace.
 
     Raises:
         ConfigError: there are such files. Empty files do not count.
@@ -257,7 +257,7 @@ def require_no_results(folder: Path) -> None:
 
 
 def require_own_results(folder: Path, run: str) -> None:
-    """Check, before a run continues, that its export folder has no metrics of another run, which it would replace.
+    """Before a run continues, check that its export folder has no metrics of another run that it would replace.
 
     Args:
         folder: the export folder.
@@ -281,7 +281,7 @@ def require_own_results(folder: Path, run: str) -> None:
 def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
     """Return the metric's value in each round, together with the version that the value belongs to.
 
-    It belongs to the version that the round starts from, because workers measure the model that they download.
+    This is the version that the round starts from, because workers measure the model that they download.
 
     Args:
         history: every version of one fragment, oldest first.

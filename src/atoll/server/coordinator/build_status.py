@@ -22,7 +22,7 @@ HISTORY = 20
 
 @functools.lru_cache(maxsize=4 * HISTORY)
 def _summary(text: str) -> status_messages.RoundSummary:
-    """Parse the JSON summary of a round. Cached: each status needs it, and with hundreds of workers it is long."""
+    """Parse the JSON summary of a round. Cached, because each status needs it, and it is long with many workers."""
     return status_messages.RoundSummary.model_validate_json(text)
 
 

@@ -96,7 +96,7 @@ class Workflows(Protocol):
         """Whether sites must keep the models that they submit, because a cross-site evaluation needs them later."""
 
     def will_evaluate(self, site: str) -> bool:
-        """Return whether this site will still be asked to measure models in a cross-site evaluation."""
+        """Return whether a cross-site evaluation will still ask this site to measure models."""
 
     def status(self) -> list[status_messages.WorkflowStatus]:
         """Return the status of each workflow, in order."""
@@ -362,7 +362,7 @@ class Coordinator:
         )
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
-        """End a site's lease, so that no round waits for it. If its training failed, the message has the error."""
+        """End a site's lease, so that no round waits for the site. If training failed, the message has the error."""
         self.apply(events.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
@@ -389,7 +389,7 @@ class Coordinator:
         """
         lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
-        # after a crash of the server's host two processes can have the same number; only the later one has the secret
+        # after a crash of the server's host, two processes may have the same number; only the later has the secret
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
             reason = f"lease {lease.number} of {lease.site!r} is unknown to this server"
             self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
@@ -486,7 +486,7 @@ class Coordinator:
         )
 
     def ticket_message(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
-        """Return an issued ticket as a message for its site. Record the version that it starts from, for the status."""
+        """Return an issued ticket as a message for its site. For the status, record the ticket's base version."""
         presence = self.roster.get(site)
         if presence is not None:
             presence.bases[fragment] = base_version
@@ -501,7 +501,7 @@ class Coordinator:
         )
 
     def local_steps(self, sites: Iterable[str]) -> dict[str, int]:
-        """Return for each site how many local steps it takes between two synchronisations, from its speed (DyLU).
+        """Return site → number of local steps between two synchronisations, computed from the site's speed (DyLU).
 
         Return 0 if dynamic local steps are off. Then the number in the settings applies.
         """
@@ -668,7 +668,7 @@ class Coordinator:
     # -- swarms
 
     async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
-        """Let other workers of a swarm download an update. Wait until one has, for at most `LONG_POLL_S` seconds."""
+        """Let other workers of a swarm download an update. Wait for this, for at most `LONG_POLL_S` seconds."""
         if message.source is None:
             raise BadRequest(
                 f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
@@ -707,7 +707,7 @@ class Coordinator:
 
     def _require_swarm(self) -> Swarm:
         if self.swarm is None:
-            raise ConfigError("The run is no swarm: its server aggregates.", "Set swarm.enabled = true at the server.")
+            raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
         return self.swarm
 
     # -- rounds
@@ -767,10 +767,7 @@ class Coordinator:
         self.wake()
 
     async def _tick(self) -> None:
-        """Remove expired objects, and handle timeouts of workers and rounds.
-
-        Called every second, and at the next deadline.
-        """
+        """Every second, and at each deadline, remove expired objects and handle timeouts of workers and rounds."""
         while True:
             deadline_s = self.state.next_deadline_s
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The server's filters of each site and task, from the run file or from a program."""
+"""The server's filters for each site and task, from the run file or from a program."""
 
 from __future__ import annotations
 
@@ -70,24 +70,24 @@ class SiteFilters:
         return sorted({task for _, _, tasks in self._entries for task in tasks})
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:
-        """Warn about each site that a filter names and that is not in `sites`: its name may be misspelt.
+        """Warn about each site that a filter names, but that is not in `sites`: the name may be misspelt.
 
         Warn only once per site.
         """
         named = {site for _, wanted, _ in self._entries for site in wanted}
         for site in sorted(named.difference(sites, self._warned_of)):
             self._warned_of.add(site)
-            hint = registry.nearest(site, sites, f"Sites that have: {', '.join(sorted(sites)) or 'none'}.")
+            hint = registry.nearest(site, sites, f"Sites that have taken part: {', '.join(sorted(sites)) or 'none'}.")
             LOG.warning("%s contains a filter for site %r, which has not taken part. %s", self._setting, site, hint)
 
     def warn_of_unsent(self, names: Collection[str]) -> None:
-        """Warn about filters for tasks that the server did not send.
+        """Warn about each filter for a task that the server did not send.
 
         Args:
             names: names of the tasks that the server sent.
         """
         for task in sorted(set(self.tasks).difference(names)):
-            hint = registry.nearest(task, names, f"Tasks that were: {', '.join(sorted(names)) or 'none'}.")
+            hint = registry.nearest(task, names, f"Tasks that were sent: {', '.join(sorted(names)) or 'none'}.")
             LOG.warning("%s contains a filter for task %r, which was not sent. %s", self._setting, task, hint)
 
     def of(self, site: str, task: str = "") -> tuple[Filter, ...]:

@@ -137,7 +137,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
 def counted_of(site: str, store: Store) -> messages.Counted:
     """Return the base version and the digest of the site's last aggregated update.
 
-    The site's local state must include it.
+    The site's local state must include this update.
     """
     row = store.tickets.last_counted(site)
     return messages.Counted() if row is None else _named(row)

@@ -64,9 +64,9 @@ class Ledger:
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
         """Apply an event: find its effects, write the decisions among them to the journal, then carry out all of them.
 
-        An event in `FACTS` reports something that is in the journal already. If the disk is full, it is applied later.
-        Until then, all other events except `WorkerSeen` fail, because decisions from the old state would be wrong: for
-        example, a ticket with an accepted update would be issued again.
+        An event in `FACTS` reports something that is in the journal already. If the disk is full, such an event is
+        applied later. Until then, all other events except `WorkerSeen` fail, because decisions from the old state would
+        be wrong: for example, a ticket with an accepted update would be issued again.
 
         Returns:
             The effects of the event; empty if the event is kept for later.

@@ -45,7 +45,7 @@ class Persistor:
     """Calls the user's own object that loads and saves models (setting `model.persistor`). Without one, does nothing.
 
     Raises:
-        ConfigError: the persistor is not found, cannot be made, or has no `load`, `save` or `save_best`.
+        ConfigError: the persistor is not found, cannot be created, or has no `load`, `save` or `save_best`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -110,7 +110,7 @@ class Persistor:
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
 
     def save_best(self, plan: Plan, store: Store, best: Measured, path: Path, metric: str) -> None:
-        """Queue a call of the persistor's `save_best`. It is left out if a newer best version is in the file by then.
+        """Queue a call of the persistor's `save_best`. Skip the call if the file has a newer best version by then.
 
         Args:
             plan: plan of the run.

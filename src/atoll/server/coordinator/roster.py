@@ -54,7 +54,7 @@ class Presence:
         bases: fragment → base version of the worker's newest ticket. Restored after a restart of the server.
         moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
         longest_s: longest time between two such heartbeats during training, in seconds.
-        displaced: process → host, for older processes of this site that were replaced and had not left.
+        displaced: process → host, for older processes of this site that a newer one replaced before they left.
         rival: warning about a replaced process that still runs; empty if there is none.
     """
 
@@ -360,7 +360,7 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     )
 
 
-# -- Staleness of updates: how many versions the head was ahead of an update's base when the update was reduced.
+# -- Staleness of updates: how many versions the head was ahead of an update's base when the update was aggregated.
 
 
 FAR_BEHIND = 5

@@ -1,9 +1,9 @@
 """The server's filters of updates: they change a site's update before it is aggregated.
 
 When all parts of an update are on disk, and before it is accepted, the filters read it tensor by tensor. The filtered
-update is written to an unnamed file with the same layout and encoding, which is aggregated in place of the original.
-The original file stays unchanged. If a filter fails, the update is refused, and `rounds.min_sites` decides whether the
-round goes on. A server that is killed loses the filtered file; its next start filters the original again.
+update is written to an unnamed file with the same layout and encoding. The server aggregates this file in place of the
+original file, which stays unchanged. If a filter fails, the update is refused, and `rounds.min_sites` decides whether
+the round goes on. A server that is killed loses the filtered file; its next start filters the original again.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from atoll.store.store import Store
 HELD_BY_PROCESS = "aggregator"
 """Kind of hold (see `Slot.holds`) on the file of an update that the process may read."""
 START_S = 120.0
-"""Maximum time in seconds in which the process has to load the aggregator."""
+"""Maximum seconds that the process may take to load the aggregator."""
 END_S = 5.0
 """Seconds after which a process that does not end is killed."""
 LOOK_S = 0.2

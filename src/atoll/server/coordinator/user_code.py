@@ -41,7 +41,7 @@ async def shared(
 ) -> bool:
     """Run work only once per key: the first caller begins it, and later callers with this key wait for its end.
 
-    If the work raises an error, all callers get it. If a caller is cancelled, the work goes on.
+    If the work raises an error, all callers get this error. If a caller is cancelled, the work goes on.
 
     Args:
         running: key → running work. To cancel work, cancel its future.
@@ -84,7 +84,7 @@ class UserThreads:
 
         Args:
             call: the function to run.
-            what: names the code and its work, for the log.
+            what: text for the log that names the code and its work.
             key: calls with the same key run one after another, because a filter has state during a call.
             timeout_s: maximum seconds to wait for earlier calls with this key, and then for the call itself; None: no
                 limit.
@@ -143,7 +143,7 @@ class UserThreads:
 
 
 class Components:
-    """The components of a run: objects that arguments in the run file name as `@id`, created when they are needed.
+    """The components of a run: objects that the run file refers to as `@id`. They are created when they are needed.
 
     Raises:
         ConfigError: the tables of the run file are wrong.
@@ -214,7 +214,7 @@ class Components:
                 instance = registry.construct(
                     functools.partial(instance, **args),
                     f"Component {name!r} is {component.path!r} with args = {args!r}",
-                    "Use only arguments that it has.",
+                    "Use only arguments that the component has.",
                 )
             self._instances[name] = instance
             self._making.pop()

@@ -171,7 +171,7 @@ def _number(name: str, text: str) -> int:
 def _hex(name: str, text: str, digits: int) -> str:
     if len(text) != digits or not re.fullmatch("[0-9a-f]+", text):
         shown = "" if name == "the secret" else f" {text[:80]!r},"
-        raise BadRequest(f"{name} is{shown} not from this server.", f"Send the {digits} hex digits that it gave you.")
+        raise BadRequest(f"{name} is{shown} not from this server.", f"Send the {digits} hex digits from its answer.")
     return text
 
 
@@ -213,7 +213,7 @@ def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResp
             response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
             return response
         case web.HTTPRequestEntityTooLarge():
-            return problem("too_large", f"{refused.text}.", "Send less.")
+            return problem("too_large", f"{refused.text}.", "Send a smaller message.")
     raise refused
 
 
@@ -222,7 +222,7 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
     if no_more_files(error):
         LOG.error("%s", transient_reason(error))
         return problem(
-            "busy", "The server has too many files open.", "It accepts requests again when there are fewer.", 2.0
+            "busy", "The server has too many files open.", "Try again: it accepts requests when fewer are open.", 2.0
         )
     gone = directory_gone(coordinator.settings.disk.state_dir) if isinstance(error, StoreError | OSError) else None
     if isinstance(error, AtollError):
@@ -237,7 +237,7 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
         return problem("store", f"The server's disk failed: {os.strerror(error.errno or 0)}.")
     if (failed := out_of_memory(error)) is not None:
         coordinator.fail(failed)
-        return problem("busy", failed.message, "Try again once the server was started again.", 2.0)
+        return problem("busy", failed.message, "Try again after the server has restarted.", 2.0)
     return problem("error", "The server failed; see its log.")
 
 

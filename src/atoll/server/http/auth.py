@@ -61,7 +61,7 @@ class Gate:
         if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
             raise AuthError(
                 messages.WRONG_TOKEN if sent else "The server requires a token, but the request has none.",
-                "Set ATOLL_TOKEN, or ATOLL_TOKEN_FILE to a file of mode 0600 with it.",
+                "Set ATOLL_TOKEN to the token, or ATOLL_TOKEN_FILE to a file with it, of mode 0600.",
             )
 
 

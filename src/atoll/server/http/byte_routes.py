@@ -35,12 +35,12 @@ from atoll.transport.request_body import Fill, Idle, PartSink, break_off, receiv
 from atoll.transport.serve_range import serve_file
 
 PARTS_PER_CONNECTION = 4
-"""Maximum number of part uploads of one rank at the same time, for each of its connections.
+"""Maximum number of simultaneous part uploads for each connection of a rank.
 
-It is more than 1, because uploads over broken connections may still be open at the server.
+More than 1, because uploads over broken connections may still be open at the server.
 """
 OBJECT_PARTS = 64
-"""Maximum number of uploads of object parts at the same time, of all publishers together."""
+"""Maximum number of simultaneous uploads of object parts, by all publishers together."""
 SCRATCH_BYTES = 2**18
 """Size of the buffer for a part of an object, in bytes."""
 
@@ -237,7 +237,8 @@ class ByteRoutes:
 
         Raises:
             Gone: the object does not exist or has expired.
-            AuthError: the secret does not belong to the object, or the object is the server's own.
+            AuthError: the secret does not belong to the object.
+            Conflict: the object is the server's own.
         """
         self.run.objects.remove(object, secret)
 
@@ -335,13 +336,13 @@ class PartReceiver:
     def _only_upload(self, key: Hashable, sender: str, most: int, request: web.Request) -> Iterator[None]:
         """During the `with` block, let only this request upload the part.
 
-        If an earlier request is still uploading the same part, abort its connection: the worker no longer waits for
-        that request, and its connection would stay open until the idle timeout.
+        If an earlier request is still uploading the same part, abort its connection: the sender no longer waits for
+        that request, and the connection would stay open until the idle timeout.
 
         Args:
             key: identifies the part.
-            sender: sender of the part. `most` is the limit for all its uploads together.
-            most: maximum number of uploads of this sender at the same time. It limits the server's memory.
+            sender: sender of the part.
+            most: maximum number of simultaneous uploads by this sender. It limits the server's memory.
             request: the request that uploads the part.
 
         Raises:
@@ -350,7 +351,7 @@ class PartReceiver:
         if key in self._uploads:
             break_off(self._uploads[key][1])
         elif sum(other == sender for other, _ in self._uploads.values()) >= most:
-            busy = Busy(f"{sender} is sending {most} parts already.", f"Send at most {most} parts at the same time.")
+            busy = Busy(f"{most} uploads by {sender} are running already.", f"Send at most {most} parts at a time.")
             busy.retry_after_s = 1.0
             raise busy
         upload = self._uploads[key] = sender, request

@@ -42,9 +42,9 @@ LOOK_S = 1.0
 PULLS = 3
 """Number of times that the aggregator tries to pull one update before another worker aggregates."""
 SLOWER = 10
-"""An aggregator that takes this many times longer than the longest earlier round is replaced, once in a round."""
+"""An aggregator that takes this many times longer than the longest earlier round is replaced, but only once a round."""
 WARY = 10
-"""Number of rounds in which a worker that failed to aggregate is chosen only if no other worker can be."""
+"""For this many rounds, a worker that failed to aggregate is chosen only if no other worker is available."""
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Assignment:
         lost: name of this aggregator and why it was lost, as text.
         failures: (ticket, site) → number of times that the site's worker could not download the update.
         since_s: time at which the aggregator's present work began; None if it has no work.
-        busy_s: longest time without a pause for which the aggregator has had work, in seconds.
+        busy_s: longest time that the aggregator has had work without a pause, in seconds.
         closing: closed round that the aggregator has to aggregate; None before the round closes.
         checker: site that checks the new version. It aggregates the next round, unless the user named others.
         checks_s: time at which `checker` was chosen.
@@ -137,7 +137,7 @@ class SwarmView:
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """Return references to a version, one for each worker that has it. It can be downloaded with any of them."""
+        """Return references to a version, one for each worker that has it. Each is enough for a download."""
         return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
 
     def work(self, site: str) -> PeerWork:
@@ -281,7 +281,7 @@ class SwarmView:
     def why_not_closed(self, job: Assignment) -> str:
         """Return why the aggregator could not make the new version, or why its report is invalid.
 
-        Return an empty text if it has not reported, or if its report is valid.
+        Return an empty text if the aggregator has not reported, or if its report is valid.
         """
         for closed in self._reported(job):
             if not self._is_sound(closed):
@@ -340,7 +340,7 @@ class Swarm:
     # -- reports and offers of workers
 
     async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
-        """Record a worker's report. Wait until the server has other work for it than before, and return this work.
+        """Record a worker's report. Wait until the worker's work changes, and return the work.
 
         The wait also ends after `message.wait_s` seconds, when the worker's next report arrives, or when the worker
         wants to leave and may do so.
@@ -417,7 +417,7 @@ class Swarm:
     def _why_no_aggregator(self, fragment: int) -> str:
         job, peers = self.view.assignments[fragment], self.view.peers
         if job.losses and self.view.holding(fragment, job.version):
-            return f"no worker could aggregate the round; they are asked again in turn, the last was {job.lost}"
+            return f"no worker could aggregate the round, so each is asked again in turn; the last was {job.lost}"
         if job.version < 1:  # -1 before the first `reassign`
             return "the first worker downloads the initial model"
         summary = json.loads(self._store.versions.get(fragment, job.version).summary_json or "{}")
@@ -491,7 +491,7 @@ class Swarm:
                 return
 
     def _could_not_pull(self, fragment: int, job: Assignment, ticket: int, offer: Offer, why: str) -> None:
-        """Handle that the aggregator could not download an update.
+        """Handle a failed attempt of the aggregator to download an update.
 
         The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker that
         has the round's base version has failed to download the update, the update is refused.
@@ -553,7 +553,7 @@ class Swarm:
         if at_work and not peers.is_heard(site) and any(map(peers.is_heard, others)):
             return "it sends no more reports"
         if job.since_s is not None and others and (still_s := now_s - max(peer.bytes_s, job.since_s)) > idle_s:
-            return f"it has moved no byte for {still_s:.0f} s"
+            return f"it neither sent nor received a byte for {still_s:.0f} s"
         longest_s = self._longest_s.get(fragment, 0.0)
         if others and longest_s and not job.excluded and job.busy_s > max(SLOWER * longest_s, idle_s):
             return f"it has been working for {job.busy_s:.1f} s, but no round before took longer than {longest_s:.1f} s"

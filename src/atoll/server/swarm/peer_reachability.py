@@ -84,8 +84,7 @@ class Peer:
 
         Args:
             report: the report.
-            idle_timeout_s: the next report is overdue if it has not come `report.wait_s + idle_timeout_s` seconds from
-                now.
+            idle_timeout_s: the next report is overdue after `report.wait_s + idle_timeout_s` seconds.
         """
         if report.number <= self.number:
             return False

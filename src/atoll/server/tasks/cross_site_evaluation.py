@@ -45,7 +45,7 @@ LOG = logging.getLogger("atoll.server")
 SUFFIX = ".safetensors"
 
 ModelLocation = ObjectKey | TensorRef
-"""From where sites download a model: an object on this server, or a reference to an object of another process."""
+"""Where sites download a model from: an object on this server, or a reference to an object of another process."""
 
 SUBMIT, VALIDATE = "submit_model", "validate"
 EVALUATION_TIMEOUT_S = 3600.0
@@ -164,7 +164,7 @@ class ModelsToEvaluate:
             self._controller.ask(remove())  # a server that is stopping removes its objects itself
 
     def of_run(self, versions: Sequence[str | int] | None) -> list[tuple[EvaluatedModel, ModelLocation | None]]:
-        """Return the models of the run: for each, its row of the matrix and the place from which sites download it.
+        """Return the models of the run: for each, its row of the matrix and the place where sites download the model.
 
         If a model is missing, its row has an `error`, and the place is None. A model that `versions` names twice has
         only one row.
@@ -182,7 +182,7 @@ class ModelsToEvaluate:
         return list(found.values())
 
     def of_site(self, answer: Any) -> tuple[ModelLocation | None, str]:
-        """Return the place from which other sites download a site's own model. Call this on the event loop.
+        """Return the place where other sites can download a site's own model. Call this on the event loop.
 
         Args:
             answer: the site's answer to the task `submit_model`.
@@ -287,7 +287,7 @@ class ModelsToEvaluate:
 
 @dataclass(eq=False)
 class ModelSource:
-    """A row of the matrix, and the place from which sites download its model.
+    """A row of the matrix, and the place where sites can download its model.
 
     Attributes:
         row: description of the model.
@@ -391,7 +391,7 @@ class EvaluationMatrix:
         self._waiting.discard(site)
 
     async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait for a site that has left or hangs until `until()` is true.
+        """Wait until `until()` is true, for a site that has left or hangs.
 
         Returns:
             True if `until()` is true. False if `RETURN_S` seconds have passed and no other site is working.

@@ -32,7 +32,7 @@ from atoll.tensors.payload import Packed
 LOG = logging.getLogger("atoll.server")
 
 NO_DATA_FILTERS = (
-    "Leave them out: a site may change the loaded model before it trains. Or use a workflow that sends each "
+    "Leave the filters out: a site may change the loaded model before it trains. Or use a workflow that sends each "
     "site its own payload."
 )
 

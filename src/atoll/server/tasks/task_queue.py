@@ -1,4 +1,4 @@
-"""The open tasks with their payloads and answers, and the two requests of sites: for the next task, and to answer it.
+"""The open tasks with their payloads and answers. Handles two requests of sites: get the next task, answer a task.
 
 Everything runs on the server's event loop, except for writing payloads and reading answers.
 """
@@ -101,7 +101,7 @@ class TaskPayload:
 
     @classmethod
     def taken_over(cls, objects: ObjectStore, key: tm.ObjectKey) -> TaskPayload:
-        """Use an object that a site has uploaded as a payload for other sites.
+        """Turn an object that a site has uploaded into a payload for other sites.
 
         Raises:
             Gone, AuthError: the object does not exist or has expired, or its secret is wrong.
@@ -187,7 +187,7 @@ class OpenTask:
 
     @property
     def way(self) -> str:
-        """How the first payload is sent: `streamed`, `inline` or `skipped`. Filtered payloads may be sent otherwise."""
+        """How the first payload is sent: `streamed`, `inline` or `skipped`. Filtered ones may be sent differently."""
         return next((payload.way for payload in self.payloads), "skipped")
 
     @property

@@ -44,7 +44,7 @@ SAY_S = 30.0
 _SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
 
 
-# -- Progress of sites. A limit such as `progress_timeout_s` starts again at each progress; heartbeats alone are none.
+# -- Progress of sites. Limits such as `progress_timeout_s` start again at each progress. Heartbeats do not count.
 
 Progress = tuple[object, ...]
 
@@ -271,7 +271,7 @@ class Controller:
                 once for all sites, and again for each site with filters.
             sites: names of sites. By default all sites that take part now; if these are fewer than `min_responses`, the
                 call waits for more.
-            min_responses: number of answers with a payload that are needed; fewer are an error. After so many answers,
+            min_responses: number of answers with a payload that are needed; fewer are an error. With this many answers,
                 the call no longer waits for sites that are dead or have left. None: it waits for every site.
             timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
@@ -344,7 +344,7 @@ class Controller:
                 self._calls.discard(call)
 
     def stop(self) -> None:
-        """Make all calls of the workflow raise `ServerStops`: the running ones and later ones."""
+        """Make all running and later calls of the workflow raise `ServerStops`."""
         with self._lock:
             self._stopped = True
             calls = list(self._calls)

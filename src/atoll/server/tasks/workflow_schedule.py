@@ -176,7 +176,7 @@ class WorkflowSchedule:
         )
 
     def will_evaluate(self, site: str) -> bool:
-        """Return whether this site will still be asked to measure models in a cross-site evaluation."""
+        """Return whether a cross-site evaluation will still ask this site to measure models."""
         return any(
             step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
             for step in self.steps
@@ -388,7 +388,7 @@ class WorkflowSchedule:
                         f"The workflow {step.entry.name} made no progress for {limit_s:g} s: no answer, no "
                         "byte and no report from a site, and no note from the workflow.",
                         "See the logs of the sites. The next start of the server begins the workflow again. "
-                        "If it works for longer by itself, raise progress_timeout_s or call "
+                        "If the workflow computes for longer without sites, raise progress_timeout_s, or call "
                         "controller.note(...) in it.",
                     )
                 await asyncio.wait([future], timeout=min(LOOK_S, limit_s / 4 if limit_s else LOOK_S))
