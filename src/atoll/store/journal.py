@@ -139,7 +139,7 @@ class Journal:
                 raise self._broken
             outermost, marks = self._depth == 0, (len(self._on_commit), len(self._on_rollback))
             if not outermost and not self._db.in_transaction:
-                raise StoreError("SQLite has rolled this transaction back.", "Repeat all its changes in a new one.")
+                raise StoreError("SQLite has rolled this transaction back.", "Repeat all changes in a new transaction.")
             changes = self._db.total_changes
             self._depth += 1
             try:

@@ -84,7 +84,7 @@ class Entry:
 class ObjectStore:
     """The published objects that one server stores.
 
-    Call methods from the event loop's thread, unless they say "Any thread may call it".
+    Call the methods from the event loop's thread, except those that say "Any thread may call it".
 
     Args:
         folder: folder for objects only; created when the first object needs it.

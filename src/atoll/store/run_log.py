@@ -174,8 +174,8 @@ class RunLog:
             fragment: the fragment.
             base_version: the version that the round starts from.
             tickets: the tickets of the updates to aggregate, in this order.
-            keep_weights: also record the weight of each new site's update, and an estimate of the sum of the weights
-                of all sites.
+            keep_weights: also record the weight of each new site's update, and an estimate of the total weight of all
+                sites.
 
         Raises:
             StoreError: the round is not open, a ticket is not accepted, or an update starts from a later version.

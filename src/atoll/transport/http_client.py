@@ -523,7 +523,7 @@ def server_address(given: str | None) -> str:
 def server_of(given: str | None, *, require_server: bool = False) -> str | None:
     """Return the address of the server that a script joins: the argument `given`, or ATOLL_SERVER.
 
-    Without both, return None: the script trains alone.
+    With neither, return None: the script trains alone.
 
     Raises:
         ConfigError: the environment has an unknown ATOLL_ variable, or there is no server and one is required.

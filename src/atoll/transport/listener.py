@@ -1,7 +1,7 @@
 """Accepts connections, but only so many that file descriptors are left for the server's own files.
 
 A server without free descriptors cannot close a round. asyncio itself accepts any number of connections, so even
-clients without a token could stop a run by connecting often.
+clients without a token could stop a run by opening many connections.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ WIDE_BYTES, NARROW_BYTES = 2**20, 2**17
 A TLS connection keeps buffers of the size of its largest read until it closes.
 """
 WIDE = 16
-"""Number of parts at the same time that are read with `WIDE_BYTES`. Further parts are read with `NARROW_BYTES`, so that
-memory grows little with the number of workers."""
+"""Maximum number of parts that are read with `WIDE_BYTES` at the same time. Further parts are read with `NARROW_BYTES`,
+so that memory grows little with the number of workers."""
 
 Fill = Callable[[memoryview], int]
 """Function that copies received bytes to the start of a buffer, and returns their number; 0 if there are none now."""
@@ -351,7 +351,7 @@ class BodyInterceptor(asyncio.Protocol):
 
     Attributes:
         direct: the argument of this name.
-        is_connected: whether the connection is established, with TLS including the handshake.
+        is_connected: whether the connection is established (with TLS: after the handshake).
         on_lost: callback at the end of the connection.
     """
 
@@ -593,7 +593,7 @@ def interceptor_of(request: web.Request) -> BodyInterceptor | None:
 
 
 def _body_bytes(head: bytes) -> int | None:
-    """Return the length of a request's body, as its head tells: 0 for a GET; for a part, the Content-Length.
+    """Return the length of a request's body, according to its head: 0 for a GET; for a part, the Content-Length.
 
     For every other request, and for a head with unusual syntax, return None.
     """

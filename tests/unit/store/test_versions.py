@@ -85,7 +85,7 @@ def test_nothing_of_a_draft_is_seen_before_its_commit(store: Store) -> None:
 
 @pytest.mark.parametrize("version", [0, 2])
 def test_the_next_version_is_the_head_and_one(store: Store, version: int) -> None:
-    with pytest.raises(StoreError, match="the newest version is 0, so the next one is 1"):
+    with pytest.raises(StoreError, match="the newest version is 0, and the next one is 1"):
         store.versions.begin(0, version)
 
 
