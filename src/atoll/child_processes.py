@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Terminated(BaseException):
-    """Raised in the main thread by SIGTERM, after `raise_on_sigterm`. `except Exception` does not catch it."""
+    """The exception that SIGTERM raises after `raise_on_sigterm`. `except Exception` does not catch it."""
 
 
 def raise_on_sigterm() -> None:
@@ -55,13 +55,14 @@ class Children:
         environment: Mapping[str, str],
         log: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Start a process that runs this Python with `argv`.
+        """Start a process of this Python interpreter with `argv`.
 
         Args:
             name: key of the process in the attribute `processes`.
             argv: arguments of the Python interpreter.
             environment: all environment variables of the process.
-            log: file for the process's standard output and standard error; None: both go to this process's.
+            log: file for the standard output and standard error of the process; None: both go to the standard output
+                of the current process.
         """
         file = log.open("wb") if log is not None else None
         try:
@@ -138,9 +139,9 @@ def _handled_by(handler: Callable[[int, FrameType | None], object] | signal.Hand
 
 
 MOST_MESSAGE_BYTES = 2**16
-"""Maximum size of a message in a `ProcessPipe`. A longer message is sent as a memory file."""
+"""Maximum size of a message in a `ProcessPipe`. A longer message is sent in a memory file."""
 LONG = b"+"
-"""Sent in place of a long message. The message itself is in a memory file; its descriptor is sent, too."""
+"""Sent in place of a long message, together with the descriptor of a memory file that contains the message."""
 
 
 class ProcessPipe:
@@ -206,7 +207,7 @@ class ProcessPipe:
 
 
 class PipedProcess:
-    """A child process that runs the function `main` of a module. The attribute `pipe` exchanges messages with it.
+    """A child process that runs the function `main` of a module. Exchange messages with it through `pipe`.
 
     The child's standard output goes to standard error. Ctrl-C does not reach the child.
 

@@ -1,4 +1,4 @@
-"""The classes of all errors that Atoll raises, and how an error leaves a public function.
+"""The classes of all errors that Atoll raises, and how a public function shows an error to the user.
 
     AtollError                 1   any error of Atoll
     ├── ConfigError            2   a wrong run file, flag or ATOLL_ variable
@@ -59,7 +59,7 @@ from atoll.format_text import visible, visible_lines
 LOG = logging.getLogger("atoll")
 
 STOPS = (".", "?", "!", ":", "…")
-"""Ends of a message after which no full stop is added before the remedy."""
+"""If a message ends with one of these, no full stop is added before the remedy."""
 
 
 class AtollError(Exception):
@@ -199,7 +199,7 @@ class TransferError(AtollError):
 
 
 class ServerUnreachable(TransferError):
-    """No server answers at the address. If `is_other`, another program answers, or TLS cannot verify the server."""
+    """No server answers at the address. If `is_other`, another program answers there, or TLS cannot verify it."""
 
     code = "unreachable"
     is_other = False
@@ -286,7 +286,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 # -- Temporary errors
 
 RETRY_S = 2.0
-"""Seconds until the retry of a write that failed for lack of disk space or open files."""
+"""Seconds until the retry of a write that failed because the disk was full or too many files were open."""
 _NO_MORE_FILES = (errno.EMFILE, errno.ENFILE)
 
 
@@ -325,7 +325,7 @@ TRANSIENT = (ServerUnreachable, TransferStalled, Busy, DiskFull)
 """Errors that can be temporary: Atoll repeats the same call after a pause."""
 
 UNPULLED = (*TRANSIENT, Gone, PartCorrupt, BadRequest)
-"""Errors of a pull from a peer after which the worker tries another peer, which may have the same bytes."""
+"""If a pull from a peer ends with one of these errors, the worker tries another peer that may have the same bytes."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -392,11 +392,11 @@ def _public_function(function: Any) -> Any:
 
 
 def error_lines(error: AtollError, where: str = "") -> str:
-    """Return an error as one line to print, after its traceback of user code, if it has one.
+    """Return the text to print for an error: first the traceback of user code, if there is one, then one line.
 
     Args:
         error: the error.
-        where: place in the user's script from which the error came; empty if unknown.
+        where: place in the user's script that caused the error; empty if unknown.
     """
     trace = f"{visible_lines(error.trace)}\n" if error.trace else ""
     location = f" ({where})" if where else ""

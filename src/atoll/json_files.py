@@ -1,4 +1,4 @@
-"""Small JSON files, called notes, that show whether they are damaged: the last key is a digest of the others."""
+"""Small JSON files, called notes, that show whether they are damaged: the last key has a digest of the rest."""
 
 from __future__ import annotations
 

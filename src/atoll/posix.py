@@ -24,7 +24,7 @@ class FolderTaken(Exception):
 
 
 def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
-    """Return the error to raise after an attempt to make a folder, or to write into it, raised an OSError.
+    """Return the error to raise when making a folder, or writing into it, has raised an OSError.
 
     Args:
         error: the OSError.
@@ -70,10 +70,10 @@ def usable(*folders: Path) -> Iterator[None]:
 
 
 def require_no_pipes(*folders: Path) -> None:
-    """Check that these folders have no named pipe, socket or device: one in place of a file may block its reader.
+    """Check that these folders contain no named pipe, socket or device, which could block a process that reads it.
 
     Raises:
-        StoreError: there is one; the message names it.
+        StoreError: a folder contains one; the message has its path.
     """
     for folder in folders:
         with usable(folder), os.scandir(folder) as entries:
@@ -209,7 +209,7 @@ def take_lock(path: Path) -> int:
     Raises:
         FolderTaken: another process has the lock.
         FileNotFoundError: the folder does not exist, or the lock's last holder removed the file at the same moment.
-        OSError: `path` is no regular file, or is not writable.
+        OSError: `path` is not a regular file, or is not writable.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -279,7 +279,7 @@ def replace_file(
         target: path of the file.
         runs: the new content, in pieces.
         temporary: path of the incomplete file; by default a new name next to `target`.
-        sync: a function that writes the content of a descriptor's file to disk, called before the file is renamed.
+        sync: a function that writes the file to disk; it gets the descriptor, and is called before the renaming.
 
     Raises:
         OSError: writing or renaming failed.

@@ -77,7 +77,7 @@ TABLES: dict[str, dict[str, str]] = {
 }
 """kind → name → "module:attribute". To add a built-in extension, write its own file and one line here."""
 PLURALS = {"outer": "outer optimizers", "staleness": "staleness weights"}
-"""Kind → its name in messages, where the kind itself is no plural."""
+"""Kind → its plural for messages, if the kind itself is not a plural."""
 
 
 def names(kind: str) -> list[str]:
@@ -102,7 +102,7 @@ def package_of(kind: str, name: str) -> str:
 OPTIONS = {
     "cross_site_evaluation": ("versions", "site_models", "sites", "evaluation_timeout_s"),
 }
-"""Name of a workflow → its arguments that a run file may set. So a check of a run file does not import the workflow."""
+"""Name of a workflow → the arguments that a run file may set. To check a file, Atoll need not import the workflow."""
 
 
 def load(kind: str, name: str) -> Any:
@@ -233,7 +233,7 @@ def require_known(kind: str, setting: str, name: str) -> None:
 
     Args:
         kind: kind of extension, such as `codecs`.
-        setting: the setting with the name, for the message.
+        setting: key of the setting that contains the name, for the message.
         name: the name.
 
     Raises:
@@ -245,7 +245,7 @@ def require_known(kind: str, setting: str, name: str) -> None:
 
 
 def options_of(build: Callable[..., Any], name: str) -> str:
-    """Return advice after a wrong option: it lists the keyword arguments of `build`, the class or function `name`."""
+    """Return advice after a wrong option: a list of the options of `build`, the class or function called `name`."""
     try:
         known = [each.name for each in inspect.signature(build).parameters.values() if each.kind != each.VAR_KEYWORD]
     except (TypeError, ValueError):

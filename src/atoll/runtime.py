@@ -212,7 +212,7 @@ def return_freed_memory() -> None:
 # -- a latch
 
 LOOK_S = 1.0
-"""Seconds after which waiting threads check again: a waiter that Ctrl-C ended may still hold the lock."""
+"""Seconds after which a waiting thread checks again, because a waiter that Ctrl-C ended may still hold the lock."""
 
 
 class Latch:

@@ -16,9 +16,9 @@ IsDefault = Callable[[str], bool]
 
 
 class Argument(str):
-    """Name of a Python argument that replaces a setting, such as a function or filters.
+    """Name of a Python argument that was given in place of a setting, for example a function or filters.
 
-    Messages show it as the value.
+    Messages show this name as the value of the setting.
     """
 
     def __repr__(self) -> str:
@@ -48,7 +48,7 @@ def require_consistent(at: At, is_default: IsDefault) -> None:
 
 
 def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[str, str], instead: str) -> None:
-    """Check that some settings have their default values, because a given setting does not work with other values.
+    """Check that the settings in `others` have their default values: the setting in `this` requires it.
 
     Args:
         at: a function `group.key` → the setting's value.
@@ -67,7 +67,7 @@ def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[
 
 
 def shown(value: Any) -> str:
-    """Return a setting's value as text for a message; of a table with a name or path, only the name or path."""
+    """Return a setting's value as text for a message; for a table with a name or path, only the name or path."""
     return repr(getattr(value, "target", None) or value)
 
 

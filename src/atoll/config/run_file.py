@@ -26,7 +26,7 @@ ENV_PREFIX = "ATOLL_"
 Fields = Mapping[str, FieldInfo]
 """All settings: `group.key` → pydantic's description of the field."""
 Layer = dict[str, tuple[Any, str]]
-"""Settings of one source: key → (value, the name of the file or variable that has the value)."""
+"""Settings of one source: key → (value, the source: a file, a variable or the command line)."""
 
 NOT_SETTINGS = frozenset(
     {
@@ -49,8 +49,8 @@ NOT_SETTINGS = frozenset(
         "ATOLL_FAILPOINTS",
     }
 )
-"""ATOLL_* variables that are no settings of a run. They belong to a worker, are secret, are for tests, or are set by
-Atoll."""
+"""ATOLL_* variables that are not settings of a run: they configure a worker, contain a secret, are for tests, or are
+set by Atoll itself."""
 
 OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
 """Variables that set a setting although their names do not have the form ATOLL_<GROUP>__<KEY>: name → `group.key`."""
@@ -78,7 +78,7 @@ def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> 
     """Merge values, given by `group.key`, into nested tables, and return the result.
 
     Tables are merged key by key, with two exceptions. If the new value is a table with `name` or `path`, it replaces
-    the whole earlier table. If the new value is a single key `path`, it removes an earlier `name`, and vice versa.
+    the whole earlier table. If only the key `path` is new, it removes an earlier `name`, and vice versa.
 
     Args:
         values: `group.key` → value, or `group` → a table or object with settings of that group.
@@ -223,7 +223,7 @@ def require_known_variables(environ: Mapping[str, str], fields: Fields) -> None:
         if variable.startswith(ENV_PREFIX) and variable not in known and not _key_of(variable, fields):
             names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
             close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), names, n=1)
-            meant = f"Did you mean {ENV_PREFIX}{close[0]}? Else give yours" if close else "Give yours"
+            meant = f"Did you mean {ENV_PREFIX}{close[0]}? Otherwise, give yours" if close else "Give yours"
             raise ConfigError(
                 f"The environment variable {variable} is unknown to Atoll.",
                 f"{meant} a name that does not begin with {ENV_PREFIX}, or remove it.",

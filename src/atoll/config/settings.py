@@ -151,7 +151,7 @@ class Model(Group):
     buffers: tuple[str, ...] = Field(
         (),
         description="Shell patterns for the names of tensors that are averaged like buffers, not stepped by the outer "
-        "optimizer. Needed only if the initial model is a file: files do not say which tensors are buffers.",
+        "optimizer. Needed only if the initial model is a file, which does not say which tensors are buffers.",
     )
     ranks: int = Field(
         1,
@@ -246,8 +246,8 @@ class Rounds(Group):
     best_metric: str | None = Field(
         None,
         min_length=1,
-        description="Metric that decides which version is kept as `best.safetensors`. Its mean over a round's workers "
-        "is the value of the version from which they started.",
+        description="Metric that decides which version is kept as `best.safetensors`. The value of "
+        "a version is the mean over the workers that trained from it in one round.",
     )
     best_mode: Literal["max", "min"] = Field("max", description="Whether the largest or smallest value is best.")
     early_stop_after: int = Field(
@@ -388,7 +388,7 @@ class Network(Group):
     tls_cert: Path | None = Field(None, description="File with the certificate chain (PEM).")
     tls_key: Path | None = Field(None, description="File with the private key of the certificate (PEM, mode 0600).")
     token_file: Path | None = Field(None, description="File (mode 0600) with the bearer token; or set ATOLL_TOKEN.")
-    insecure: bool = Field(False, description="Allow other addresses than loopback without TLS or a token.")
+    insecure: bool = Field(False, description="Allow addresses other than loopback without TLS or a token.")
     heartbeat_interval_s: float = Field(30.0, ge=0, description="Seconds between two heartbeats; 0: no heartbeats.")
     heartbeat_timeout_s: float = Field(
         120.0, ge=0, description="Seconds without a heartbeat after which a worker is declared dead; 0: never."
@@ -397,13 +397,13 @@ class Network(Group):
         5.0,
         gt=0,
         description="Seconds between the heartbeats that a worker sends while a call is unanswered. The call ends "
-        "after two heartbeats in a row without an answer, or if a heartbeat is answered after one was not.",
+        "if two heartbeats in a row get no answer, or if one gets an answer after another got none.",
     )
     idle_timeout_s: float = Field(
         IDLE_TIMEOUT_S, gt=0, description="Seconds without a byte after which a transfer fails."
     )
-    connections: int = Field(2, ge=1, le=64, description="Parallel connections of a worker for tensors.")
-    part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part of a transfer.")
+    connections: int = Field(2, ge=1, le=64, description="A worker's parallel connections for transferring tensors.")
+    part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part, in bytes.")
 
 
 class Disk(Group):
@@ -420,7 +420,7 @@ class Disk(Group):
     )
     keep_versions: int = Field(2, ge=1, description="Number of newest versions that the server keeps.")
     max_pinned_versions: int = Field(
-        4, ge=1, description="Number of older versions to keep while workers need them; the oldest go first."
+        4, ge=1, description="Number of older versions to keep while workers need them; the oldest are deleted first."
     )
     objects_max_bytes: int = Field(
         64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: none."
@@ -569,7 +569,7 @@ def default_of(key: str) -> Any:
 def collected(
     path: Path | None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge the settings of the run file, the environment and the command line. Return where each was set, too.
+    """Merge the settings of the run file, the environment and the command line; also note where each was set.
 
     Returns:
         The values as nested tables, not validated yet; and `group.key` → the source of its value.

@@ -208,7 +208,7 @@ def is_reference(value: Any) -> bool:
 
 
 def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the groups of settings with references to components replaced by the components' paths and arguments.
+    """Replace references to components by the components' paths and arguments, and return all groups of settings.
 
     Filters, the aggregator and the persistor (your own storage for models) may refer to components. References in
     `workflow.steps` are not replaced here: they are resolved when a workflow starts.
