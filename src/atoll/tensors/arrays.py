@@ -76,10 +76,12 @@ def require_model(model: object, *, mapping: bool = True) -> None:
 def as_tensors(arrays: Arrays, schema: Schema) -> dict[str, Tensor]:
     """Convert a mapping of tensors and arrays to tensors.
 
-    numpy lacks bf16 and 8-bit floats. If `schema` has such a dtype for a name, an fp32 array is converted to it.
+    numpy lacks bf16 and 8-bit floats. If `schema` has one of these dtypes for a name, an fp32 array is
+    converted to that dtype.
 
     Raises:
-        UsageError: `arrays` is no mapping, or an entry is neither a tensor nor an array. The message names the entry.
+        UsageError: `arrays` is not a mapping, or an entry is neither a tensor nor an array. The message names the
+            entry.
     """
     require_model(arrays)
     wanted = {spec.name: torch_dtype(spec.dtype) for spec in schema.tensors}

@@ -33,7 +33,7 @@ MOST_BUFFERS = 512
 """Maximum number of buffers in one read, and of pieces in a byte run. Linux allows 1,024 (IOV_MAX)."""
 
 MOST_RUN_BYTES = 2**21
-"""A read that spans this many bytes gets no further buffer."""
+"""Once a read spans this many bytes, no further buffer is added to it."""
 
 Move = tuple[int, memoryview]
 """(offset in the file, buffer for the bytes from there on)"""
@@ -89,7 +89,7 @@ class ByteRun:
         item_bytes: size of one encoded element, if one call can encode or decode the whole run with its padding. 0:
             each piece needs its own call, and the decoded pieces are stored one after another without padding.
         numel: number of decoded elements, padding included.
-        sizes: number of elements of each piece. If `is_padded`, the number of elements of padding follows each of them.
+        sizes: number of elements of each piece; if `is_padded`, of piece and padding in turn: piece, padding, piece, …
         is_padded: whether there is padding between pieces.
     """
 
@@ -101,7 +101,7 @@ class ByteRun:
 
     @classmethod
     def of(cls, pieces: Sequence[Piece], item_bytes: int) -> ByteRun:
-        """Return the byte run that consists of these consecutive pieces. The class describes `item_bytes`."""
+        """Return the byte run that consists of these consecutive pieces. For `item_bytes`, see the class."""
         sizes, first, last = [piece.numel for piece in pieces], pieces[0], pieces[-1]
         nbytes = last.offset + last.nbytes - first.offset
         if len(pieces) == 1 or not item_bytes or nbytes == sum(sizes) * item_bytes:
@@ -141,7 +141,7 @@ class ByteRun:
         return views[::2] if self.is_padded else views
 
     def encoded(self, memory: Tensor) -> Iterator[Tensor]:
-        """Split `memory`, the bytes of this byte run as in the file. Yield a view of each piece's encoded bytes."""
+        """Split `memory` (the bytes of this byte run in the file): yield a view of the encoded bytes of each piece."""
         for piece in self.pieces:
             yield memory[piece.offset - self.start : piece.offset - self.start + piece.nbytes]
 
@@ -242,7 +242,7 @@ class RunTable:
         """Return the size of the tensor's encoded elements, in bytes; 0 if each tensor needs its own call.
 
         Tensors need their own calls if the codec does not encode elements independently, or if a tensor may begin at an
-        offset that is no multiple of this size.
+        offset that is not a multiple of this size.
         """
         encoding = self.layout.encodings[segment.codec]
         if not encoding.elementwise:

@@ -144,7 +144,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 WIDEST_BYTES = 8
-"""Bytes of the widest element of any dtype."""
+"""Size of an element of the widest dtype, in bytes."""
 
 
 class Scratch:
@@ -155,7 +155,7 @@ class Scratch:
 
     Args:
         elements: number of elements of any dtype that a new buffer can hold, with padding on both sides. A buffer grows
-            if more is requested. Pages that are never touched cost no memory.
+            if more are requested. Pages that are never touched cost no memory.
     """
 
     def __init__(self, elements: int) -> None:
@@ -222,7 +222,7 @@ class Scatter:
                 self._assign(index, (low - start) // self._tensors[index].itemsize, source)
 
     def room(self, offset: int, nbytes: int) -> memoryview | None:
-        """Return the tensor memory that belongs to file offset `offset`, to receive bytes directly into it.
+        """Return the memory of the tensor at file offset `offset`, so that bytes can be received directly into it.
 
         Args:
             offset: file offset of the next byte to receive; the start of an element.

@@ -45,12 +45,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A tensor that a producer generates in chunks while it is sent, so that it is never in memory as a whole.
+    """A tensor that a producer generates in chunks while they are sent, so the whole tensor is never in memory.
 
     Attributes:
         dtype, shape: dtype and shape of the tensor that the receiver gets.
         chunks: function that yields the elements in row-major order, called each time the stream is sent. A chunk is a
-            tensor or an array of `dtype`, or bytes of whole elements. Chunks should have a few MiB.
+            tensor or an array of `dtype`, or bytes of whole elements. A chunk should have a few MiB.
         where: place of the stream in the payload, for error messages; `atoll.tensors.payload.pack` sets it.
     """
 
@@ -187,9 +187,9 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
             tuples, with tensors, arrays, plain values and other registered types. For large data, use a `Stream`. The
             function is called whenever a value is sent or its size is needed. It must not change the value, and should
             leave the reading of large data to a `Stream`.
-        consume: function: received payload → value. Instead of each `Stream` it gets a `LazyTensor` on disk. Its
-            `runs()` yields the elements in chunks, its `resolve()` loads all. When Python deletes the last `LazyTensor`
-            of the message, the file is removed.
+        consume: function: received payload → value. In place of each `Stream`, the payload has a `LazyTensor` on disk:
+            its `runs()` yields the elements in chunks, its `resolve()` loads all of them. When Python deletes the last
+            `LazyTensor` of the message, the file is removed.
 
     Raises:
         UsageError: another type has the name, the type is registered under another name, the name is invalid, or
@@ -197,7 +197,7 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
     """
     if type_ in _OWN or not isinstance(type_, type):
         raise UsageError(
-            f"{getattr(type_, '__name__', type_)!r} cannot be registered: it is no class, or needs no registration.",
+            f"{getattr(type_, '__name__', type_)!r} cannot be registered: it is not a class, or needs no registration.",
             "Register your own class.",
         )
     if not _NAME.fullmatch(name):
@@ -233,7 +233,7 @@ def kind_named(name: str, where: str) -> Kind:
     if kind is None:
         known = ", ".join(sorted(_BY_NAME)) or "none"
         raise BadRequest(
-            f"{where} has the type {name!r}, which is not registered in this process; registered are: {known}.",
+            f"{where} has the type {name!r}, which is not registered in this process; registered types: {known}.",
             f"Call atoll.objects.register(…, {name!r}, …) in this process, too, before the payload is read.",
         )
     return kind

@@ -126,8 +126,8 @@ def _from_the_end(sizes: Sequence[int], most: int) -> list[int]:
 def _in_order(params: list[TensorSpec]) -> list[TensorSpec]:
     """Return parameters approximately in the model's order, although `params` is ordered by element size.
 
-    The parameters of the element size with the most bytes in total keep their order. Each other parameter is inserted
-    next to its module: after the last parameter that shares the longest module path with it.
+    Parameters of the main element size (the one with the most bytes in total) keep their order. Each other parameter is
+    inserted next to its module: after the last parameter that shares the longest module path with it.
     """
     widths = {spec.item_bytes for spec in params}
     if len(widths) < 2:

@@ -145,7 +145,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
     def _heads(self) -> list[list[Run]]:
         """Return the elements of this rank's rows that other ranks encode, by rank.
 
-        For each tensor, these are at most one range, shorter than a tile.
+        For each tensor, there is at most one range, which is shorter than a tile.
         """
         heads: list[list[Run]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():

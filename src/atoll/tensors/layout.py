@@ -30,7 +30,7 @@ from blake3 import blake3
 from atoll.tensors.schema import ITEM_BYTES, PARAMS, Schema, TensorSpec
 
 TILE = 4096
-"""Number of elements in a tile. Parts, chunks and codecs cut tensors only at multiples of it. It is divisible by 64."""
+"""Number of elements in a tile; divisible by 64. Parts, chunks and codecs cut tensors only at multiples of `TILE`."""
 
 PART_BYTES = 16 * 2**20
 ALIGN_BYTES = 64
@@ -115,7 +115,7 @@ class Layout:
         part_bytes: maximum size of a part.
         encodings: codec name → encoding, for every codec of a segment.
         ranks: number of ranks of a sharded worker; each part belongs to one rank.
-        rank: if set, the property `parts` returns only the parts of this rank; None: of all ranks.
+        rank: if set, the property `parts` returns only the parts of this rank; None: the parts of all ranks.
     """
 
     segments: tuple[Segment, ...]

@@ -61,7 +61,7 @@ class Handle:
         """
         with self._lock:
             if self.released:
-                raise UsageError("A lazy tensor was read after its file was released.", "Call resolve() before that.")
+                raise UsageError("A lazy tensor was read after its file was released.", "Call resolve() earlier.")
             self._readers += 1
         try:
             self._read(offset, memory)
@@ -87,7 +87,7 @@ class LazyTensor:
 
     @property
     def name(self) -> str:
-        """Name of the tensor in the file. A tied tensor has only one name there, also if another name was requested."""
+        """Name of the tensor in the file. If the tensor is tied, this may differ from the name that was requested."""
         return self._segment.spec.name
 
     @property
@@ -171,7 +171,7 @@ class LazyState(Mapping[str, Tensor]):
             path: path of the file.
 
         Raises:
-            BadRequest: the file is no valid safetensors file.
+            BadRequest: the file is not a valid safetensors file.
             FileNotFoundError, PermissionError: the file cannot be opened.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -27,7 +27,7 @@ class Marked(dict[str, Tensor]):
     """The tensors of a model by name, marked as buffers or parameters. For example, the content of a model file.
 
     Attributes:
-        buffers: name → whether the tensor is a buffer. For names that are missing here, it is unknown.
+        buffers: name → whether the tensor is a buffer. If a name is missing here, this is unknown.
     """
 
     def __init__(self, tensors: Tensors, buffers: Mapping[str, bool]) -> None:
@@ -36,7 +36,7 @@ class Marked(dict[str, Tensor]):
 
 
 class Parameters:
-    """Finds out which parameter of a model an entry of its `state_dict` is.
+    """Finds the parameter of a model that belongs to an entry of its `state_dict`.
 
     Objects are compared, not names, because wrappers change names. For example, activation checkpointing names
     parameters differently in `named_parameters` and in `state_dict`. An entry that was detached from its parameter is
@@ -48,7 +48,7 @@ class Parameters:
         self._by_id = {id(each): each for each in _parameters_of(model)}
 
     def parameter_of(self, tensor: object) -> nn.Parameter | None:
-        """Return the parameter that this entry of the `state_dict` is; None for buffers and other entries."""
+        """Return the parameter for this entry of the `state_dict`; None if the entry is a buffer or something else."""
         found = self._by_id.get(id(tensor))
         if found is not None or not isinstance(tensor, Tensor) or id(tensor) in self._buffers:
             return found
@@ -87,7 +87,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
-    """Return the module inside `DistributedDataParallel`, even if that is compiled; return other models unchanged."""
+    """Return the module inside a (possibly compiled) `DistributedDataParallel`; return other models unchanged."""
     inner = model
     while _is_compiled(inner):
         inner = inner.get_submodule(_COMPILED)
@@ -191,9 +191,9 @@ def schema_of(
         sharded: whether DTensors are allowed.
 
     Returns:
-        The schema: float parameters are in the group `params`, all other tensors in `buffers`. In a mapping, tensors
-        are parameters unless `Marked.buffers` says otherwise, or says nothing and the name is one that batch
-        normalisation gives to its buffers.
+        The schema: float parameters are in the group `params`, all other tensors in `buffers`. In a mapping,
+        `Marked.buffers` decides. For a name without an entry there, the tensor is a buffer if batch normalisation uses
+        this name for a buffer, else a parameter.
     """
     owners, aliases = _owned(model, values=values, sharded=sharded)
     is_buffer_of: Mapping[str, bool] = model.buffers if isinstance(model, Marked) else {}

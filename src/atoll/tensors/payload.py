@@ -156,7 +156,7 @@ class _Packer:
         )
 
     def _within(self, value: Any, path: str, write: Callable[[Any, str], Plain]) -> Plain:
-        """Call `write` for a container that the current one contains. Refuse cycles and too many levels of nesting."""
+        """Call `write` for a nested container. Refuse cycles and too many levels of nesting."""
         if id(value) in self._open:
             raise UsageError(
                 f"{path} is {self._open[id(value)]} again, so the payload contains itself.",
@@ -396,7 +396,7 @@ def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
 
 
 def without(packed: Packed, numbers: frozenset[int]) -> Packed:
-    """Return a packed payload without the tensors with these indices. The receiver gets None in their places."""
+    """Return a packed payload, but leave out the tensors with these indices: the receiver gets None in their places."""
     if not numbers:
         return packed
     kept = [index for index in range(len(packed.tensors)) if index not in numbers]

@@ -61,7 +61,7 @@ class TensorRef:
         """Return the reference that was converted to text with `str(reference)`.
 
         Raises:
-            UsageError: the text is no reference.
+            UsageError: the text is not a reference.
         """
         match = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= 512 else None
         if match is None:

@@ -29,7 +29,7 @@ class Header:
     Attributes:
         tensors: (tensor, offset of its first byte in the file), in file order; all in the group `params`.
         metadata: the strings of `__metadata__`.
-        nbytes: size of the header, with its 8 length bytes; the tensors' data begins there.
+        nbytes: size of the header, with its 8 length bytes; the tensors' data begins at this offset.
     """
 
     tensors: tuple[tuple[TensorSpec, int], ...]
@@ -46,7 +46,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
         what: name of the file for errors.
 
     Raises:
-        BadRequest: the file is no valid safetensors file, or it is truncated.
+        BadRequest: the file is not a valid safetensors file, or is truncated.
     """
     if file_bytes < _LENGTH_BYTES:
         raise _wrong(f"{what} has only {file_bytes} bytes, too few for a safetensors header")
@@ -111,7 +111,7 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
         BadRequest: the entry is invalid.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _wrong(f"{what} describes tensor {name!r} with other keys than dtype, shape and data_offsets")
+        raise _wrong(f"{what} describes tensor {name!r} with keys other than dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise BadRequest(

@@ -41,7 +41,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 PARAMS = "params"
 BUFFERS = "buffers"
 NOTHING = "nothing"
-"""Name of the only tensor in a run without a model, which has only workflows."""
+"""Name of the only tensor in a run without a model: a run that has only workflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class Schema:
         """Return a schema in storage order.
 
         Raises:
-            UsageError: a name occurs twice, is `__metadata__`, or an alias refers to no tensor.
+            UsageError: a name occurs twice, or is `__metadata__`; or an alias refers to a missing tensor.
         """
         ordered = tuple(sorted(specs, key=lambda spec: -spec.item_bytes))
         tied = tuple(sorted((aliases or {}).items()))
@@ -149,7 +149,7 @@ class Schema:
         return cls(ordered, tied)
 
     def with_groups(self, groups: Iterable[str]) -> Schema:
-        """Return the schema with the algorithm's extra tensors added: one for each group in `groups` and parameter.
+        """Return the schema with the algorithm's extra tensors added: in each of these groups, one per parameter.
 
         Raises:
             UsageError: a tensor of the model has a name that is reserved for extra tensors.
@@ -190,7 +190,7 @@ class Schema:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 hash of the schema as canonical JSON, in hex. Two schemas are equal exactly if their digests are."""
+        """BLAKE3 hash of the schema as canonical JSON, in hex. Schemas are equal if and only if their digests are."""
         return blake3(json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

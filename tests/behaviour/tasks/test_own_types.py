@@ -393,7 +393,7 @@ def test_a_type_that_the_other_side_does_not_know_is_named_with_the_remedy(nurse
 
     (site, server, after), _ = run_workflow_as_processes(nursery, SCRIPT, tmp_path, workflow, "a", **STREAMED)
     assert "payload['x'][0] has the type 'tests.server_only', which is not registered in this process" in site
-    assert "registered are: examples.file, examples.quantised, tests." in site
+    assert "registered types: examples.file, examples.quantised, tests." in site
     assert "Call atoll.objects.register(…, 'tests.server_only', …) in this process, too" in site
     assert server.startswith("payload['it'] has the type 'tests.site_only', which is not registered in this")
     assert after == 1
