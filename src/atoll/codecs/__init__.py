@@ -5,7 +5,7 @@ class of codecs that encode several floats together, such as a block with one sc
 elements).
 
 `build_codecs` builds codecs from their names, and `encoded_layout` chooses one for each tensor of an update. Server and
-worker both use it, so both get the same offsets.
+worker both use `encoded_layout`, so they compute the same offsets.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def build_codecs(
     is_ours = WideCodec.name in (codec, built.name)  # `wide` is internal: settings cannot name it
     if is_ours or (built.name != codec and registry.is_known("codecs", built.name)):
         raise ConfigError(
-            f"{setting} = {codec!r} has the name {built.name!r}, which another codec has already.",
+            f"{setting} = {codec!r} has the name {built.name!r}, which another codec already has.",
             "Give it another name.",
         )
     return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: built, built.name: built}

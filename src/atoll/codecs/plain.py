@@ -157,7 +157,7 @@ class Narrowing(ABC):
 
     @abstractmethod
     def _nbytes(self, numel: int) -> int:
-        """Return the encoded size of `numel` floats, in bytes. For whole tiles, it is the sum of their sizes."""
+        """Return the encoded size of `numel` floats, in bytes. n whole tiles must take n times the size of one."""
 
     @abstractmethod
     def _encode_(self, source: Tensor, target: Tensor) -> None:

@@ -105,7 +105,7 @@ class Filter:
         """
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Return whether to send this tensor. If not, an update leaves it unchanged; a payload has None instead."""
+        """Return whether to send this tensor. If False, an update has zeros in its place, and a payload has None."""
         return True
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
     """Return the filters as a tuple, after a check that each is a `Filter`.
 
     Raises:
-        UsageError: the argument is a single filter, or an element is no filter.
+        UsageError: the argument is a single filter, or an element is not a filter.
     """
     if isinstance(filters, Filter):
         raise UsageError(f"filters is {filters!r}, not a list.", f"Pass a list: [{filters!r}].")
@@ -155,7 +155,7 @@ class BadFilter(Exception):
 
 
 class Chain:
-    """A chain of filters over one update or payload. It returns values after all filters.
+    """A chain of filters for one update or payload. It returns the values after all filters.
 
     Args:
         filters: the filters, in order. The constructor calls `begin` and `keeps` of each.
@@ -261,7 +261,7 @@ def for_tasks(by_task: ByTask) -> list[tuple[Filter, frozenset[str]]]:
     """Return each filter with the names of the tasks to which it applies. An empty set of names means all tasks.
 
     Raises:
-        UsageError: an element is no filter.
+        UsageError: an element is not a filter.
     """
     if not isinstance(by_task, Mapping):
         return [(each, frozenset()) for each in require_filters(by_task)]
@@ -271,8 +271,8 @@ def for_tasks(by_task: ByTask) -> list[tuple[Filter, frozenset[str]]]:
 def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str) -> Packed:
     """Return the filtered payload: None in place of dropped tensors, and streams in place of float tensors.
 
-    Here, `begin` and `keeps` of the filters are called. `apply` is called later, while the payload is written. Until
-    then, do not use the same filters for another payload.
+    This function calls `begin` and `keeps` of the filters. Their `apply` is called later, while the payload is
+    written. Until then, do not use the same filters for another payload.
 
     Args:
         packed: the payload.
@@ -315,7 +315,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
 
 
 def with_cause(error: BaseException) -> str:
-    """Return an error and its cause's traceback as text. To log the error itself would keep the payload in memory."""
+    """Return an error and its cause's traceback as text. Logging the error itself would keep the payload in memory."""
     cause = "" if error.__cause__ is None else "\n" + "".join(traceback.format_exception(error.__cause__)).rstrip()
     return f"{error}{cause}"
 
@@ -379,7 +379,7 @@ def _as_usage_error(call: Callable[[], T], what: str) -> T:
     try:
         return call()
     except BadFilter as error:
-        remedy = "Check its code." if error.raised else "Return as many finite elements, with the same dtype."
+        remedy = "Check its code." if error.raised else "Return as many elements, all finite, with the same dtype."
         raise UsageError(f"{what}: the filter {error}.", remedy) from error.__cause__
     except UsageError as error:
         raise UsageError(f"{what}: {error.message}", error.remedy) from error

@@ -30,7 +30,7 @@ class DelayedNesterov(EachTensor):
         lr: ε, the learning rate, above zero.
         momentum: β, from 0 to below 1.
         delay: N, at least 1. With N = 1, this is `torch.optim.SGD(nesterov=True)`.
-        undelayed: number of first steps with N = 1, for a run that starts with synchronous rounds.
+        undelayed: number of steps at the start that use N = 1, for a run that starts with synchronous rounds.
     """
 
     def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, delay: int = 1, undelayed: int = 0) -> None:
@@ -39,7 +39,7 @@ class DelayedNesterov(EachTensor):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}, not from 0 to below 1")
         if delay < 1 or undelayed < 0:
-            raise ValueError(f"delay is {delay}, not at least 1, or undelayed is {undelayed}, below 0")
+            raise ValueError(f"delay is {delay} and undelayed is {undelayed}, but at least 1 and 0 are needed")
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "undelayed": undelayed})
 
     def _step(self, theta: Tensor, g: Tensor, group: dict[str, Any]) -> None:

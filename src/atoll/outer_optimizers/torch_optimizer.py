@@ -1,8 +1,8 @@
 """A torch optimizer as a pure function: (parameter chunks, gradient chunks, state) → new parameters and new state.
 
 Each chunk of a tensor becomes one torch parameter p, and its stored state is assigned to `optimizer.state[p]`. In the
-first round there is no stored state. Then torch creates it, because for Adagrad, NAdam, Rprop and others the state does
-not start at zero.
+first round, no state is stored yet. Torch creates it, because the state of Adagrad, NAdam, Rprop and others does not
+start at zero.
 
 0-d state (`step`) belongs to the whole tensor. If you step a tensor in chunks, give each chunk a clone of the tensor's
 0-d state, and keep the 0-d state of one chunk.
@@ -97,7 +97,7 @@ class OuterRule:
     def state_specs(self, spec: TensorSpec) -> list[StateSpec]:
         """Return the entries of optimizer state to store for a tensor; none for buffers, integers and empty tensors.
 
-        To find the entries, step a trial tensor. With granularity `tensor`, it has the shape of the given tensor.
+        A step of a trial tensor shows the entries. With granularity `tensor`, it has the shape of the given tensor.
         """
         if spec.group != PARAMS or not spec.is_float or not spec.numel:
             return []

@@ -89,8 +89,8 @@ def staleness_weight(name: str) -> StalenessWeight:
     """Return the function `name`, which maps an update's staleness (in versions) to a factor for its weight.
 
     Raises:
-        ConfigError: the name is unknown or not that of a function. Or the function raises for the staleness 0, or does
-            not return a number above 0 and at most 1. The returned function checks every later result in the same way.
+        ConfigError: the name is unknown, or does not name a function; or the function raises for the staleness 0, or
+            does not return a number above 0 and at most 1. The returned function checks each later result in this way.
     """
     function = registry.load("staleness", name)
     if not callable(function):

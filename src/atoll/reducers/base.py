@@ -72,10 +72,7 @@ class Reducer(ABC):
         return normalised(facts.weights)
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return the factor s.
-
-        The server computes v ← s·v + reduction for the algorithm's own tensors v (SCAFFOLD: c).
-        """
+        """Return s. For the algorithm's own tensors v (SCAFFOLD: c), the server computes v ← s·v + reduction."""
         return 1.0
 
     @abstractmethod

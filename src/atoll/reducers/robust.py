@@ -47,7 +47,7 @@ Wanted = Literal["min", "max", "both"]
 
 
 def select(rows: Sequence[Tensor], ranks: frozenset[int], spare: Tensor) -> list[Tensor]:
-    """Sort the values of each element over the rows, and return the rows with the given ranks, in rising order.
+    """Sort the k values of each element, and return the rows with the given ranks, in rising order.
 
     Args:
         rows: k tensors [n]; overwritten.

@@ -231,9 +231,9 @@ def test_what_does_not_keep_to_the_contract_of_filters_is_named(tmp_path: Path, 
     [
         (lambda: Drop(), "needs at least one tensor name"),
         (lambda: Cast("fp8"), "only bf16 and fp16 are possible"),
-        (lambda: NormClip(0.0), "not a positive number"),
-        (lambda: NormClip(math.nan), "not a positive number"),
-        (lambda: NormClip(1.0, noise=-1.0), "at least 0"),
+        (lambda: NormClip(0.0), "not positive and finite"),
+        (lambda: NormClip(math.nan), "not positive and finite"),
+        (lambda: NormClip(1.0, noise=-1.0), "negative or not finite"),
     ],
     ids=["drop", "cast", "zero", "nan", "noise"],
 )
