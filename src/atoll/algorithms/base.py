@@ -30,7 +30,7 @@ ElementReader = Callable[[str, int, int], "Tensor"]
 
 ChangeReader = Callable[[str, int, int], "Tensor | None"]
 """(parameter, start, stop) → version − local for elements [start, stop): flat, on the CPU, in new memory, in fp32 (fp64
-for fp64), after the site's filters. None if a filter of the site keeps the parameter out of the update."""
+for fp64), after the site's filters. None if a filter of the site drops the parameter."""
 
 
 class SiteState(Protocol):
@@ -140,8 +140,8 @@ class Correction:
     def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
         """Return the algorithm's own tensors for the update: group → function (parameter, start, stop) → elements.
 
-        Atoll calls this after training, when it forms the update. Set the tensors that the site keeps here
-        (`LocalContext.set_own_state`).
+        Atoll calls this after training, when it forms the update. This is the place to set the
+        tensors that the site keeps (`LocalContext.set_own_state`).
 
         Args:
             read_change: a function (parameter, start, stop) → elements of version − local; None if a filter of the site
@@ -182,10 +182,11 @@ class Algorithm:
         local: the class of the local rule; None: sites train without correction.
         codec: the default codec of `params`; the run file can name another.
         on_missed: what a DiLoCo worker does after it missed a round. `rebase` keeps its local steps; `reset` discards
-            them and logs a warning. Has no effect in a federated run: there each round starts from the pulled version.
+            them and logs a warning. Without effect in a federated run, where each round starts from the pulled version.
         own_reducer: whether the algorithm works only with its own reducer of `params`. If so, a run file cannot name
             another one.
-        steps_driven: whether a round is `sync_every` local steps. If not, the site's script decides when a round ends.
+        steps_driven: whether a round ends after `sync_every` local steps. If not, the site's script decides when it
+            ends.
 
     Raises:
         UsageError: `steps_driven` is true, but the algorithm has a local rule or further groups of tensors.

@@ -58,8 +58,8 @@ def require_tensors(what: str, values: object, shapes: Shapes) -> dict[str, Tens
         shapes: parameter name → shape.
 
     Raises:
-        UsageError: `values` is no mapping, a name is missing or unknown, or a tensor has a wrong shape, is not floating
-            point or is not finite. The message names the tensor.
+        UsageError: `values` is not a mapping, a name is missing or unknown, or a tensor has a wrong shape, is not
+            floating point or is not finite. The message names the tensor.
     """
     if not isinstance(values, Mapping):
         raise UsageError(
@@ -94,8 +94,8 @@ def given_groups(
     """Check the tensors that a script submits for an algorithm such as SCAFFOLD. Return a function that reads them.
 
     The function replaces `StepHooks.finish`. For each group of tensors, it returns a function (parameter, start, stop)
-    → elements. If the site keeps the group between rounds, this second function also adds the elements to the tensor
-    that the site keeps, just as the server adds the reduced tensors of all sites to the tensor of the version.
+    → elements. If the site keeps the group between rounds, this inner function also adds the elements to the tensor
+    that the site keeps, as the server adds the reduced tensors of all sites to the tensor of the version.
 
     Args:
         groups: group → parameter name → tensor.

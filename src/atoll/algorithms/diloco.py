@@ -25,7 +25,7 @@ diloco = Algorithm(
 
 
 def dynamic_local_steps(speed: float, fastest: float, sync_every: int, fragments: int = 1) -> int:
-    """Return H_w, the number of local steps that a site takes between two synchronisations: fewer if it is slower.
+    """Return H_w, the number of local steps that a site takes between two synchronisations: fewer for a slower site.
 
     Dynamic local updates (DyLU): all sites submit about equally often. B. Liu et al., arXiv 2401.09135, section 5:
     H_w = max(1, ⌊v_w / v_max · H⌋). With K fragments, H_w = K · max(1, ⌊v_w / v_max · H / K⌋), so that every fragment

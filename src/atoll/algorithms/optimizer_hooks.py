@@ -1,4 +1,4 @@
-"""Hooks on the optimizers of a script: in one round, they count the steps and correct each for the run's algorithm.
+"""Hooks on the optimizers of a script: in one round, they count the steps and correct each as the algorithm says.
 
     with fl_round.correct(model, optimizer):
         train()                               # the same training code for every algorithm
@@ -64,7 +64,7 @@ def optimizers_in(optimizers: Given | Any) -> tuple[Optimizer, ...]:
     """Return the given optimizers as a tuple, without wrappers.
 
     Raises:
-        UsageError: the list is empty, an optimizer is in the list twice, or an element is no optimizer.
+        UsageError: the list is empty, an optimizer is in the list twice, or an element is not an optimizer.
     """
     if isinstance(optimizers, Mapping | set | frozenset | str):
         raise UsageError(
@@ -319,7 +319,7 @@ class StepHooks:
             return
         if self._unended or (self._followed and self._followed[-1].is_under_way):
             raise UsageError(
-                "optimizer.step() has not returned yet, so its step is not corrected.",
+                "optimizer.step() has not returned yet, so its step is not corrected yet.",
                 "Submit the round after optimizer.step() has returned.",
             )
         if not self.steps:
@@ -406,7 +406,8 @@ class _Followed:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Handle the start of a step, as torch's pre-hook. If the step has a closure, replace it by a corrected one.
 
-        `args[0]` is the optimizer. torch calls the step with the returned arguments; None: with the given ones.
+        `args[0]` is the optimizer. torch calls the step with the returned arguments, or with `args` and `kwargs` if the
+        result is None.
         """
         self._depth += 1
         if self._depth > 1:
@@ -440,7 +441,7 @@ class _Followed:
 
     @contextmanager
     def _a_failed_step_has_ended(self) -> Iterator[None]:
-        """If the block raises, record that no step is running: torch calls no post-hook after a failed step."""
+        """If the block raises, reset the depth of nested steps: torch calls no post-hook after a failed step."""
         try:
             yield
         except BaseException:

@@ -1,8 +1,8 @@
 """Manifests and blob ids. A manifest lists the parts of a blob with their digests, to check each part as it arrives.
 
 A blob is an immutable file that is sent in parts: a version of the model, a worker's update, the difference between two
-versions, the state of the outer optimizer, or an object that a user has published. The id of a blob is a BLAKE3 hash of
-the digest of its division into parts and of the digests of all parts.
+versions, the state of the outer optimizer, or an object that a user has published. The id of a blob is a BLAKE3 hash
+over one digest that describes how the file is divided, and the digests of all parts.
 
 If a file has a `Layout`, which both sides know, the layout determines the parts. All other files are divided by `Cuts`,
 and the cuts are sent with the file.
@@ -95,7 +95,7 @@ class Cuts:
 
 
 def state_id(region_digests: Sequence[bytes]) -> str:
-    """Return the id of the file with the outer optimizer's state, from the digests of its regions; empty if none."""
+    """Return the id of the file with the outer optimizer's state, from the digests of its regions; empty for none."""
     return blob_id("", region_digests) if region_digests else ""
 
 

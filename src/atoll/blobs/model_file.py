@@ -26,7 +26,7 @@ from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 MASTER = "master"
-"""Suffix of the names of masters: parameters in full precision in an outer state. That of `x` is named `x.master`."""
+"""Suffix of masters, the parameters in full precision in an outer state. The master of `x` is named `x.master`."""
 
 
 def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
@@ -74,7 +74,7 @@ def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Itera
 
 
 class ModelFile:
-    """Reads a version's tensors, one chunk at a time. It reads parameters in full precision if that is stored.
+    """Reads a version's tensors, one chunk at a time. It reads parameters in full precision if these are stored.
 
     If workers download versions through a lossy codec, the version file has the rounded parameters that the workers
     get. The full-precision parameters, called masters, are then in the version's outer state, the file with the state

@@ -4,8 +4,9 @@
     parts  [0      ][1      ]                                 [2        ][3        ][4        ][5       ]
 
 The skeleton is the tree without its tensors. The head has its own parts, so that a receiver knows the offset of every
-tensor before the first tensor arrives. The rest is divided every `part_bytes`, also within tensors. Some tensors can be
-inline: their bytes are in the head, next to the skeleton. The receiver rebuilds the tree from the file.
+tensor before the first tensor arrives. The rest is divided into parts of `part_bytes`, which may end within a tensor.
+Some tensors can be inline: their bytes are in the head, next to the skeleton. The receiver rebuilds the tree from the
+file.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Contents:
             what: the object's name, for messages.
 
         Raises:
-            BadRequest: the bytes are no head of an object, or do not match the sizes.
+            BadRequest: the bytes are not the head of an object, or do not match the sizes.
         """
         with no_gc():
             return cls._read(head, cuts, what)
@@ -208,8 +209,8 @@ class Contents:
         """Build the tree with the given tensors.
 
         Args:
-            tensors: name → tensor, or a stand-in for it; called once for each tensor in the tree, also for those in the
-                head.
+            tensors: name → tensor, or a stand-in for it; called once for each tensor in the tree, including those in
+                the head.
             streams: name → the source that a registered type reads from; by default the result of `tensors`.
         """
         tensor_at = functools.cache(lambda index: tensors(self.names[index]))
