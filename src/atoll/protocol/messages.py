@@ -4,7 +4,7 @@ The OpenAPI document is made from these classes. Unknown fields are refused, so 
 silently. Requests refer to tickets (the right to submit one update), versions and parts by the numbers that the server
 issued. Only `SchemaMessage` has names of tensors.
 
-To send an object (any data of a user), a client opens it (`ObjectOpen`), sends its parts and completes it
+To send an object (any data that a user publishes), a client opens it (`ObjectOpen`), sends its parts and completes it
 (`ObjectComplete`). Then the object can be downloaded.
 """
 
@@ -53,7 +53,7 @@ def _shown(most: int) -> AfterValidator:
 
 
 METRICS, METRIC_CHARS = 256, 128
-"""Most metrics of an update, and most characters in the name of a metric."""
+"""Maximum number of metrics of an update, and maximum length of a metric's name, in characters."""
 MetricName = Annotated[str, StringConstraints(max_length=METRIC_CHARS), _shown(METRIC_CHARS)]
 Host = Annotated[str, StringConstraints(max_length=256), _shown(256)]
 Label = Host
@@ -75,7 +75,7 @@ class Message(BaseModel):
 
 
 WRONG_TOKEN = "The request has no valid token."
-"""Message of the `Problem` that answers a request with a token that is not the server's."""
+"""Message of the `Problem` that answers a request without the server's token."""
 
 
 class Problem(BaseModel):
@@ -84,7 +84,7 @@ class Problem(BaseModel):
     code: str = Field(description="A stable name of the kind of error; see docs/reference.")
     message: Shown = Field(description="What happened, with the value.")
     remedy: Shown = Field("", description="What to do about it.")
-    retry_after_s: float | None = Field(None, description="Seconds until a retry may help; null: none.")
+    retry_after_s: float | None = Field(None, description="Seconds until a retry may help; null: unknown.")
 
 
 class RunInfo(Message):
@@ -198,7 +198,7 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """The last counted update of a site, for algorithms such as SCAFFOLD that keep local state: the state includes it.
+    """The last counted update of a site, for algorithms such as SCAFFOLD with local state, which includes the update.
 
     `base_version` is the version that the update was trained from. None: no update was counted yet, and the state is
     zero.
@@ -217,13 +217,13 @@ class Join(Message):
 
     protocol: int = Field(description="Protocol version of the worker.")
     site: Site
-    run: str = Field("", max_length=64, description="Id of the run to join; the server refuses another one.")
+    run: str = Field("", max_length=64, description="Id of the run to join, or empty; another run refuses the worker.")
     host: Host = Field("", description="Name of the worker's host, for the status.")
     process: str = Field(
         "", pattern="^[0-9A-Za-z]{0,64}$", description="Random id of this process; the newest process of a site wins."
     )
     schema_digest: Hex32 | None = Field(
-        None, description="Digest of the worker's model, or of the run's schema; the server refuses another one."
+        None, description="Digest of the worker's model, or of the run's schema. It must equal the server's digest."
     )
     sync_every: Count | None = Field(None, description="The worker's H; null: use the run's. Must equal the run's.")
     num_fragments: Count | None = Field(None, description="The worker's number of fragments. Must equal the run's.")
@@ -305,7 +305,7 @@ class Outcome(Message):
     base_version: Count
     version: Count | None = Field(None, description="Version that contains the update, once it counts.")
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the acknowledged update.")
-    staleness: Count = Field(0, description="Versions between the base of a counted update and its version.")
+    staleness: Count = Field(0, description="Versions between the base of the update and the base of its round.")
     reason: Shown = ""
 
     @property
@@ -349,7 +349,7 @@ class TicketReply(Message):
 
     status: Literal["ticket", "wait", "finished", "ended"]
     ticket: Ticket | None = None
-    previous: Outcome | None = Field(None, description="State of this worker's ticket before.")
+    previous: Outcome | None = Field(None, description="State of this worker's previous ticket.")
     counted: Counted | None = Field(
         None,
         description="Last counted update of this site; only with a ticket, and if sites keep local state.",
@@ -382,7 +382,7 @@ class Complete(Message):
     weight: float = Field(1.0, gt=0, description="Weight of the update: samples, tokens or any other number.")
     steps: Count = Field(0, description="Local steps in this round.")
     metrics: Metrics = Field(default_factory=dict)
-    source: Reference | None = Field(None, description="Address of the update for the aggregating worker of a swarm.")
+    source: Reference | None = Field(None, description="Reference to the update, for the aggregator of a swarm.")
 
 
 class Receipt(Message):
@@ -432,7 +432,7 @@ class Manifest(Parts):
     """The parts of a version and their digests, so that a download can be checked and resumed part by part."""
 
     version: Count
-    delta: Delta | None = Field(None, description="Difference from the version before; null: none.")
+    delta: Delta | None = Field(None, description="Difference from the previous version; null: none.")
     sources: list[Reference] = Field(
         default_factory=list, description="Workers of a swarm with this version; empty: the server has it."
     )
@@ -443,7 +443,7 @@ class ObjectOpen(Message):
 
     head_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Bytes of the header; a multiple of 64.")
     nbytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Bytes of the object, header included.")
-    part_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Most bytes of one part; a multiple of 64.")
+    part_bytes: int = Field(gt=0, lt=NUMBER_BELOW, description="Maximum bytes of one part; a multiple of 64.")
     inline: bool = Field(False, description="Whether the manifest contains the object's bytes.")
     expires_s: float = Field(gt=0, description="Seconds to keep the object; the server may shorten this.")
 
@@ -473,7 +473,7 @@ class BlobManifest(Message):
     head_bytes: Count
     nbytes: Count
     part_bytes: Count
-    inline: str | None = Field(None, description="The object's bytes in base64, if small and asked for.")
+    inline: str | None = Field(None, description="Bytes of a small object in base64, if the request asks for them.")
 
     @classmethod
     def of(cls, manifest: blobs.Manifest, inline: bytes | bytearray | None = None) -> BlobManifest:

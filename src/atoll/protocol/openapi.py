@@ -55,7 +55,7 @@ class Operation:
         problems: error codes of this operation, besides `COMMON_PROBLEMS`.
         open: whether the operation is answered without a token.
         secret: whether the `Atoll-Secret` header of an object is required.
-        body_bytes: most bytes of a JSON body.
+        body_bytes: maximum size of a JSON body, in bytes.
     """
 
     name: str
@@ -85,7 +85,7 @@ OPERATIONS: tuple[Operation, ...] = (
         reply=messages.Joined,
         problems=("server_lost", "schema_mismatch", "version_skew", "config", "busy"),
     ),
-    Operation("leave", "POST", routes.LEAVE, "Deregister.", request=messages.Leave, lease=True, problems=_LEASED),
+    Operation("leave", "POST", routes.LEAVE, "Leave the run.", request=messages.Leave, lease=True, problems=_LEASED),
     Operation(
         "heartbeat",
         "POST",
@@ -162,7 +162,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_delta",
         "GET",
         routes.DELTA_DATA,
-        "Get the difference from the version before. Honours Range, If-Range and If-None-Match; the ETag is "
+        "Get the difference from the previous version. Honours Range, If-Range and If-None-Match; the ETag is "
         "the digest.",
         reply=bytes,
         problems=("gone", "range"),
@@ -171,7 +171,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "get_model_part",
         "GET",
         routes.MODEL_PART,
-        "Get one part of a version for an export, with the fp32 value of each parameter: its bytes, then "
+        "Get one part of a version for an export, with parameters cast from full precision: its bytes, then "
         "their BLAKE3 (32 bytes). The parts are those of the version's file.",
         reply=bytes,
         problems=("gone",),

@@ -40,22 +40,22 @@ SECRET_HEADER = "Atoll-Secret"
 """Header with the secret of an object's reference. With it, a request may download the object without a token."""
 
 CONTROL_BODY_BYTES = 64 * 2**10
-"""Most bytes of a control message. A longer message is refused before it is read."""
+"""Maximum size of a control message, in bytes. A longer message is refused before it is read."""
 REPORT_BODY_BYTES = 16 * 2**20
-"""Most bytes of a report of a swarm's worker. A report contains the digests of every part of a version."""
+"""Maximum size of a report from a worker of a swarm, in bytes. It contains the digests of all parts of a version."""
 
 HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
 """Size of a BLAKE3 digest. The body of a part is the bytes of the part, then their digest."""
 
 MANIFEST_BYTES = 32 * 2**20
-"""Most bytes of an object's manifest. A receiver refuses a longer one."""
+"""Maximum size of an object's manifest, in bytes. A receiver refuses a longer one."""
 
 INLINE_BYTES = 16 * 2**20
-"""Most bytes of an object that is sent inline, within its manifest."""
+"""Maximum size of an object that is sent inline, within its manifest, in bytes."""
 
 LONG_POLL_S = 20.0
-"""Most seconds that the server holds a ticket request before it answers "wait".
+"""Maximum number of seconds that the server holds a ticket request before it answers "wait".
 
 Common proxies have a longer idle timeout.
 """

@@ -33,9 +33,9 @@ class WorkerStatus(Message):
     staleness: Count = Field(0, description="Rounds between the site's version and the head.")
     local_steps: Count = Field(0, description="Steps between synchronisations under DyLU; 0: the run's sync_every.")
     bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
-    bytes_down: Count = Field(0, description="Bytes sent to the site since then.")
+    bytes_down: Count = Field(0, description="Bytes sent to the site since the server started.")
     gradient_bytes: Count = Field(
-        0, description="Bytes of the gradients of all local steps in accepted updates since then."
+        0, description="Bytes of one gradient per local step, over all updates accepted since the server started."
     )
     retries: Count = 0
     reconnections: Count = 0
@@ -75,7 +75,7 @@ class RoundSummary(Message):
         None,
         description="Estimated weight of all workers together; null: no reducer needs it.",
     )
-    aggregator: str = Field("", description="Worker of a swarm that reduced the round; empty: the server.")
+    aggregator: str = Field("", description="Worker of a swarm that aggregated the round; empty: the server.")
     checker: str = Field("", description="Worker that checked the version before it became the head.")
 
     def line(self, *, has_fragments: bool = False) -> str:
@@ -87,7 +87,7 @@ class RoundSummary(Message):
         told = f"; {numbers(self.metrics)}" if self.metrics else ""
         return (
             f"round {self.round}{of}: version {self.version} from {updates}{instead} "
-            f"({', '.join(self.workers)}{behind}), {size(self.bytes_up)}, reduced in {self.seconds:.2f} s{told}"
+            f"({', '.join(self.workers)}{behind}), {size(self.bytes_up)}, aggregated in {self.seconds:.2f} s{told}"
         )
 
 
@@ -119,7 +119,7 @@ class BestStatus(Message):
     version: Count | None = Field(None, description="Null: no round has reported the metric yet.")
     round: Count | None = Field(None, description="Round in which workers measured this version.")
     value: float | None = None
-    stale: Count = Field(0, description="Measurements since the last improvement, by `early_stop_min_delta`.")
+    stale: Count = Field(0, description="Measurements since the last gain above `early_stop_min_delta`.")
     file: str = Field("", description="File of the best version; empty until it is written.")
 
 
@@ -131,7 +131,7 @@ class TaskStatus(Message):
     way: str = Field(description="How the payload is sent: streamed, inline, or skipped if it has no tensors.")
     sites: list[str]
     missing: list[str] = Field(description="Sites that have not answered yet.")
-    answers: dict[str, Count] = Field(description="Number of answers by way of sending; failed: errors.")
+    answers: dict[str, Count] = Field(description="Way of sending → number of answers; failed: errors.")
     open: bool
     seconds: float
 
@@ -184,11 +184,11 @@ class Status(Message):
     refused: Count = Field(0, description="Updates refused during the run.")
     staleness: dict[str, Count] = Field(
         default_factory=dict,
-        description="Versions between base and head → number of such counted updates, since the server started.",
+        description="Staleness in versions → number of counted updates with it, since the server started.",
     )
     tasks: dict[str, Count] = Field(
         default_factory=dict,
-        description="Number of payloads by way of sending: streamed, inline, or skipped (no tensors).",
+        description="Way of sending (streamed, inline, or skipped: no tensors) → number of payloads.",
     )
     workflows: list[WorkflowStatus] = Field(
         default_factory=list, description="Workflows in order; empty if the run has only rounds."

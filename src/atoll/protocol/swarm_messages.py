@@ -98,7 +98,7 @@ class PeerReport(Message):
 class Hold(Message):
     """The server's order to store a version and its outer optimizer's state.
 
-    A worker that lacks them downloads them.
+    A worker downloads what it does not have.
     """
 
     fragment: Count
@@ -123,7 +123,7 @@ class PeerWork(Message):
 
     stamp: Count = Field(description="Stamp of these orders; it changes with them.")
     server: Count = Field(0, description="Start time of the server, in ms since 1970.")
-    order: Count = Field(0, description="Number of this answer; the highest number of a server counts.")
+    order: Count = Field(0, description="Number of this answer; a worker obeys only a server's highest number.")
     probe: list[Address] = Field(default_factory=list, description="Addresses of workers to test the connection to.")
     hold: list[Hold] = Field(default_factory=list)
     collect: list[Collect] = Field(default_factory=list)

@@ -88,7 +88,7 @@ class Cell(Message):
     site: str
     metrics: Metrics = Field(default_factory=dict)
     not_finite: list[str] = Field(default_factory=list, description="Metrics that were NaN or infinite.")
-    error: str = Field("", description="Why the cell is empty; else empty.")
+    error: str = Field("", description="Why there is no result; empty if there is one.")
     seconds: float = 0.0
 
 

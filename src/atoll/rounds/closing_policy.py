@@ -27,7 +27,7 @@ class RoundView:
         floor: fewest updates with which this round may close, at least 1.
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
-        first_s: time since when the oldest accepted update has waited to be reduced; None if no update waits.
+        first_s: time when the round first had an accepted update: the start of the grace time; None if it has none.
         elsewhere: sites that wait for a new version of another fragment. Until they have it, they submit no update of
             this fragment.
     """
@@ -52,7 +52,7 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The decision to close the round. Exactly the updates of `tickets` are reduced, in this order."""
+    """The decision to close the round and to aggregate exactly the updates of `tickets`, in this order."""
 
     tickets: tuple[int, ...]
 
@@ -120,7 +120,7 @@ class Barrier(Policy):
         return "barrier"
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
-        """Close with all accepted updates if there is one from each expected site, and at least `view.floor`."""
+        """Close with all accepted updates when every expected site has one, and there are at least `view.floor`."""
         if len(view.expected) < view.floor:
             updates = f"{len(view.expected)} of {view.floor} updates"  # a dead site's accepted update counts
             return StayOpen(f"waits for another site: it has or expects {updates} ({view.floor_name})")
@@ -159,14 +159,14 @@ class Async(Policy):
     """The policy of asynchronous runs: a step of the outer optimizer applies the `buffer` earliest updates.
 
     With `buffer` > 1 this is FedBuff (Nguyen et al., arXiv 2106.06639), with one difference: a site waits for the step
-    that applies its update. If every live site has submitted, the step does not wait for a full buffer. The step does
-    not wait either for sites that wait for another fragment: otherwise sites could wait for each other forever.
+    that applies its update. If every live site has submitted, the step does not wait for a full buffer. Nor
+    does the step wait for sites that wait for another fragment: otherwise sites could wait for each other forever.
 
     Args:
         buffer: K, number of updates that one step applies.
         grace_s: seconds for which a step waits for more updates, counted from its first update; infinity: until all
             sites have submitted.
-        sync_rounds_first: number of first rounds that are barriers. Asynchronous training from a random
+        sync_rounds_first: number of rounds at the start that are barriers. Asynchronous training from a random
             initialisation loses much quality (Liu et al., arXiv 2401.09135, section 6).
     """
 
@@ -191,7 +191,7 @@ class Async(Policy):
         """Return the sites that the next step waits for.
 
         In a synchronous round, these are the missing sites. In an asynchronous round, these are the missing sites that
-        can submit, but only after a first update has come, and only if the policy has a buffer or a grace time.
+        can submit; but the step waits for none before its first update, or if it has neither a buffer nor a grace time.
         """
         if not self.is_async(view.number):
             return view.missing
@@ -216,7 +216,7 @@ class Async(Policy):
             return StayOpen("waits for an update")
         if missing := _free(view):
             if len(view.accepted) < self.buffer:
-                return StayOpen(f"waits for {self.buffer - len(view.accepted)} more updates of {self.buffer}")
+                return StayOpen(f"waits for {self.buffer - len(view.accepted)} more of {self.buffer} updates")
             until_s = (now_s if view.first_s is None else view.first_s) + self.grace_s
             if self.grace_s and now_s < until_s:
                 at_most = f", {self.grace_s:g} s at most" if math.isfinite(self.grace_s) else ""

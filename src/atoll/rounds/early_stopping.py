@@ -18,7 +18,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The metric of a version: the mean that the workers of `round` measured before they trained from the version."""
+    """The metric of a version: the mean over the workers of `round`, which measured it before they trained."""
 
     version: int
     round: int

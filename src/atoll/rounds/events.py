@@ -151,8 +151,8 @@ class LeaseGranted(Decision):
 class LeaseEnded(Decision):
     """`site` no longer takes part. `why` is `dead`, `left` or `failed`.
 
-    Parts of an update that the server has not acknowledged may be deleted. An open ticket of the site stays valid until
-    its round closes.
+    If the server has not acknowledged an update of the site, its parts may be deleted. An open ticket of the site stays
+    valid until its round closes.
     """
 
     site: str
@@ -240,7 +240,7 @@ class RoundReopened(Decision):
 
 @dataclass(frozen=True, slots=True)
 class RoundClosed(Decision):
-    """The round is closed. Reduce exactly the updates of these tickets, in this order (by site name)."""
+    """The round is closed. Aggregate exactly the updates of these tickets, in this order (by site name)."""
 
     fragment: int
     base_version: int

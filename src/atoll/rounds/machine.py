@@ -8,8 +8,8 @@ derives the expected sites from the live sites and the tickets, and asks the clo
 `_settle` on the state from the journal, so the same rules repair the state after a crash between two writes to
 the journal.
 
-`now_s` is a time in seconds on a monotonic clock. With a wall clock, a change of the
-system time could make live workers look dead.
+`now_s` is a time in seconds on a monotonic clock. With a wall clock, a change of the system time could make live
+workers look dead.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
 
 
 def _request_async(draft: Draft, site: str, fragment: int) -> None:
-    """Issue a ticket for the newest version in an asynchronous round. It replaces an open ticket for an earlier one."""
+    """Issue a ticket for the newest version in an asynchronous round. It replaces one for an earlier version."""
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":
@@ -222,7 +222,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
 
 
 def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
-    """Reopen a swarm's round after the loss of its aggregator and the collected updates.
+    """Reopen a round of a swarm after its aggregator was lost, and with it the collected updates.
 
     The tickets with accepted updates are open again, so that their sites submit the updates again.
     """
@@ -334,7 +334,7 @@ def _open_next(draft: Draft, fragment: int, event: str) -> None:
     """Open the next round of a fragment for sites drawn from the live sites.
 
     If too few sites are alive now, others are added later. An asynchronous round takes over tickets of earlier rounds:
-    open tickets, and tickets with accepted updates that were not reduced.
+    open tickets, and tickets with accepted updates that were not aggregated.
 
     Args:
         draft: the new state, which this function changes.
@@ -370,7 +370,7 @@ def _revise(draft: Draft, fragment: int) -> None:
     In a synchronous round, these are:
       - the sites with an accepted update, alive or not;
       - the sites that may still submit and that have an open ticket, or were expected before and not refused.
-    If they are too few to close the round, other live sites without a ticket are added, oldest lease first.
+    If these are too few to close the round, other live sites without a ticket are added, oldest lease first.
     """
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
     alive = draft.state.active_s.keys()
@@ -450,8 +450,8 @@ def _drop_ended(draft: Draft, fragment: int) -> None:
 def _expire(draft: Draft, fragment: int) -> None:
     """End the open tickets of a synchronous round that has closed.
 
-    Call this after the effect `RoundClosed`. Then a crash between the effects cannot leave an open round with expired
-    tickets.
+    Call this after adding the effect `RoundClosed`, so that a crash between the effects cannot leave an open round with
+    expired tickets.
     """
     if not draft.state.is_async(fragment):
         reason = f"the round from version {draft.round(fragment).head} closed without it"

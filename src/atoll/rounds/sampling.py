@@ -58,11 +58,11 @@ class Sampling:
 
 
 HOLDERS = 2
-"""In a swarm, at least this many workers hold the newest version and its outer state, if there are as many."""
+"""In a swarm, at least this many workers hold the newest version and its outer state; fewer if the swarm is smaller."""
 
 
 def ranking(sites: Collection[str], *, seed: int, fragment: int, version: int, named: Sequence[str] = ()) -> list[str]:
-    """Return the sites of a swarm in the order of preference as aggregator of a round.
+    """Rank the sites of a swarm as aggregators of a round, and return them, the preferred one first.
 
     Args:
         sites: sites that could aggregate.
@@ -94,8 +94,8 @@ def aggregator_of(
         holders: sites that have the base version.
         excluded: sites that failed in this round, oldest failure first. They are chosen, in this order, only if no
             other site is left.
-        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if every
-            other site with the base version has failed in this round.
+        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if no
+            other site is left that may be chosen and has not failed in this round.
         named: sites that the user named as aggregators. Other sites are chosen only if every named site has failed in
             this round or does not have the base version.
     """

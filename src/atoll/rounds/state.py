@@ -114,13 +114,13 @@ class Round:
         phase: state in the table of transitions `ROUND`: `gathering`, `open`, `closing` or `finished`.
         head: newest version of the fragment, from which the round starts.
         opened_s: time when the round opened.
-        expected: expected site → time since when the round has waited for it. Each site is alive or has an accepted
+        expected: expected site → time when the round began to wait for it. Each site is alive or has an accepted
             update.
         tickets: site → its ticket of this round. In asynchronous rounds, the ticket may be from an earlier round.
         frozen: while the round is closing, the ticket numbers of the updates that are being aggregated, in order.
         until_s: time at which the policy may close the round without an event; None if there is no such time.
         lost: number of versions up to `head` that the server has lost; a power loss may destroy the newest versions.
-        first_s: time since when the oldest accepted update has waited to be reduced; None if no update waits.
+        first_s: time when the round first had an accepted update: the start of the grace time; None if it has none.
     """
 
     phase: str
@@ -239,7 +239,7 @@ class State:
         """Return what a fragment does or waits for, as a sentence without subject: for example "waits for clinic-a"."""
         round_ = self.rounds[fragment]
         if round_.phase == "gathering" and self.rules.held:
-            return "does not train at present: a workflow of tasks has the sites"
+            return "does not train at present: the sites work on tasks of a workflow"
         if round_.phase == "gathering":
             joined = len(leases.alive(self.members))
             return f"waits for {self.rules.sites} sites to join, {joined} {'has' if joined == 1 else 'have'}"
@@ -278,7 +278,7 @@ class State:
     def staleness(self, ticket: Ticket) -> int:
         """Return how many versions lie between a ticket's base and the version that its update would be applied to now.
 
-        Lost versions count, too, so an update may be treated as older than it is. In a synchronous round, it is 0.
+        Lost versions count, too, so an update may be treated as older than it is. In a synchronous round, return 0.
         """
         round_ = self.rounds[ticket.fragment]
         if not self.is_async(ticket.fragment):
@@ -300,7 +300,7 @@ class State:
     def next_deadline_s(self) -> float | None:
         """Time at which a `TimePassed` event is due next; None if no event is due.
 
-        A sign of life of a worker can move this time. So, when a timer fires, read it again.
+        A sign of life of a worker can move this time. So read this property again when a timer fires.
         """
         times = [round_.until_s for round_ in self.rounds if round_.phase == "open" and round_.until_s is not None]
         timeout_s = self.rules.heartbeat_timeout_s

@@ -79,7 +79,7 @@ class Ticket:
 
     @property
     def is_live(self) -> bool:
-        """Whether the ticket is open, or its accepted update waits to be reduced or committed."""
+        """Whether the ticket is open, or its update is accepted but not yet in a committed version."""
         return self.state in ("open", "accepted")
 
 

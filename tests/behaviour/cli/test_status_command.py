@@ -59,7 +59,7 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
     assert "1.2 GB" in first
     assert "loss 2.25" in first
     assert second.endswith("no heartbeat for 120 s")
-    assert lines[-1] == "round 2: version 2 from 2 updates (clinic-a, clinic-b), 8.0 MB, reduced in 0.25 s; loss 2.5"
+    assert lines[-1] == "round 2: version 2 from 2 updates (clinic-a, clinic-b), 8.0 MB, aggregated in 0.25 s; loss 2.5"
     assert "\x1b" not in outcome.stdout
 
 

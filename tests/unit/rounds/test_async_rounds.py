@@ -96,7 +96,7 @@ def test_a_buffer_is_reduced_together(story):
     run, tickets = begin(story, "a", "b", "c", policy=Async(buffer=2))
     assert not closed(run.accept(tickets["c"]))
     assert run.missing() == ("a", "b")
-    assert "waits for 1 more updates of 2" in run.why()
+    assert "waits for 1 more of 2 updates" in run.why()
     assert closed(run.accept(tickets["a"])) == [(tickets["a"], tickets["c"])]  # by site within a step
     run.commit()
     assert not closed(run.accept(tickets["b"]))  # the next buffer
