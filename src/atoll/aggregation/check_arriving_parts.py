@@ -36,7 +36,7 @@ RUN_BYTES = ELEMENTS * WIDEST_BYTES
 """Maximum number of bytes that are received, hashed and written together."""
 
 ROW = 512
-"""Number of elements of which one norm is computed in fp32."""
+"""Number of elements over which one norm is computed in fp32."""
 SMALLEST = 1e-20
 """Smallest sum of squares for which fp32 is used. Above it, underflow loses less than 1e-12 of the sum."""
 
@@ -127,7 +127,7 @@ class Inspection:
             overflow = bool(_values(piece.numel, torch.float64).isfinite().all())
         if not (squares < math.inf or overflow):
             is_overflow = not bool(_values(piece.numel, torch.float64).isnan().any())
-            overflowed = f"{spec.name} contains Inf, which {spec.dtype} or its codec cannot represent"
+            overflowed = f"{spec.name} contains Inf: a value may be too large for {spec.dtype} or its codec"
             bad.append(overflowed if is_overflow else f"{spec.name} contains NaN or Inf")
         return squares
 
@@ -169,7 +169,7 @@ class PartScan:
         self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
 
     def next_stop(self, start: int) -> int:
-        """Return the file offset at which to stop receiving now. If possible, it does not divide a byte run.
+        """Return the file offset at which to stop receiving now. If possible, this offset does not divide a byte run.
 
         Args:
             start: offset of the next byte to receive.
@@ -275,7 +275,7 @@ class Overflow(RunFailed):
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            "Start a new run from that version (atoll export) in another disk.state_dir. Use a lower "
+            "Start a new run from the last version (atoll export) in another disk.state_dir. Use a lower "
             "algorithm.outer_optimizer.lr or algorithm.outer_optimizer.momentum, smaller updates (the filter "
             "norm_clip), or a model in bf16 or fp32. A restart with this disk.state_dir ends with the same "
             "error.",

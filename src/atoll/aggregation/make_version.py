@@ -118,8 +118,8 @@ class NextFiles:
 class ClosedRound(VersionDigests):
     """Result of a pass: digests of the written files, the gradient norm and the time.
 
-    The bytes that each digest covers are given by `outer_state.version_regions`, `outer_state.state_regions` and
-    `Downlink.parts`.
+    `outer_state.version_regions`, `outer_state.state_regions` and `Downlink.parts` give the bytes that each digest
+    covers.
 
     Attributes:
         grad_norm: L2 norm of the reduced pseudo-gradient, precise to six digits; infinite on overflow. For display.
@@ -168,7 +168,7 @@ def make_version(
         Overflow: the next version would contain Inf or NaN.
         StateCorrupt: an input file ends early, or the base does not match its digests (`BaseDamaged`).
         OSError: the disk is full, or fails.
-        UsageError: there are no updates, or a weight is not finite and positive.
+        UsageError: there are no updates, or a weight is not finite or not positive.
     """
     began = time.monotonic()
     work = _Pass(plan, frozen, files, out, on_progress)
@@ -353,7 +353,7 @@ class _Thread:
         work.progress(part.nbytes)
 
     def _copy_header(self, part: Part) -> None:
-        """Copy the part's bytes of the header, if it has some, from the base: all versions have the same header."""
+        """If the part has bytes of the header, copy them from the base: all versions have the same header."""
         files, nbytes = self._work.files, self._scratch.nbytes
         first = part.pieces[0].offset if part.pieces else part.stop
         for offset in range(part.start, first, nbytes):
@@ -492,7 +492,7 @@ class WholeState:
                     self._after.setdefault(tensor, {})[key] = new[span].view(dtype).view(shape)
 
     def clones(self, tensor: str) -> State:
-        """Return copies of a tensor's values before the round: key, such as `step` → value."""
+        """Return copies of a tensor's values before the round: key (such as `step`) → value."""
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 
     def set(self, tensor: str, key: str, value: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 The file is a safetensors file with tensors named `<tensor>.<key>`, such as `layer.weight.momentum_buffer` and
 `layer.weight.step`. The key `master` is a parameter's fp32 master: its value before it is cast to the version's dtype.
-It exists if the version has the parameter in a smaller dtype, or if versions are downloaded through a lossy codec.
+A master exists if the version has the parameter in a smaller dtype, or if versions are downloaded through a lossy
+codec.
 
 The file is ordered by columns: all `momentum_buffer`, then all `step`, and so on. So a byte run of the version
 corresponds to one byte run of each column. Entries have one of two groups:
@@ -86,7 +87,7 @@ def entries(layout: Layout | None) -> Entries:
 
 
 def version_regions(version: Layout) -> tuple[Ranges, ...]:
-    """Return, for each digest in `ClosedRound.part_digests`, the byte ranges of the version that it covers: a part."""
+    """Return, for each digest in `ClosedRound.part_digests`, the byte ranges that it covers: one part."""
     return tuple(((part.start, part.nbytes),) for part in version.parts)
 
 

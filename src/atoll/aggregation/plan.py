@@ -127,7 +127,7 @@ class FragmentPlan:
         return entries(self.state_layout)
 
     def columns(self, run: ByteRun) -> dict[str, tuple[Column, int, torch.dtype]]:
-        """Return where the outer optimizer's state of a byte run's elements is in the state file.
+        """Return where the state file has the outer optimizer's state for the elements of a byte run.
 
         Only state with one element per element of the tensor, such as `momentum_buffer`, is returned.
 

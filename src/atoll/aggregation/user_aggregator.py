@@ -51,7 +51,7 @@ class Update:
         site: name of the site.
         round: number of the round that the update was submitted for.
         weight: the update's weight, as the site sent it; finite and positive.
-        steps: number of local steps; 0 if the site did not report it.
+        steps: number of local steps; 0 if the site did not report them.
         metrics: metrics that the site reported.
         tensors: name → pseudo-gradient, for every tensor of `params`. Each access reads the tensor from disk.
         buffers: name → value, for every buffer. The server averages buffers itself.
@@ -67,7 +67,7 @@ class Update:
 
 
 class AllAtOnce:
-    """Wraps a user's function `aggregate(updates)`: collects the updates of a round, and then calls it."""
+    """Wraps a user's function `aggregate(updates)`: collects the updates of a round, then passes them on."""
 
     incremental = False
 
@@ -107,7 +107,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
         options: keyword arguments for the class, or for the function in addition to the updates.
 
     Raises:
-        ConfigError: the attribute does not exist, cannot be created with these options, or is no aggregator.
+        ConfigError: the attribute does not exist, cannot be created with these options, or is not an aggregator.
     """
     aggregator = kind = registry.load_attribute(target)
     if isinstance(aggregator, type):
@@ -189,7 +189,7 @@ def write_result(fd: int, layout: Layout, result: object, progress: Callable[[],
             if name in layout.by_name:
                 raise BadResult(f"the aggregator returned {name!r} twice")
             hint = registry.nearest(name, layout.by_name, "Return only parameters.")
-            raise BadResult(f"the aggregator returned {name!r}, which is no parameter ({hint.rstrip('.')})")
+            raise BadResult(f"the aggregator returned {name!r}, which is not a parameter ({hint.rstrip('.')})")
         write_at(fd, bytes_of(_checked(segment, value)), segment.offset)
         progress()
     if missing:
