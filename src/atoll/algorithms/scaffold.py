@@ -3,7 +3,7 @@
 S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh: SCAFFOLD: Stochastic Controlled Averaging
 for Federated Learning. ICML 2020, arXiv 1910.06378, algorithm 1, option II for the controls.
 
-    site      y_i ← x;   K times:  y_i ← y_i − η_l·(g_i(y_i) − c_i + c)    c_i, c: mean gradients of site i, of all sites
+    site      y_i ← x;   K times:  y_i ← y_i − η_l·(g_i(y_i) − c_i + c)   c_i, c: mean gradients of site i, of all sites
               c_i⁺ = c_i − c + (x − y_i) / (K·η_l)          with a schedule: Σ η_l in place of K·η_l
               Δc_i = c_i⁺ − c_i = (x − y_i) / Σ η_l − c
     server    x ← x − η_g · mean_S (x − y_i)                Atoll: by weight;  η_g = outer_optimizer.lr
