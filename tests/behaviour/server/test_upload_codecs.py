@@ -188,13 +188,13 @@ def all_ones(encoded: Tensor) -> None:
 
 FORGED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "int8-nan": (scale(float("nan")), "w contains NaN or Inf"),
-    "int8-inf": (scale(-float("inf")), "w contains Inf, which"),
-    "int8-overflow": (scale(3e38), "w contains Inf, which"),
+    "int8-inf": (scale(-float("inf")), "w contains Inf: a value"),
+    "int8-overflow": (scale(3e38), "w contains Inf: a value"),
     "int8-huge": (scale(1e30), "its norm is"),
     "int8-negative": (scale(-1.0), ""),
-    "int4-inf": (scale(float("inf")), "w contains Inf, which"),
+    "int4-inf": (scale(float("inf")), "w contains Inf: a value"),
     "int4-ones": (all_ones, ""),
-    "topk-inf": (scale(float("inf")), "w contains Inf, which"),
+    "topk-inf": (scale(float("inf")), "w contains Inf: a value"),
     "topk-same-places": (same_places, ""),
     "topk-ones": (all_ones, ""),
 }

@@ -153,7 +153,7 @@ def test_one_value_that_is_not_finite_is_found_and_its_tensor_named(tmp_path, co
     content = content_of(world)
     encode(content, segment, submitted)
     found = stats_of(world.update_layout, content)
-    told = "contains NaN or Inf" if math.isnan(bad) else "contains Inf, which"
+    told = "contains NaN or Inf" if math.isnan(bad) else "contains Inf: a value"
     assert [stats.bad.startswith(f"{name} {told}") for stats in found if stats.bad] == [True]
 
 
