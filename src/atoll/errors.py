@@ -15,7 +15,7 @@
     │   ├── Conflict               a ticket or id was already used for other bytes
     │   ├── PartCorrupt            bytes changed during a transfer
     │   ├── Gone                   the requested data is no longer kept
-    │   ├── Busy               ↻   the server asks for a later attempt
+    │   ├── Busy               ↻   the server asks to try again later
     │   └── BadRequest             the server did not understand the request
     ├── TransferError          5   a network error
     │   ├── ServerUnreachable  ↻   no server answers
@@ -133,7 +133,7 @@ class VersionSkew(PeerError):
 
 
 class AuthError(PeerError):
-    """A request lacks a valid token or a secret, or has a Host header that the server does not accept."""
+    """A request has no valid token or secret, or has a Host header that the server does not accept."""
 
     code, exit_code = "auth", 8
 

@@ -130,7 +130,7 @@ def load_attribute(target: str) -> Any:
     """
     module_name, separator, attribute = target.rpartition(":")
     if not separator or not module_name or not attribute:
-        raise ConfigError(f"{target!r} does not name a Python object.", "Use module:attribute, say my_models:build.")
+        raise ConfigError(f"{target!r} does not name a Python object.", "Use module:attribute, like my_models:build.")
     try:
         module = _load_file(Path(module_name)) if is_file(target) else importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -58,7 +58,7 @@ class PartStats:
     Attributes:
         digest: BLAKE3 of the part's bytes; empty if it was not computed.
         sumsq: sum of squares of the part's decoded `params`, in fp64; not finite if a value is NaN or Inf.
-        bad: message about NaN or Inf that names the first such tensor; None if all values are finite.
+        bad: message that names the first tensor with NaN or Inf; None if all values are finite.
     """
 
     digest: bytes
@@ -207,7 +207,7 @@ class PartScan:
 
 
 def norm_of(squares: Iterable[float]) -> float:
-    """Return the root of the sum of these squares; infinity if the sum overflows or one of them is not finite."""
+    """Return the square root of the sum of `squares`; infinity if the sum overflows or is not finite."""
     try:
         return min(math.inf, math.sqrt(math.fsum(squares)))  # infinity for NaN, too, because no NaN is the smaller one
     except OverflowError:  # the sum for huge fp64 values
@@ -217,7 +217,7 @@ def norm_of(squares: Iterable[float]) -> float:
 def receive_buffer(start: int, stop: int) -> memoryview:
     """Return the calling thread's buffer for bytes [start, stop) of a file.
 
-    It is aligned like the file: a byte at a file offset that is a multiple of `ALIGN_BYTES` has such an address, too.
+    The buffer is aligned like the file: if the file offset of a byte is a multiple of `ALIGN_BYTES`, so is its address.
     """
     return _scratch().view("source", stop - start, start % ALIGN_BYTES)
 

@@ -6,7 +6,7 @@ A master exists if the version has the parameter in a smaller dtype, or if versi
 codec.
 
 The file is ordered by columns: all `momentum_buffer`, then all `step`, and so on. So a byte run of the version
-corresponds to one byte run of each column. Entries have one of two groups:
+corresponds to one byte run of each column. Each entry is in one of two groups:
 
     runs     one element per element of the tensor; cut, stepped and hashed like the parts of the version
     wholes   one value for the whole tensor (`step`), or all state of an optimizer that steps whole tensors
@@ -103,7 +103,7 @@ def state_regions(version: Layout, state: Layout) -> tuple[Ranges, ...]:
 
 
 def columns_of(part: Part, table: Entries) -> dict[Column, list[tuple[int, int]]]:
-    """Return column → byte ranges of the state file with the state of the elements in a part of the version."""
+    """Return column → the byte ranges of the state file that belong to the elements of a part of the version."""
     columns: dict[Column, list[tuple[int, int]]] = {}
     for piece in part.pieces:
         for key, segment in table.get(piece.segment.spec.name, {}).items():

@@ -6,8 +6,8 @@
 The pseudo-gradient of a tensor is base − local. The outer optimizer uses it as a gradient.
 
 The result is written to a file with `params` only. Each element has the accumulation dtype (at least fp32), so that
-nothing is rounded before the outer step. The user's code runs in a child process (`main`); the server's side of it is
-`server/coordinator/user_aggregator_process`.
+nothing is rounded before the outer step. The user's code runs in a child process (`main`); its counterpart at
+the server is `server/coordinator/user_aggregator_process`.
 """
 
 from __future__ import annotations

@@ -163,5 +163,5 @@ class Manifest:
         self.cuts.require_object(what)
         if len(self.part_digests) != self.cuts.count or self.layout_digest != self.cuts.digest:
             raise BadRequest(
-                f"The sizes of {what} do not match its {len(self.part_digests)} digests of parts.", "Publish it again."
+                f"The sizes of {what} do not match its {len(self.part_digests)} part digests.", "Publish it again."
             )

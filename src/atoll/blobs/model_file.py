@@ -58,7 +58,7 @@ the masters (None: there are no masters)."""
 
 
 def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Iterator[memoryview]:
-    """Yield the bytes of a model file that follow its header, read from the files of a version.
+    """Yield the bytes that follow the header of a model file. They are read from the files of a version.
 
     Args:
         owners: the tensors in file order, from `model_header`.

@@ -40,7 +40,8 @@ class Codec(Protocol):
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Return the encoded size of `numel` elements of the safetensors dtype `dtype`, in bytes.
 
-        Additive over whole tiles: for n a multiple of 4,096, the size of n + m elements is the sum of both sizes.
+        It must be additive over whole tiles: if n is a multiple of 4,096, n + m elements take as many bytes as n
+        elements and m elements together.
         """
         ...
 

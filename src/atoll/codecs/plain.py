@@ -46,7 +46,7 @@ class Elementwise:
         target.view(torch_dtype(self.stored(dtype))).copy_(source)
 
     def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
-        """Write the elements of `source`, which are in `stored(dtype)`, into `target`, cast to its dtype."""
+        """Write the elements of `source`, which are in `stored(dtype)`, into `target`, cast to the target's dtype."""
         from atoll.tensors.dtypes import torch_dtype
 
         target.copy_(source.view(torch_dtype(self.stored(dtype))))

@@ -116,8 +116,8 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
     """Return the indices [tiles, k], in rising order, of the k largest values in each row of `sizes` [tiles, n].
 
     On the CPU, NumPy finds the k-th largest value, several times faster than torch's `topk`. All values that are at
-    least as large are chosen. If ties make these more than k in a row, torch's `topk` is used for that row. Both treat
-    NaN as the largest value.
+    least as large are chosen. If ties give more than k of them in a row, torch's `topk` is used for that row. Both
+    treat NaN as the largest value.
     """
     import torch
 

@@ -62,7 +62,7 @@ class Downlink:
             version: layout of the versions.
             codec: name of the codec of float parameters.
             options: the codec's keyword arguments.
-            sent: whether the codec's name came over the network. If so, it must not import a module (`build_codecs`).
+            sent: whether the codec's name came over the network. If so, it must not cause an import (`build_codecs`).
 
         Raises:
             ConfigError: the codec's name is unknown, or an option is unknown or has a wrong value.

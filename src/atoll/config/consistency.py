@@ -222,7 +222,7 @@ def _require_workflows(at: At) -> None:
     if function and total:
         raise ConfigError(
             f"workflow.function is {function!r}, but rounds.total is {total}: a run has either a workflow or rounds.",
-            "Leave rounds.total out: the run is finished when the workflow returns. For both, one after the other, set "
+            "Leave rounds.total out: the run is finished when the workflow returns. To run both in order, set "
             'workflow.steps: {kind = "train"}, then the workflow as {path = …}.',
         )
     trains = [entry.kind == TRAIN for entry in entries]
@@ -328,7 +328,7 @@ def _require_the_rest(at: At) -> None:
     exports, own = at("disk.export_dir"), [at("disk.state_dir") / name for name in ("slots", "objects")]
     if exports is not None and exports.absolute() in [folder.absolute() for folder in own]:
         raise ConfigError(
-            f"disk.export_dir is {str(exports)!r}, where the server keeps its own files and removes others.",
+            f"disk.export_dir is {str(exports)!r}, where the server keeps its own files and removes all others.",
             "Use another folder, or leave disk.export_dir out.",
         )
     if at("rounds.early_stop_after") and best is None:

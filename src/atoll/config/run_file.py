@@ -377,7 +377,7 @@ def _key(key: Any) -> str:
 
 
 def toml_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a run file with these values. Values of the same group must follow each other.
+    """Yield the lines of a run file with these values. `values` must list the settings of one group together.
 
     Args:
         values: `group.key` → value.

@@ -162,8 +162,8 @@ class Model(Group):
     )
     persistor: Choice = Field(
         default_factory=Choice,
-        description="Your own storage for models, `{path = …}` with its keyword arguments: an object with `load` and "
-        "`save`. Relative paths in the arguments start at the server's working directory.",
+        description="Your own storage for models, an object with `load` and `save`: `{path = …}`, with its keyword "
+        "arguments as further keys. Relative paths in the arguments start at the server's working directory.",
     )
 
 
@@ -184,13 +184,13 @@ class Algorithm(Choice):
     )
     outer_optimizer: Choice = Field(
         default_factory=Choice,
-        description="Outer optimizer and its arguments (`lr`, `momentum`, …): `{name = …}` with the "
-        "lower-case name of one in `torch.optim`, `delayed_nesterov` or `yogi`, or `{path = …}`. The algorithm has "
-        "defaults.",
+        description="Outer optimizer and its arguments (`lr`, `momentum`, …): `{name = …}`, where name is the "
+        "lower-case name of an optimizer in `torch.optim`, `delayed_nesterov` or `yogi`; or `{path = …}`. Default: set "
+        "by the algorithm.",
     )
     outer_lr_of: dict[str, Annotated[float, Field(gt=0)]] = Field(
         default_factory=dict,
-        description='Outer learning rates of some parameters, by pattern of their names: `{"head.*" = 0.3}`. The first '
+        description='Pattern of parameter names → their outer learning rate, such as `{"head.*" = 0.3}`. The first '
         "matching pattern counts.",
     )
 
@@ -233,10 +233,10 @@ class Rounds(Group):
         None,
         ge=1,
         description="Smallest number of updates with which a round closes. Default for federated algorithms: all "
-        "`rounds.sites`, or with `rounds.sample_fraction` the drawn ones. Default for DiLoCo, asynchronous "
+        "`rounds.sites`, or with `rounds.sample_fraction` all drawn sites. Default for DiLoCo, asynchronous "
         "runs and runs with a quorum: 1.",
     )
-    quorum: int = Field(0, ge=0, description="Updates that are enough to close a round after its deadline; 0: all.")
+    quorum: int = Field(0, ge=0, description="Number of updates that closes a round after its deadline; 0: all.")
     deadline_s: float = Field(0.0, ge=0, description="Seconds after which `rounds.quorum` is enough; 0: no deadline.")
     sample_fraction: float = Field(
         1.0, gt=0, le=1, description="Share of the sites that is drawn at random for each round."
@@ -275,7 +275,7 @@ class Async(Group):
     )
     staleness_weight: str = Field(
         "constant",
-        description="Factor for an update trained from a version s versions old: `constant` (1), `inverse_sqrt` "
+        description="Factor for the weight of an update with a base s versions old: `constant` (1), `inverse_sqrt` "
         "(1/√(1+s)), or `module:function`, which maps s to a number above 0 and at most 1.",
     )
     sync_rounds_first: int = Field(0, ge=0, description="Synchronous rounds at the start of an asynchronous run.")
@@ -310,7 +310,7 @@ class Aggregation(Group):
     )
     aggregator: Choice = Field(
         default_factory=Choice,
-        description="Your own aggregator instead of a reducer: `{path = …}` with its keyword arguments.",
+        description="Your own aggregator instead of a reducer: `{path = …}`, with its arguments as further keys.",
     )
     aggregator_timeout_s: float = Field(
         600.0,
@@ -330,8 +330,8 @@ class Aggregation(Group):
     )
     download_codec: Choice = Field(
         default_factory=Choice,
-        description="Encoding for downloads of a version as the difference from the one before: `{name = …}` with "
-        "options, where name is `int8`, `int4`, …. Default: `none`, which sends whole versions.",
+        description="Encoding of the differences between versions that workers download: `{name = …}` with "
+        "options, where name is `int8`, `int4`, …. Default: `none`: workers download whole versions.",
     )
     max_update_norm: float = Field(1e12, ge=0, description="Refuse updates with a larger L2 norm; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, le=MAX_WEIGHT, description="Refuse updates with a larger weight.")
@@ -342,7 +342,7 @@ class Workflow(Group):
 
     function: str | None = Field(
         None,
-        description="Function that is called with a `controller` instead of running rounds; it sends tasks to sites "
+        description="Function that the run calls with a `controller` in place of rounds: it sends tasks to sites "
         "and collects answers. Write it as `my_file.py:attribute` or `module:attribute`.",
     )
     steps: tuple[dict[str, Any], ...] = Field(
@@ -423,7 +423,7 @@ class Disk(Group):
         4, ge=1, description="Number of older versions to keep while workers need them; the oldest are deleted first."
     )
     objects_max_bytes: int = Field(
-        64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: none."
+        64 * 2**30, ge=0, description="Largest total size of published objects at the server; 0: no objects."
     )
     objects_expire_s: float = Field(
         86400.0, gt=0, description="Longest time that the server keeps an object, in seconds."

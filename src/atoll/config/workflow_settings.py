@@ -44,7 +44,7 @@ class WorkflowEntry:
     Attributes:
         name: the name in logs and the status.
         kind: `train`, or the name of a registered kind; empty if `path` is set.
-        path: the workflow function, or where it is: `module:function`, `file.py:function` or `@id`; empty if
+        path: the workflow function, or its place: `module:function`, `file.py:function` or `@id`; empty if
             `kind` is set.
         args: keyword arguments of the workflow function.
         start_timeout_s: seconds for which the workflow's start waits for sites; 0: no limit; None: the kind's default.

@@ -105,7 +105,7 @@ class Filter:
         """
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Return whether to send this tensor. If False, an update has zeros in its place, and a payload has None."""
+        """Return whether to send this tensor. If not, an update does not change it; a payload has None in its place."""
         return True
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:

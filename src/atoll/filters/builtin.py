@@ -132,7 +132,7 @@ class Cast(Filter):
     This does not reduce the number of bytes that are sent, which depends on the codec.
 
     Args:
-        dtype: `bf16` or `fp16`. In fp16, values above 65,504 become infinite, and the server refuses the update.
+        dtype: `bf16` or `fp16`. In fp16, magnitudes above 65,504 become infinite, and the server refuses the update.
     """
 
     def __init__(self, dtype: str) -> None:

@@ -101,7 +101,7 @@ class RunInfo(Message):
         "", description="Package of the algorithm at the server, with its version; empty if unknown."
     )
     on_missed: Literal["rebase", "reset"] = Field(
-        description="What happens to the local steps of a missed round: carried over to the next version, or lost."
+        description="rebase: the local steps of a missed round are carried over to the next version; reset: lost."
     )
     rounds: Count = Field(description="Number of rounds; 0: until stopped.")
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")

@@ -180,7 +180,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "open_object",
         "POST",
         routes.OBJECTS,
-        "Ask the server to keep an object. Its parts follow; a secret opens it.",
+        "Ask the server to keep an object; its parts follow. The answer has the object's secret.",
         request=messages.ObjectOpen,
         reply=messages.ObjectOpened,
         problems=("busy", "disk_full"),

@@ -58,7 +58,7 @@ class CollectedUpdate(Message):
 
 
 class ReducedRound(Message):
-    """The result of reducing one round: the digests of the new version, or the failure."""
+    """The result of aggregating one round: the digests of the new version, or the failure."""
 
     fragment: Count
     version: Count
@@ -124,7 +124,7 @@ class PeerWork(Message):
     stamp: Count = Field(description="Stamp of these orders; it changes with them.")
     server: Count = Field(0, description="Start time of the server, in ms since 1970.")
     order: Count = Field(0, description="Number of this answer; a worker obeys only a server's highest number.")
-    probe: list[Address] = Field(default_factory=list, description="Addresses of workers to test the connection to.")
+    probe: list[Address] = Field(default_factory=list, description="Addresses of workers; test the connection to each.")
     hold: list[Hold] = Field(default_factory=list)
     collect: list[Collect] = Field(default_factory=list)
     close: list[FrozenRound] = Field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Immutable results of a worker's requests: of a request for a ticket, of an upload, of a download.
+"""Immutable results of a worker's requests for tickets, of its uploads and of its downloads.
 
 An expected outcome of an upload or a download, such as a refused update, is one of these values, which the caller
 handles with `match`. Exceptions are only for bugs, local disk failures and user errors.
@@ -24,7 +24,7 @@ class UpdateInfo:
     """The data of an update besides its tensors.
 
     Attributes:
-        weight: number of samples or tokens, or any positive number. The mean of a round is weighted by it.
+        weight: number of samples or tokens, or any positive number, by which the mean of the round is weighted.
         steps: local optimizer steps in the round; 0 if they are not counted.
         metrics: name → finite number.
     """
@@ -140,7 +140,7 @@ class Pulled(NamedTuple):
 
     Attributes:
         version: the downloaded version.
-        newer: None if this is the requested version. If it is a newer one, the server's answer that named it.
+        newer: None if this is the requested version; for a newer version, the server's answer that named it.
     """
 
     version: VersionRef
@@ -166,7 +166,7 @@ class FrozenUpdate(Message):
     steps: Count
     norm: float = Field(ge=0)
     scale: float = Field(gt=0, description="Factor for the update's weight because of staleness.")
-    staleness: Count = Field(0, description="Versions between the update's base and the round's.")
+    staleness: Count = Field(0, description="Versions between the update's base and the round's base.")
     metrics: dict[str, float] = Field(
         default_factory=dict, exclude=True, description="Not sent: metrics stay at the server."
     )

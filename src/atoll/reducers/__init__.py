@@ -106,7 +106,7 @@ def staleness_weight(name: str) -> StalenessWeight:
         if not 0 < value <= 1:
             raise ConfigError(
                 f"async.staleness_weight = {name!r} returned {value!r} for a staleness of {s}.",
-                "Return a number above 0, at most 1.",
+                "Return a number above 0 and at most 1.",
             )
         return value
 

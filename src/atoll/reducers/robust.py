@@ -132,7 +132,7 @@ class TrimmedMean(Reducer):
             )
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Write the mean of all values but the ⌊β·k⌋ at each end into `out`. Overwrite the rows; ignore `weights`."""
+        """Write the mean without the ⌊β·k⌋ values at each end into `out`. Overwrite the rows; ignore `weights`."""
         all_rows = list(rows)
         cut = int(self.trim * len(all_rows) + 1e-9)  # in fp64, 0.29 · 100 is 28.999999999999996
         lowest, *others = select(all_rows, frozenset(range(cut, len(all_rows) - cut)), spare=out)

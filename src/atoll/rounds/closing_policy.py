@@ -21,10 +21,10 @@ class RoundView:
     Args:
         fragment: index of the fragment (part of the model); 0 if the model is not divided.
         head_version: version that the round starts from.
-        opened_s: time when the round opened, on the clock that also gives `now_s`.
+        opened_s: time when the round opened, on the same clock as `now_s`.
         expected: sites that take part in this round, with or without an accepted update, sorted.
         accepted: tickets of accepted updates that are not being aggregated yet, sorted by site.
-        floor: fewest updates with which this round may close, at least 1.
+        floor: minimum number of updates with which this round may close, at least 1.
         floor_name: name of the setting that determines `floor`.
         number: number of the round; the first is 1.
         first_s: time when the round first had an accepted update: the start of the grace time; None if it has none.
@@ -76,7 +76,7 @@ class Policy(ABC):
     By default, a round waits for all missing sites, and open tickets expire when their round closes.
 
     Attributes:
-        quorum: fewest updates with which the policy closes a round; 0: only `rounds.min_sites` sets a minimum.
+        quorum: minimum number of updates with which the policy closes a round; 0: `rounds.min_sites` decides.
     """
 
     __slots__ = ()
@@ -102,7 +102,7 @@ class Policy(ABC):
 
     @abstractmethod
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
-        """Decide to close with at least `view.floor` tickets of `view.accepted`, or to wait.
+        """Decide whether to close with at least `view.floor` of the tickets in `view.accepted`, or to wait.
 
         Args:
             view: the open round.

@@ -77,7 +77,7 @@ class Tracking:
         return bool(self.patience) and progress.stale >= self.patience
 
     def why(self, progress: Progress) -> str:
-        """Return the reason why the run was stopped early, as a text; empty if it was not stopped early."""
+        """Return the reason why the run was stopped early, as text; empty if it was not stopped early."""
         if not self.stops(progress) or progress.best is None:
             return ""
         margin = f" by more than {self.min_delta:g}" if self.min_delta else ""

@@ -1,7 +1,7 @@
 """Input and output of the round machine as plain values: events of a run, and effects, the actions to take.
 
 The caller writes effects of the class `Decision` to the journal, from which `machine.restore` restores the state after
-a crash. They may be written one by one, in order: if a crash comes between two, `restore` completes the rest.
+a crash. Decisions may be written one by one, in order: after a crash between two, `restore` returns the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WorkerLeft(Leased):
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnds(Leased):
-    """The process that holds `lease` submits no more updates, but waits for the results of those it has submitted."""
+    """The process that holds `lease` submits no more updates, but waits for the results of its submitted ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class RoundOpened(Decision):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedChanged(Decision):
-    """The expected sites of an open round have changed, for example because a site died, rejoined or was refused."""
+    """The expected sites of an open round have changed, for example because a site died or rejoined."""
 
     fragment: int
     base_version: int

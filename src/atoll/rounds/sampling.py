@@ -6,9 +6,9 @@ algorithm 1: S_t ← a random set of m = max(C·K, 1) clients.
 A draw depends only on the seed, the fragment, the version and the names of the sites. So a restarted server draws the
 same sites, and a site that joins or leaves does not change the relative order of the others.
 
-In a swarm, workers aggregate instead of the server. A version is committed only when two workers have it and the state
-of the outer optimizer: the aggregator, and the checker, which verifies the version. The checker aggregates the next
-round, so that the work rotates, unless the user has named other aggregators.
+In a swarm, workers aggregate instead of the server. A version is committed only when two workers, the aggregator
+and the checker, have it together with the state of the outer optimizer, and the checker has verified it. The checker
+aggregates the next round, so that the work rotates, unless the user has named other aggregators.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sampling:
 
     Args:
         fraction: C, share of the live sites to draw; 1 draws all.
-        minimum: fewest sites to draw; if fewer are live, all are drawn.
+        minimum: minimum number of sites to draw; if fewer are live, all are drawn.
         seed: random seed of the draws.
     """
 
@@ -47,7 +47,7 @@ class Sampling:
             sites: the live sites.
             fragment: index of the fragment (part of the model); 0 if the model is not divided.
             base_version: version that the round starts from.
-            at_least: fewest sites to draw; if fewer are live, all are drawn.
+            at_least: minimum number of sites to draw; if fewer are live, all are drawn.
         """
         count = max(at_least, self.size(len(sites)))
 
@@ -107,7 +107,7 @@ def aggregator_of(
 
 
 def choose_holders(order: Sequence[str], holders: Collection[str]) -> set[str]:
-    """Return the sites of a swarm that should store the newest version: at least `HOLDERS`, if there are as many.
+    """Return the sites of a swarm that should store the newest version: at least `HOLDERS`, or all if there are fewer.
 
     Args:
         order: sites in order of preference; they are added if too few sites have the version.

@@ -1,6 +1,6 @@
 """The state of the round machine as frozen values, and the snapshot from which a restarted server restores it.
 
-Methods of `State` answer why a round waits and for which sites, which site may submit, and when the next deadline is.
+The methods of `State` tell why a round waits and for which sites, which site may submit, and when the next deadline is.
 
 Mappings are replaced, never changed in place. All times are seconds of the same monotonic clock. Snapshots have no
 times, because the values of this clock mean nothing after a restart.
@@ -31,15 +31,15 @@ class Rules:
 
     Args:
         sites: number of sites that must be alive before the first round opens.
-        min_sites: fewest updates with which a round may close.
+        min_sites: minimum number of updates with which a round may close.
         heartbeat_timeout_s: seconds of silence after which a worker is declared dead; 0 for never.
         rounds: number of rounds of each fragment after which the run is finished; 0 for no end.
         policy: closing policy.
         sampling: rule by which the sites of a round are drawn.
         fragments: number of fragments.
         tracking: settings of best version tracking and early stopping.
-        max_staleness: most versions between the base of an update and the version that the update is applied to; None
-            for no limit.
+        max_staleness: maximum number of versions between the base of an update and the version that the update is
+            applied to; None for no limit.
         max_inflight: number of fragments for which one worker may have unfinished updates at a time.
         held: whether the first round must wait for the event `TrainingBegins`.
     """
@@ -97,7 +97,7 @@ class Rules:
 
     @property
     def floor(self) -> int:
-        """Fewest updates with which a round may close; at least 1."""
+        """Minimum number of updates with which a round may close; at least 1."""
         return max(1, self.min_sites, self.policy.quorum)
 
     @property

@@ -36,7 +36,7 @@ MOST_RUN_BYTES = 2**21
 """Once a read spans this many bytes, no further buffer is added to it."""
 
 Move = tuple[int, memoryview]
-"""(offset in the file, buffer for the bytes from there on)"""
+"""(offset in a file, buffer for the bytes from this offset on)"""
 
 
 def neighbours(items: Iterable[T], joins: Callable[[list[T], T], bool]) -> Iterator[list[T]]:
@@ -86,8 +86,8 @@ class ByteRun:
 
     Attributes:
         pieces: the pieces, in file order.
-        item_bytes: size of one encoded element, if one call can encode or decode the whole run with its padding. 0:
-            each piece needs its own call, and the decoded pieces are stored one after another without padding.
+        item_bytes: size of one encoded element, if one call can encode or decode the whole run with its padding. 0 if
+            each piece needs its own call: then the decoded pieces are stored one after another without padding.
         numel: number of decoded elements, padding included.
         sizes: number of elements of each piece; if `is_padded`, of piece and padding in turn: piece, padding, piece, …
         is_padded: whether there is padding between pieces.
@@ -175,7 +175,7 @@ class ByteRun:
 
 
 class RunTable:
-    """Divides the parts of a file into byte runs, and caches them. Larger tensors do not make the cache larger.
+    """Divides the parts of a file into byte runs, and caches them. In the cache, a large piece is one entry.
 
     Args:
         layout: layout of the file: its parts, and the offset of each tensor.

@@ -24,7 +24,7 @@ CHUNK_BYTES = 2**21
 """Bytes that a transfer holds in memory. 64 KiB would cost 1.8 times the CPU time; 8 MiB would not be faster."""
 
 ROOM_BYTES = 2**18
-"""Minimum bytes for receiving directly into a tensor. Smaller tensors are received together in one buffer."""
+"""Minimum number of bytes to receive directly into a tensor. Smaller tensors are received together in a buffer."""
 
 CHUNK_ELEMENTS = 2**18
 """Elements that a pass over a tensor holds in memory: 1 MiB of fp32, a multiple of `TILE`."""

@@ -266,7 +266,7 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
 
 
 TIED = "atoll.tied"
-"""Key in a model file's metadata: JSON, further name of a tied tensor → its name in the file. A new run reads it."""
+"""Key in a model file's metadata. Value: JSON, further name of a tied tensor → its name in the file; for new runs."""
 
 BUFFER_NAMES = "atoll.buffers"
 """Key in a model file's metadata: a JSON list of the buffers' names. All other tensors are parameters."""

@@ -64,7 +64,7 @@ class Parameters:
 
 
 def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Return the model's parameters; use `named_parameters` if a class overrides it. Tied ones may occur repeatedly."""
+    """Return the model's parameters; use `named_parameters` if a class overrides it. Tied ones may occur twice."""
     own = (model.named_parameters, model._named_members)
     if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
         return [each for _, each in model.named_parameters(remove_duplicate=False)]
@@ -264,7 +264,7 @@ def _is_tied(tensor: Tensor, owner: object) -> bool:
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for two tensors if they are the same elements of the same memory, on any device."""
+    """Return a key that is equal for two tensors if they have the same elements in the same memory, on any device."""
     where: object = tensor.data_ptr()
     if not where:  # the device has no addresses (meta, XLA): use the id of its storage object
         where = (tensor.untyped_storage()._cdata, tensor.storage_offset())
@@ -277,7 +277,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as after `expand()`: then it cannot be filled in place."""
+    """Return whether elements of a tensor share memory, as after `expand()`. If so, it cannot be filled in place."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and not step for size, step in sizes)
 

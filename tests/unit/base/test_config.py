@@ -321,7 +321,7 @@ def test_a_wrong_value_names_its_source_and_itself(
             "diloco.fragment_update_alpha = 1.5",
             "diloco.fragment_update_alpha = 1.5: input should be less than or equal to 1",
         ),
-        ('disk.export_dir = "atoll-run/objects"', "where the server keeps its own files and removes others"),
+        ('disk.export_dir = "atoll-run/objects"', "where the server keeps its own files and removes all others"),
         ('network.tls_cert = "c.pem"', "Only one of network.tls_cert and network.tls_key"),
         ('network.tls_key = "k.pem"', "Only one of network.tls_cert and network.tls_key"),
     ],
