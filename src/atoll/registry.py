@@ -24,7 +24,7 @@ from atoll.errors import AtollError, ConfigError
 
 T = TypeVar("T")
 _OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
-"""File name prefixes of the import system and Atoll: frames of these files are left out of tracebacks of user code."""
+"""How file names of the import system and of Atoll begin. Tracebacks of user code leave out frames of these files."""
 
 _OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"]
 """Optimizers of `torch.optim` that can be an outer optimizer by their lower-case name."""

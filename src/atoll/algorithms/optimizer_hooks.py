@@ -312,14 +312,14 @@ class StepHooks:
         """Check that the algorithm's correction was applied in this round. Without a local rule, accept every round.
 
         Raises:
-            UsageError: there was no step, or a step did not end. Or the algorithm divides by the sum of the learning
-                rates, and the sum is not above zero.
+            UsageError: there was no step, or the last step did not end. Or the algorithm divides by the sum of the
+                learning rates, and the sum is not above zero.
         """
         if self.correction is None:
             return
         if self._unended or (self._followed and self._followed[-1].is_under_way):
             raise UsageError(
-                "optimizer.step() has not returned yet, so its step is not corrected yet.",
+                "The last optimizer.step() has not returned, or has failed, so its step is not corrected.",
                 "Submit the round after optimizer.step() has returned.",
             )
         if not self.steps:

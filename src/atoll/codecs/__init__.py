@@ -82,7 +82,7 @@ def build_codecs(
     is_ours = WideCodec.name in (codec, built.name)  # `wide` is internal: settings cannot name it
     if is_ours or (built.name != codec and registry.is_known("codecs", built.name)):
         raise ConfigError(
-            f"{setting} = {codec!r} has the name {built.name!r}, which another codec already has.",
+            f"{setting} = {codec!r} has the name {built.name!r}, which another codec has already.",
             "Give it another name.",
         )
     return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: built, built.name: built}

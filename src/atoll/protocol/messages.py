@@ -84,7 +84,7 @@ class Problem(BaseModel):
     code: str = Field(description="A stable name of the kind of error; see docs/reference.")
     message: Shown = Field(description="What happened, with the value.")
     remedy: Shown = Field("", description="What to do about it.")
-    retry_after_s: float | None = Field(None, description="Seconds until a retry may help; null: unknown.")
+    retry_after_s: float | None = Field(None, description="Seconds until a retry may help; null: not given.")
 
 
 class RunInfo(Message):

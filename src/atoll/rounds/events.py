@@ -264,6 +264,6 @@ class RunFinished(Decision):
 
 @dataclass(frozen=True, slots=True)
 class Woken(Effect):
-    """The state of `fragment` has changed: wake the requests that wait for a change, to check the state again."""
+    """The state of `fragment` has changed: wake the requests that wait for a change: they check it again."""
 
     fragment: int

@@ -164,7 +164,7 @@ def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(anot
     with pytest.raises(ValueError, match="no more records"):
         optimizer.step(fails)  # type: ignore[arg-type]
     if not another:
-        with pytest.raises(UsageError, match="has not returned yet"):
+        with pytest.raises(UsageError, match="has not returned, or has failed"):
             scaffold.finish()
         return
     train(model, optimizer, 1.0, steps=1)
