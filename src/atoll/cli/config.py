@@ -1,4 +1,4 @@
-"""`atoll config`: print the settings in effect, or their schema. Also the options with which commands set settings."""
+"""`atoll config`: print the settings in effect, or their schema. Also the command-line options that set settings."""
 
 from __future__ import annotations
 

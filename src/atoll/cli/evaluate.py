@@ -55,7 +55,7 @@ def command(
         ),
     ] = None,
     evaluation_timeout_s: Annotated[
-        float, typer.Option("--evaluation-timeout-s", min=0, help="Skip a site after this long without progress.")
+        float, typer.Option("--evaluation-timeout-s", min=0, help="Skip a site after so many seconds without progress.")
     ] = 3600.0,
     sets: Sets = None,
     port: Port = None,

@@ -79,11 +79,11 @@ def command(
 def run_until_finished(settings: Settings) -> None:
     """Serve a run until it is finished, and log its progress.
 
-    SIGINT (Ctrl-C) or SIGTERM stops the server before that. The next start continues the run.
+    SIGINT (Ctrl-C) or SIGTERM stops the server earlier. The next start continues the run.
 
     Raises:
         AtollError: the server cannot start, or the run failed.
-        KeyboardInterrupt: Ctrl-C came before the run was finished. The server was stopped before this is raised.
+        KeyboardInterrupt: Ctrl-C came before the run was finished. The server has stopped when this is raised.
     """
     raise_on_sigterm()
     with log_lines_in_background():

@@ -82,7 +82,7 @@ def command(
 
 
 class Lines:
-    """Logs the progress of a simulation: a line for each round, but at most one per `LINE_S`."""
+    """Logs the progress of a simulation: a line for each round, but at most one every `LINE_S` seconds."""
 
     def __init__(self) -> None:
         self._said_s = 0.0

@@ -25,7 +25,7 @@ from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
 
 ELSEWHERE = "Give a file in a folder that this user may write."
-"""Remedy if the file that a command was asked to write cannot be written."""
+"""Remedy for an output file that cannot be written."""
 QUIET_S = 30.0
 """Seconds without progress after which the line about a workflow says how long nothing has moved."""
 MOST_LINES = 1000
@@ -35,7 +35,7 @@ UNREAD_S = 2.0
 
 
 NAME_BYTES = 255
-"""Most bytes in the name of a file on usual file systems."""
+"""Maximum length of a file name on usual file systems, in bytes."""
 
 
 def require_short(path: Path) -> None:
@@ -91,7 +91,7 @@ def awaited(fragment: status_messages.FragmentStatus) -> str:
 
 
 def task_totals(tasks: Mapping[str, int]) -> str:
-    """Return a text that says how many tasks were sent in which ways; empty if none was sent.
+    """Return a text that says how many tasks were sent, and in which ways; empty if none was sent.
 
     Args:
         tasks: way of sending (`streamed`, `inline` or `skipped`) → number of tasks.
@@ -135,7 +135,7 @@ def codecs(status: status_messages.Status) -> str:
 
 
 def streaming(status: status_messages.Status) -> str:
-    """Return the settings of Streaming DiLoCo: "streaming: 2 fragments, tau 1, alpha 0.5"; empty if it is not used."""
+    """Return the settings of Streaming DiLoCo: "streaming: 2 fragments, tau 1, alpha 0.5"; empty for other runs."""
     count = len(status.fragments)
     if count == 1 and not status.tau and not status.alpha:
         return ""

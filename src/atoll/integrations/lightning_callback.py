@@ -221,7 +221,7 @@ class AtollCallback(Callback):
 
     @public_api
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the user's limits of epochs and steps. In a round, submit the update from rank 0, for all ranks."""
+        """Restore the user's limits for epochs and steps. In a round, submit the update from rank 0, for all ranks."""
         self._limits.restore(trainer)
         if self.driver.diloco is not None and self.driver.diloco.over:
             self.driver.stop_diloco()
@@ -279,7 +279,7 @@ class AtollCallback(Callback):
         return [1, 0 if self.driver.takes_part else 1]
 
     def _receive(self, ranks: RankGroup, module: Any) -> bool:
-        """Load the global model into the module at all ranks, and return whether there is one.
+        """Load the global model into the module at all ranks. Return whether there is a global model.
 
         The model is downloaded once per round; later calls read it from the site's file.
         """
@@ -633,7 +633,7 @@ class Validations:
         return {name: value for name, value in metrics_of(trainer).items() if name in logged}
 
     def of_training(self, trainer: Any) -> dict[str, float]:
-        """Return the logged metrics, without those that were ever logged by a validation."""
+        """Return the logged metrics, without those that a validation has ever logged."""
         return {name: value for name, value in metrics_of(trainer).items() if name not in self._names}
 
 

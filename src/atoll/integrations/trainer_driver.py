@@ -202,7 +202,7 @@ class TrainerDriver:
         """Leave the run. A later call of `state` joins again. Idempotent.
 
         Args:
-            error: the error that ended the training, for the server; None if it ended normally.
+            error: the error that ended training; the server gets its text. None: training ended well.
         """
         self.stop_diloco(error)
         worker, self.worker, self.round, self._opening = self.worker, None, None, iter(())

@@ -107,7 +107,7 @@ class AtollCallback(TrainerCallback):
         """Leave the run. Call this if your program continues after `trainer.train()` has failed. Idempotent.
 
         Args:
-            error: the error that ended the training, for the server; None if it ended normally.
+            error: the error that ended training; the server gets its text. None: training ended well.
         """
         was_taking_part, self._taking_part = self._taking_part, False
         driver = self.driver

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 OPTIMIZERS = {"sgd": "fedavgm", "adam": "fedadam", "yogi": "fedyogi", "adagrad": "fedadagrad"}
-"""FedOpt's server optimizer → the algorithm of the run file."""
+"""Name of FedOpt's server optimizer → name of the algorithm in the run file."""
 
 
 @public_api
@@ -132,7 +132,7 @@ class SwarmRecipe(Recipe):
     aggregators: str | Sequence[str] = field(default=(), kw_only=True)
 
     def choices(self) -> dict[str, Any]:
-        """Return the settings of the swarm: that it is enabled, and its aggregators if they were given."""
+        """Return the settings that enable the swarm, and that name its aggregators if they were given."""
         names = self.aggregators
         named = {"swarm.aggregators": (names,) if isinstance(names, str) else tuple(names)} if names else {}
         return {"swarm.enabled": True} | named

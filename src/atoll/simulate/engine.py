@@ -37,11 +37,11 @@ class Beginning(BaseModel):
 
     Attributes:
         script: the name of the user's training code, as `name_of` in script.py returns it.
-        arguments: the script's arguments, which it finds in `sys.argv`.
+        arguments: the script's arguments, for `sys.argv`.
         path: folders to import from; they come first in `sys.path`.
         info: the description of the run, as real workers get it from a server.
         schema_message: the schema of the model (names, shapes and dtypes), as real workers get it from a server.
-        threads: number of torch's threads in each process.
+        threads: number of PyTorch threads in each process.
         seed: the run's seed, for the random numbers of simulated sites.
         sites: the folder that holds a folder of local state for each site.
     """

@@ -99,7 +99,7 @@ class Script:
             self._takes_worker = _takes_worker(name, self._function)
 
     def train(self, worker: Worker) -> None:
-        """Run the training code for one simulated site. There, `atoll.join` returns `worker`, the site's worker."""
+        """Run the training code for one simulated site. In this code, `atoll.join` returns `worker`."""
         sys.argv = list(self._argv)
         if self._function is None:
             runpy.run_path(self.name, run_name="__main__")

@@ -322,7 +322,7 @@ def _of_the_disk(error: BaseException) -> str:
 
 
 def _say_little() -> None:
-    """Log only warnings and errors of simulated sites, on standard error; a repeated warning only now and then."""
+    """Log only warnings and errors of simulated sites, on standard error. Log repeated warnings only now and then."""
     logger = logging.getLogger("atoll")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(VisibleLines("atoll: "))

@@ -281,7 +281,7 @@ class Simulation:
 
 
 def threads_of(processes: int) -> int:
-    """Return the number of torch's threads for each process: `OMP_NUM_THREADS`, else cores divided by processes."""
+    """Return the number of PyTorch threads for each process: `OMP_NUM_THREADS`, else cores divided by processes."""
     value = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if value.isdecimal() and int(value):
         return int(value)

@@ -204,7 +204,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", sorted(set(ITEM_BYTES) - FLOATS))
     def test_integers_come_back_as_they_were(self, dtype: str) -> None:
-        """Check that every integer dtype and BOOL is encoded without loss, also by codecs that are lossy for floats."""
+        """Check that every integer dtype and BOOL is encoded without loss, even by codecs that are lossy for floats."""
         values = torch.arange(300).remainder(2 if dtype == "BOOL" else 128).to(torch_dtype(dtype))
         assert torch.equal(self._decode(self._encode(values, dtype), 300, dtype), values)
 
@@ -295,7 +295,7 @@ class ReducerContract:
                 assert torch.equal(torch.signbit(torch.cat(cut)), torch.signbit(self._reduce(rows, weights)))
 
     def test_a_row_may_be_overwritten_by_the_next(self) -> None:
-        """Check a reducer that gets the updates one by one in the same buffer. Skip reducers that need all."""
+        """Check a reducer that gets the updates one by one in the same buffer. Skip reducers that need all rows."""
         if self.reducer.needs_all:
             pytest.skip("the reducer gets all rows at once")
         for dtype in self.dtypes:
@@ -401,7 +401,7 @@ class OuterContract:
             assert state[spec.key].shape == torch.Size((6, 8) if spec.shape is None else spec.shape)
 
     def test_buffers_and_integers_have_no_state(self, rule: OuterRule) -> None:
-        """Check that no state is declared for a float buffer and for an int8 parameter."""
+        """Check that no state is declared for a float buffer or for an int8 parameter."""
         assert rule.state_specs(TensorSpec("m", "F32", (3,), BUFFERS)) == []
         assert rule.state_specs(TensorSpec("q", "I8", (3,))) == []
 

@@ -47,7 +47,7 @@ def positive(weight: float) -> float:
     """Return the weight of an update as a float.
 
     Raises:
-        UsageError: the weight is not a number, not finite, zero or negative.
+        UsageError: the weight is zero, negative, not finite, or not a number.
     """
     try:
         value = math.nan if isinstance(weight, str) else float(weight)

@@ -104,7 +104,7 @@ class Progress:
 
     Args:
         what: name of the transfer, which begins each line.
-        total_bytes: bytes that are going to be moved.
+        total_bytes: number of bytes to move.
         clock: returns the current time, in seconds.
 
     Attributes:
@@ -192,7 +192,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Progress]:
 
     Args:
         what: name of the transfer, which begins each line.
-        total_bytes: bytes that are going to be moved.
+        total_bytes: number of bytes to move.
     """
     reporter = Progress(what, total_bytes)
     yield reporter

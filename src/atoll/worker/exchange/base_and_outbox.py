@@ -366,7 +366,7 @@ class BaseFile(PartsFile):
         self._write_note(replace(self.note, digest="", part_digests=[]))
 
     def replace_with(self, other: BaseFile) -> None:
-        """Replace this file and its note by `other` and its note, and close `other`. `other` must be complete."""
+        """Replace this file and its note with `other` and its note, and close `other`. `other` must be complete."""
         assert other.note is not None
         os.replace(other.path, self.path)
         other._note_path.unlink(missing_ok=True)
@@ -478,7 +478,7 @@ class DiskFiles:
             self._next_base = None
 
     def move_up(self) -> None:
-        """Replace the base file by the file `base-next`, which must be complete."""
+        """Replace the base file with the file `base-next`, which must be complete."""
         self.base.replace_with(self.next_base())
         self._next_base = None
 
@@ -567,8 +567,8 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
     Args:
         current: the folder in use, which stays.
         site: the site's name.
-        share: (rank, number of ranks) if the model is sharded, else None. The ranks divide
-            the folders among them by rank number.
+        share: (rank, number of ranks) if the model is sharded, else None. The ranks divide the folders among them by
+            rank number.
     """
     count = freed_bytes = 0
     for parent in (current.parent, *_other_divisions(current, share)):

@@ -522,7 +522,7 @@ class Layouts:
 
 
 Finish = Callable[[ChangeReader], Mapping[str, ElementReader]]
-"""Function: change of the model → the update's values for each group besides the model. Also writes the state."""
+"""Function: the model's change → the update's values for each further group. Also writes the algorithm's state."""
 
 
 @dataclass(eq=False)
@@ -567,7 +567,7 @@ class LocalFragment:
     def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
         """Open the files of the site's local state: encoding errors of earlier updates, and the algorithm's own state.
 
-        A codec without error feedback has no such errors, and most algorithms keep no state; then there are no files.
+        Without error feedback, there are no files for encoding errors. If the algorithm keeps no state, it has no file.
 
         Args:
             folder: the site's folder in the run; locked by the caller.

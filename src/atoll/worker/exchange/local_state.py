@@ -60,7 +60,7 @@ class TwoPhaseNote:
         before_version: says which earlier state is in the file that is not current: the state after the counted update
             that was formed against this version. -1: the state before any update counted. `NOTHING`: the file has no
             earlier state.
-        before_update: digest of that earlier counted update; empty if not known.
+        before_update: digest of the last counted update in this earlier state; empty if not known.
     """
 
     current: int = 0
@@ -180,7 +180,7 @@ class TwoPhaseFile:
         return self._files[self.note.current].values(self._segments[name], start, stop)
 
     def begin(self) -> None:
-        """Prepare to write the state after a new update. It overwrites the file that is not current.
+        """Prepare to write the state after a new update. The new state overwrites the file that is not current.
 
         First, the note is rewritten so that it no longer describes that file.
         """
@@ -429,8 +429,8 @@ class AlgorithmState(TwoPhaseFile):
         """Switch to the state that includes all counted updates of the site, and no later one.
 
         Usually this state is current already, or belongs to the pending update, and nothing changes. If the server fell
-        back to an older version and so lost the last update, the state from before that update becomes current. The
-        update becomes pending, so that it can be sent again. If the server has no update of this site, the state is set
+        back to an older version and so lost the last update, the state before that update becomes current. The update
+        becomes pending, so that it can be sent again. If the server has no update of this site, the state is set
         to zero.
 
         Args:
@@ -566,7 +566,7 @@ def put_kept(folder: Path, kept: Kept) -> None:
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Replace a site's local state by the state after a round. If the process is killed meanwhile, the old state stays.
+    """Replace a site's local state with the state after a round. If the process is killed, the old state stays.
 
     Args:
         folder: the site's folder.

@@ -47,7 +47,7 @@ class Participation:
 
     @property
     def exchange(self) -> Exchange:
-        """The `Exchange` of the first fragment. If the model is not divided into fragments, this is the whole model."""
+        """The `Exchange` of the first fragment. Without fragments, it exchanges the whole model."""
         return self.exchanges[0]
 
     def leave(self, error: str | None = None) -> None:

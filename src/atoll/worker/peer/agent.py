@@ -223,8 +223,8 @@ class SwarmPeer:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
                     LOG.warning(
-                        "%s: leaves the run: other workers may still need its data, but none has downloaded any of "
-                        "it for a long time",
+                        "%s: leaves the run: other workers may still need its data, but none has downloaded data "
+                        "for a long time",
                         self.site,
                     )
                     break
@@ -522,7 +522,7 @@ class SwarmPeer:
         return made, closed
 
     def _require_whole(self, work: FrozenRound, spools: Mapping[int, Spool]) -> None:
-        """Check every part of every downloaded update against its digest again.
+        """Check again that every part of every downloaded update matches its digest.
 
         Raises:
             UpdateDamaged: the stored bytes of an update have changed since it was downloaded.

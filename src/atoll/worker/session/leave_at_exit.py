@@ -1,4 +1,4 @@
-"""Make a worker leave its run when its process ends, also after an error or a signal.
+"""Make a worker leave its run when its process ends, even after an error or a signal.
 
 SIGTERM and SIGHUP (the end of an ssh session) raise an exception in the script, as Ctrl-C does. When Python exits,
 every worker that is still joined leaves its run and tells the server the error. Python does not pass the exit code to
@@ -44,7 +44,7 @@ The status is written when the worker leaves, because the server may be gone aft
 UNNOTED = "the server notices only after heartbeat_timeout_s."
 
 GOODBYE_S = 5.0
-"""Seconds to wait for the server when leaving. Without the message, the server notices missing heartbeats later."""
+"""Seconds to wait for the server when leaving. After this time, missing heartbeats tell the server."""
 
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that raise `EndedBySignal` in the script. Under nohup, SIGHUP stays ignored."""
@@ -120,7 +120,7 @@ _forking = _Forking()
 
 
 def watch_exit(joined: Joined) -> None:
-    """Make `joined` leave its run when this process ends, also by SIGTERM or SIGHUP.
+    """Make `joined` leave its run when this process ends, even by SIGTERM or SIGHUP.
 
     Signal handlers that the script has set are not replaced.
     """

@@ -78,8 +78,8 @@ class _Next:
 
     Attributes:
         task: the task's id.
-        stored: a future with the task's tensors, done when they are on disk. Its result is None if there are no
-            tensors, or if the download failed.
+        stored: a future with the task's tensors, done when the tensors are on disk. The result is None if there are
+            no tensors, or if the download failed.
         abort: set this event to end the download.
     """
 

@@ -259,7 +259,7 @@ LOCAL_MODEL = "local.safetensors"
 
 
 def keep_local(participation: Participation, tensors: Tensors, round_number: int) -> None:
-    """Store the model that is submitted in this round in the site's folder, for a later evaluation by other sites.
+    """Write the model that is submitted in this round to the site's folder, for a later evaluation by other sites.
 
     The file is `LOCAL_MODEL`. If it cannot be written, log a warning and go on.
 

@@ -103,7 +103,7 @@ def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str
     Args:
         loop: the loop.
         optimizers: the loop's optimizers.
-        parameters: the parameters of the loop's model, by name. Frozen ones are reserved only if in an optimizer.
+        parameters: the parameters of the loop's model, by name. Frozen ones are reserved only if an optimizer has them.
 
     Raises:
         UsageError: another active loop has reserved one of them.

@@ -199,6 +199,8 @@ class Round:
     ) -> None:
         """Submit the trained model. Return when the server has recorded the update on disk.
 
+        If the server refuses the update, or the update comes too late, log a warning and return.
+
         Args:
             model: a module with the same tensors as the run's model; or a mapping of names to tensors, numpy arrays, or
                 objects with DLPack or `__array__`. It is not changed.
@@ -215,6 +217,7 @@ class Round:
             UsageError: an entry of the mapping is not an array; `weight`, `steps` or a metric is not a valid number; or
                 `groups` are not those that the run needs. The message names the wrong entry.
             SchemaMismatch: `model` has other tensors than the run's model.
+            UpdateRefused: the server has refused several updates in a row.
         """
         if self.done:
             raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
@@ -433,7 +436,7 @@ _simulated: Worker | None = None
 
 @contextmanager
 def joined_as(worker: Worker) -> Iterator[None]:
-    """Let `atoll.join` return this simulated site's worker inside the `with` block. Set `ATOLL_SITE`, too."""
+    """Let `atoll.join` return this simulated site's worker inside the `with` block. Also set `ATOLL_SITE`."""
     global _simulated
     _simulated, before = worker, os.environ.get("ATOLL_SITE")
     os.environ["ATOLL_SITE"] = worker.site

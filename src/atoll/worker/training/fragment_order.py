@@ -110,5 +110,5 @@ class FragmentOrder:
         return min(free, key=lambda index: (index - self._next) % len(candidates), default=None)
 
     def took(self, fragment: int) -> None:
-        """Record that an update of this fragment was formed. In an asynchronous run, the next number follows."""
+        """Record that an update of this fragment was formed. In an asynchronous run, the next fragment is then due."""
         self._next = (fragment + 1) % self._rules.fragments

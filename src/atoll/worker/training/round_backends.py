@@ -103,14 +103,14 @@ class RoundBackend(Protocol):
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Form an update and submit it under a ticket. Return when it is accepted or refused, or comes too late.
+        """Form an update and submit it under a ticket. Return when it was accepted or refused, or came too late.
 
         Args:
             ticket: the ticket of the update.
             tensors: the model's own tensors, by name; not changed.
             info: weight, steps and metrics of the update.
             finish: computes the tensor groups that the algorithm sends in addition to the model; None: no such groups.
-            optimizers: those optimizers of the model that were passed to Atoll.
+            optimizers: the optimizers of the model that were passed to Atoll.
         """
 
     def leave(self, error: BaseException | None) -> None:
@@ -158,7 +158,7 @@ class ServerBackend:
 
     @property
     def has_left(self) -> bool:
-        """Whether the worker has left, also by a signal or at the end of the process."""
+        """Whether the worker has left, whether by a call, by a signal or at the end of the process."""
         return self.participation.session.has_left
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:

@@ -134,7 +134,7 @@ class FragmentState:
 
 
 class PendingSync:
-    """An update in flight. A thread sends it, waits for the new version, and downloads it into the file `base-next`.
+    """An update in flight. A thread sends it, waits for the new version, and downloads this version to `base-next`.
 
     The thread runs from `start` on.
 
@@ -380,7 +380,7 @@ class Synchroniser:
     # -- one step
 
     def after_step(self, step: int) -> bool:
-        """Merge new versions that are ready, and submit the fragment that is due. Return whether there was any of them.
+        """Merge new versions that are ready, and submit the fragment that is due. Return whether there were any.
 
         Args:
             step: the number of the local step that was just made.
