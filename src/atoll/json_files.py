@@ -32,7 +32,7 @@ def seal(note: Mapping[str, Any]) -> str:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Check the digest in the bytes of a note that `seal` has made, and return the note.
+    """Parse the text of `seal`, given as bytes, check the digest in it, and return the note.
 
     Raises:
         NoteDamaged: the bytes are cut off or changed.
@@ -61,7 +61,7 @@ def read_note(path: Path, kind: Any) -> Any:
         return peek_note(path, kind)
     except NoteDamaged as error:
         LOG.warning(
-            "%s is damaged: %s. It is removed, and the data that it described is downloaded or trained "
+            "%s is damaged: %s. Atoll removes it, and downloads or trains the data that it described "
             "again. Check the disk.",
             path,
             error,

@@ -14,9 +14,9 @@ weight w_i is that of its first update that counted. W estimates the total weigh
 updates of M sites have counted so far, W is the sum of their weights × N / M. If all weights are 1, w_i / W is the
 paper's 1/N.
 
-The tensors of the group `control` are c in a version, in addition to the model, and Δc_i in an update, in addition to
-the pseudo-gradient. The site keeps c_i. When the site's update counts, c_i⁺ becomes the new c_i. When W changes, the
-server scales c ← c·W_before/W, so that c stays the weighted mean of all c_i (reducer `share`).
+In a version, the tensors of the group `control` are c, in addition to the model. In an update, they are Δc_i, in
+addition to the pseudo-gradient. The site keeps c_i. When the site's update counts, c_i⁺ becomes the new c_i. When W
+changes, the server scales c ← c·W_before/W, so that c stays the weighted mean of all c_i (reducer `share`).
 """
 
 from __future__ import annotations

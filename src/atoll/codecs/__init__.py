@@ -96,7 +96,7 @@ def _require_imported(codec: str) -> None:
     if module not in sys.modules:
         raise ConfigError(
             f"The run uses the codec {codec!r}, but this program has not imported its code.",
-            f"If you trust it, import {module} in your script before it joins; a server alone cannot make a "
+            f"If you trust this code, import {module} in your script before you join; a server alone cannot make a "
             "site run code.",
         )
 

@@ -131,7 +131,7 @@ def _entry(number: int, table: Mapping[str, Any]) -> WorkflowEntry:
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in a table: its keys and values that only this kind of workflow has.
+    """Return the arguments in a table: the keys, with values, that only this kind of workflow has.
 
     Raises:
         ConfigError: the table has an unknown key.

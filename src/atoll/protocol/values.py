@@ -184,7 +184,7 @@ class FrozenRound(Message):
     expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")
     population: Count = Field(0, description="Number of sites that had joined the run.")
     population_weight: float = Field(0.0, ge=0, description="Estimated weight of all sites; 0: not needed.")
-    population_scale: float = Field(1.0, description="Population weight of the base divided by this round's.")
+    population_scale: float = Field(1.0, description="Previous round's population weight, divided by this round's.")
 
     @property
     def tickets(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Leases: a lease is the right of one process to act for its site. Pure functions of a run's members (sites).
 
 Each new lease has a higher number. Only the process with a site's newest lease may act for the site; requests with
-older leases are refused. If a process sends nothing for `network.heartbeat_timeout_s`, its lease ends.
+older leases are refused. If a process sends nothing for `network.heartbeat_timeout_s`, the site's lease ends.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def refusal(members: Members, site: str, lease: int) -> LeaseRefused | None:
     if lease < member.lease:
         return LeaseRefused(site, f"a newer process has joined as {site!r}", superseded=True)
     if lease > member.lease:
-        return LeaseRefused(site, f"lease {lease} of {site!r} is not known here")
+        return LeaseRefused(site, f"the server has no lease {lease} of {site!r}")
     if not member.alive:
         because = {"dead": "was silent for too long and was declared dead"}.get(member.why, f"has {member.why}")
         return LeaseRefused(site, f"{site!r} {because}")

@@ -217,7 +217,7 @@ class RunTable:
     def counterpart(self, run: ByteRun) -> ByteRun:
         """Return the byte run of this layout that has the same elements as `run`, a byte run of another layout.
 
-        Always pass runs of the same other layout: results are cached by the offsets of `run`.
+        All calls must pass runs of the same other layout, because results are cached by the offsets of `run`.
         """
         key = (run.start, run.stop)
         found = self._counterparts.get(key)

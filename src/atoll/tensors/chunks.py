@@ -87,7 +87,7 @@ def _gather(tensor: Tensor, start: int, stop: int, out: Tensor) -> None:
 
 
 def assign_run_(tensor: Tensor | InPieces, start: int, values: Tensor) -> None:
-    """Write the 1-D `values` into the elements from `start` on, in place, keeping strides, dtype and device."""
+    """Write the 1-D `values` into the elements from `start` on, in place; strides, dtype and device stay the same."""
     if not isinstance(tensor, Tensor):
         tensor.assign_(start, values)
         return

@@ -1,4 +1,4 @@
-"""Conversion between safetensors dtype names and torch dtypes, and the dtype in which a tensor is accumulated."""
+"""Conversion between safetensors dtype names and torch dtypes, and the dtype for sums of a tensor."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def test_refuses_a_worker_that_never_joined(story):
     run = story(sites=1)
     assert run.send(events.WorkerSeen("x", 3)) == (events.LeaseRefused("x", "'x' has not joined this run"),)
     run.join("a")
-    assert run.send(events.WorkerSeen("a", 9)) == (events.LeaseRefused("a", "lease 9 of 'a' is not known here"),)
+    assert run.send(events.WorkerSeen("a", 9)) == (events.LeaseRefused("a", "the server has no lease 9 of 'a'"),)
 
 
 @pytest.mark.covers("F5")
