@@ -32,7 +32,7 @@ def seal(note: Mapping[str, Any]) -> str:
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """Parse the text of `seal`, given as bytes, check the digest in it, and return the note.
+    """Parse the bytes of a note, check the digest in them, and return the note.
 
     Raises:
         NoteDamaged: the bytes are cut off or changed.

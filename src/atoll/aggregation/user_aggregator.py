@@ -67,7 +67,7 @@ class Update:
 
 
 class AllAtOnce:
-    """Wraps a user's function `aggregate(updates)`: collects the updates of a round, then passes them on."""
+    """Wraps a user's function `aggregate(updates)`: collects a round's updates, then calls it with them."""
 
     incremental = False
 

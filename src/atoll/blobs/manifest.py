@@ -95,7 +95,7 @@ class Cuts:
 
 
 def state_id(region_digests: Sequence[bytes]) -> str:
-    """Return the id of the file with the outer optimizer's state, from the digests of its regions; empty for none."""
+    """Return the id of an outer state file from the digests of its regions; empty if there are no regions."""
     return blob_id("", region_digests) if region_digests else ""
 
 

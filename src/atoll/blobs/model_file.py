@@ -26,7 +26,7 @@ from atoll.tensors.safetensors_header import read_header
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 MASTER = "master"
-"""Suffix of masters, the parameters in full precision in an outer state. The master of `x` is named `x.master`."""
+"""Suffix of the names of masters: full-precision parameters in an outer state. The master of `x` is `x.master`."""
 
 
 def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
@@ -101,7 +101,7 @@ class ModelFile:
             yield bytes_of(self._run(spec, start, min(start + CHUNK_ELEMENTS, spec.numel)))
 
     def part(self, part: Part) -> Iterator[memoryview]:
-        """Yield the bytes of a part of the version file, one chunk at a time, with the parameters from the masters.
+        """Yield the bytes of a part of the version file, one chunk at a time; parameters come from the masters.
 
         Raises:
             StateCorrupt: a file is too short.

@@ -163,7 +163,7 @@ class Contents:
 
     @classmethod
     def read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
-        """Parse and check the head of an object's file, without memory for the tensors that follow the head.
+        """Parse and check the head of an object's file, without allocating the tensors that follow the head.
 
         Args:
             head: the bytes of the head.
@@ -321,7 +321,7 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
 
 
 def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
-    """Return an inline tensor as a JSON entry of an object's head. A `Stream` is read as a whole; it is small."""
+    """Return an inline tensor as a JSON entry of an object's head. A `Stream` is small, so it is read as a whole."""
     if isinstance(tensor, Stream):
         with gc_as_usual():
             data = b"".join(tensor.runs())
@@ -354,7 +354,7 @@ def _from_text(name: str, entry: Plain, what: str) -> Tensor:
 MOST_INLINE_BYTES = 15 * 2**20
 """Maximum total size of inline tensors. Together with their descriptions they stay below 16 MiB."""
 DESCRIBED_BYTES = 256
-"""Estimated size of a tensor's description in a head. It contains the tensor's name twice."""
+"""Estimated size of a tensor's description in a head, which has the tensor's name twice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Elementwise:
 
     @staticmethod
     def stored(dtype: str) -> str:
-        """Return the safetensors dtype to which elements of `dtype` are encoded."""
+        """Return the safetensors dtype in which elements of `dtype` are stored."""
         raise NotImplementedError
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:

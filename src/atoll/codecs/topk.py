@@ -2,7 +2,7 @@
 
 The encoded form of a tile is:
 
-    two magnitudes      fp32 each: the k magnitudes are divided at their mean, and each part is stored as its own mean
+    two magnitudes      fp32 each: the mean of the smaller and of the larger magnitudes, split at the mean of all k
     k indices           12 bits each, in rising order
     k values            2 bits each: the sign, and which of the two magnitudes
 

@@ -1,8 +1,8 @@
 """The settings of a run: eleven typed groups, validated when they are built, and immutable.
 
-A setting has a name `group.key`. Set it in the run file (as a key in the TOML table of its group), with the environment
-variable `ATOLL_<GROUP>__<KEY>`, or with the option `--set group.key=value`. The command line overrides the environment,
-which overrides the file.
+The name of a setting is `group.key`. Set it in the run file (as a key in the TOML table of its group), with the
+environment variable `ATOLL_<GROUP>__<KEY>`, or with the option `--set group.key=value`. The command line overrides the
+environment, which overrides the file.
 """
 
 from __future__ import annotations

@@ -468,7 +468,7 @@ class BlobManifest(Message):
     The id of the blob is the BLAKE3 hash of `layout_digest` and the digests of the parts.
     """
 
-    layout_digest: Hex32 = Field(description="Digest of the layout; for an object, of its three sizes instead.")
+    layout_digest: Hex32 = Field(description="Digest of the layout; for an object, digest of its three sizes.")
     part_digests: list[Hex32]
     head_bytes: Count
     nbytes: Count

@@ -52,7 +52,7 @@ MANIFEST_BYTES = 32 * 2**20
 """Maximum size of an object's manifest, in bytes. A receiver refuses a longer one."""
 
 INLINE_BYTES = 16 * 2**20
-"""Maximum size of an object that is sent inline, within its manifest, in bytes."""
+"""Maximum size, in bytes, of an object that is sent inline (within its manifest)."""
 
 LONG_POLL_S = 20.0
 """Maximum number of seconds that the server holds a ticket request before it answers "wait".

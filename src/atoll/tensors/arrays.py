@@ -23,7 +23,7 @@ Arrays = Mapping[str, Any]
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Convert tensors to numpy arrays, without copying CPU tensors. A tensor of another dtype becomes fp32."""
+    """Convert tensors to numpy arrays. CPU tensors are copied only if numpy lacks their dtype: these become fp32."""
     return {
         name: (tensor.float() if tensor.dtype in NOT_IN_NUMPY else tensor).detach().cpu().numpy()
         for name, tensor in tensors.items()

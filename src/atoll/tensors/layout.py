@@ -192,7 +192,7 @@ class Layout:
 
 
 def blob_id(layout_digest: str, part_digests: Sequence[bytes]) -> str:
-    """Return the id of a file's content: BLAKE3 over the digests of its layout and its parts, hex."""
+    """Return the id of a file's content: BLAKE3 over the digests of its layout and parts, in hex."""
     return blake3(bytes.fromhex(layout_digest) + b"".join(part_digests)).hexdigest()
 
 

@@ -99,7 +99,7 @@ class TensorSpec:
 
 
 def extra_name(group: str, parameter: str) -> str:
-    """Return the name of a parameter's extra tensor in this group of the algorithm."""
+    """Return the name of the extra tensor that a group of the algorithm has for a parameter."""
     return f"atoll.{group}.{parameter}"
 
 
@@ -149,7 +149,7 @@ class Schema:
         return cls(ordered, tied)
 
     def with_groups(self, groups: Iterable[str]) -> Schema:
-        """Return the schema with the algorithm's extra tensors added: in each of these groups, one per parameter.
+        """Return the schema with the algorithm's extra tensors added: one per parameter in each of these groups.
 
         Raises:
             UsageError: a tensor of the model has a name that is reserved for extra tensors.
