@@ -50,8 +50,8 @@ GRACE_SAID_S = 1.0
 STATUS_S = 1.0
 """Seconds between two checks for a new version. After a new version the status is saved, for the case of a kill."""
 WATCHED_S = 3.0
-"""Seconds. If a client asked for the status in this time before the end of the run, the server waits this long for the
-client's next request, so that the client sees the end of the run."""
+"""Seconds. If a client asked for the status within this time before the end of the run, the server waits this long for
+the client's next request, so that the client sees the end."""
 READ_BYTES = 2**16
 """Maximum bytes of a request's body in memory before a handler reads it. Handlers of parts read larger pieces."""
 

@@ -102,7 +102,7 @@ class FragmentShapes:
         return FragmentShapes(version, empty(self.state), self.update_bytes, (), empty(self.delta))
 
     def by_kind(self) -> dict[str, FileShape]:
-        """Return kind of file (version, state, spool for updates, delta) → shape, for the kinds that are needed."""
+        """Return kind of file (version, state, spool for updates, delta) → shape, for the kinds that the run needs."""
         nbytes = 0 if self.version.elsewhere else self.update_bytes
         spool = FileShape(nbytes, b"", tuple((part,) for part in self.update_parts))
         shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
@@ -271,7 +271,7 @@ class SlotPool:
             self.drop(slot, why)
 
     def retain(self, numbers: Collection[int]) -> None:
-        """End the journal's holds on all slots except the slots with these numbers."""
+        """End the journal's holds on all slots except those in `numbers`."""
         with self.lock:
             for slot in list(self._slots.values()):
                 if JOURNAL in slot.holds and slot.number not in numbers:

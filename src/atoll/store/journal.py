@@ -223,7 +223,7 @@ class Journal:
             self._db.executemany(sql, values)
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
-        """Return the rows of a table that match `where`, an SQL clause `WHERE … ORDER BY …`, as dataclass objects.
+        """Return dataclass objects: the rows of a table that match `where`, an SQL clause `WHERE … ORDER BY …`.
 
         Args:
             table: the table.

@@ -71,7 +71,7 @@ def changed_row(db: sqlite3.Connection) -> str | None:
 
 
 def changed_definition(db: sqlite3.Connection) -> str | None:
-    """Return the name of the first table or index in the file that differs from `SCHEMA`; None if none differs."""
+    """Return the name of the first table or index that is not as `SCHEMA` defines it; None if all are."""
     with_schema = sqlite3.connect(":memory:")
     try:
         with_schema.executescript(SCHEMA)
@@ -304,8 +304,8 @@ class Column(NamedTuple):
 
     Attributes:
         sql: SQL definition of the column.
-        load: converts a column's value to the field's value; None if they are equal.
-        save: converts a field's value to the column's value; None if they are equal.
+        load: function that converts a column's value to the field's value; None if they are always equal.
+        save: function that converts a field's value to the column's value; None if they are always equal.
     """
 
     sql: str

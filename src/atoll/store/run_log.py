@@ -57,7 +57,7 @@ class RunLog:
                 f"{self._journal.path.parent} already contains a run.",
                 "Continue that run, or set another disk.state_dir.",
             )
-        with self._journal.transaction(synced=True):  # otherwise exports could survive a power loss, but not their run
+        with self._journal.transaction(synced=True):  # otherwise a power loss could leave exports without their run
             self._journal.insert(RUNS, row)
 
     @property
@@ -312,4 +312,4 @@ class RunLog:
 
 
 def _not_open(fragment: int, base_version: int) -> StoreError:
-    return StoreError(f"No round from version {base_version} of fragment {fragment} is open.")
+    return StoreError(f"The round from version {base_version} of fragment {fragment} is not open.")

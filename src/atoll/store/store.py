@@ -169,7 +169,7 @@ class Store:
         """Raise an error if `free_bytes` is below `min_free_bytes`.
 
         Raises:
-            DiskFull: too little is free. The error's `retry_after_s` says when the client may repeat its request.
+            DiskFull: fewer bytes are free. The error's `retry_after_s` says when the client may repeat its request.
         """
         free = self.free_bytes()
         if free < min_free_bytes:

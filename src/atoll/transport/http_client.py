@@ -222,7 +222,7 @@ class Watch:
         return self._heard_s > begin_s or not self._quiet_since(begin_s)
 
     def _give_up(self, since_s: float) -> None:
-        """End the calls that have sent or received no byte since `since_s`."""
+        """End the calls that have neither sent nor received a byte since `since_s`."""
         calls = self._quiet_since(since_s)
         with self._changed:
             self._calls.difference_update(calls)  # a call that is still connecting ends only later

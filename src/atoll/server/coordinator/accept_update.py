@@ -30,8 +30,8 @@ class UpdateAdmission:
         store: store of the run.
         ledger: state of the run. It gets an event for each accepted or refused update.
         roster: site → what the server knows about its worker.
-        fail: called with an error that must end the server.
-        on_accepted: called with the ticket of an accepted update and the number of its round.
+        fail: function that ends the server because of an error.
+        on_accepted: callback with the ticket of an accepted update, and the number of its round.
 
     Attributes:
         refused: number of updates refused in the whole run.

@@ -96,14 +96,14 @@ class LocalRounds:
             )
 
     def offer(self, ticket: TicketRow, number: int) -> None:
-        """Pass an accepted update of round `number` to the user's aggregator, if it wants updates as they arrive."""
+        """Pass an accepted update of round `number` to a user's aggregator that wants updates as they arrive."""
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
     async def aggregate(self, closed: RoundClosed, number: int) -> Committed:
         """Aggregate the updates of a closed round, step the outer optimizer, and commit the next version.
 
-        The work runs in a pool thread. If a restart has lost filtered updates, they are first filtered again.
+        The work runs in a pool thread. If a restart of the server has lost filtered updates, first filter these again.
 
         Args:
             closed: the closed round.
@@ -186,7 +186,7 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
     for key in sorted({key for each in updates for key in each.metrics}):
         reported = [(each.metrics[key], each.weight) for each in updates if key in each.metrics]
         mean = sum(value * weight for value, weight in reported) / sum(weight for _, weight in reported)
-        if not math.isfinite(mean):  # a product has overflowed, or their sum; the mean lies between the values
+        if not math.isfinite(mean):  # a product or the sum has overflowed, but the mean is between the values
             total, values = sum(weight for _, weight in reported), [value for value, _ in reported]
             mean = sum(value * (weight / total) for value, weight in reported)
             mean = max(min(values), min(max(values), mean))  # after the last rounding, too

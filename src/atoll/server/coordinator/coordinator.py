@@ -79,7 +79,7 @@ from atoll.tensors.layout import Layout
 LOG = logging.getLogger("atoll.server")
 
 COMMIT_S = 1.0
-"""Seconds that a ticket request waits for a commit that is under way, even if the request's `wait_s` is shorter."""
+"""Seconds that a ticket request waits for a running commit, even if the request's `wait_s` is shorter."""
 
 
 class Workflows(Protocol):
@@ -516,7 +516,7 @@ class Coordinator:
         }
 
     def _unpulled(self, fragment: int) -> Collection[int]:
-        """Return the base versions of open tickets, if the sites have probably not downloaded them yet.
+        """Return the base versions of open tickets that the sites have probably not downloaded yet.
 
         Return none for a synchronous fragment: its open tickets start from the newest version, which is kept anyway.
         """
@@ -777,7 +777,7 @@ class Coordinator:
                 self.apply(events.TimePassed())
                 if self.swarm is not None:
                     self.swarm.reassign()
-                if self.no_space:  # no site may try again soon
+                if self.no_space:  # check here, because it may take long until a site tries again
                     self.require_space()
 
     # -- tasks of the event loop

@@ -80,8 +80,8 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     if message.schema_digest not in (None, plan.schema.digest, model.digest):
         raise SchemaMismatch(
             f"The model of worker {message.site} (schema {str(message.schema_digest)[:12]}) differs from the "
-            f"run's (schema {model.digest[:12]}), which has {len(model.tensors)} tensors and "
-            f"{size(model.nbytes)}; the first is {model.tensors[0]}.",
+            f"run's model (schema {model.digest[:12]}; it has {len(model.tensors)} tensors with "
+            f"{size(model.nbytes)}, and the first tensor is {model.tensors[0]}).",
             f"Build the same architecture with the same dtype on both sides. The run's schema is at {routes.SCHEMA}.",
         )
     sync_every = plan.algorithm.sync_every

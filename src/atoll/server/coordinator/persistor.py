@@ -5,7 +5,7 @@
                               the end of the run
     save_best(state, info)    save the best version so far
 
-A persistor has at least one of these methods. `state` has one copy of the model, which the method may keep. `save` and
+A persistor has at least one of these methods. `state` is a copy of the model, which the method may keep. `save` and
 `save_best` run in a separate thread, one call at a time, and no round waits for them. Their errors are logged and do
 not end the run. If several best versions are found during a call, only the newest is passed on.
 """

@@ -30,7 +30,7 @@ LOG = logging.getLogger("atoll.server")
 
 TRAINING = "training"
 STILL = 4.0
-"""Training counts as hanging only after this many times the longest pause between two steps so far."""
+"""Training counts as hanging only if it pauses for this many times the longest earlier pause between two steps."""
 
 
 def _progress(beat: messages.Heartbeat) -> tuple[object, ...]:
@@ -136,9 +136,9 @@ class Presence:
         self.beat = beat
 
     def hangs_s(self, patience_s: float) -> float:
-        """Return for how many seconds training has made no progress; 0 if this time is not unusually long.
+        """Return the seconds since training last made progress if they are unusually many, else 0.
 
-        It is unusually long if it exceeds both `patience_s` seconds and `STILL` times the longest earlier pause.
+        They are unusually many if they exceed both `patience_s` and `STILL` times the longest earlier pause.
         """
         # a script may report no steps, and its first round may be long
         known = self.beat.step > 0 or self.longest_s > 0
@@ -153,7 +153,7 @@ class Presence:
 
     @property
     def ended(self) -> str:
-        """How the worker ended, as text to follow its name, such as "has left"; empty while the worker takes part."""
+        """How the worker ended, as words after its name, such as "has left"; empty while the worker takes part."""
         if self.state == "alive":
             return ""
         return {"dead": "is dead", "failed": "failed", "left": "has left"}.get(self.state, f"is {self.state}")
@@ -405,8 +405,8 @@ class StalenessCounter:
 QUIET_BEATS = 2.5
 """A site that has sent nothing for this many heartbeat intervals is reported as silent."""
 HANGS_S = 120.0
-"""Used in place of `network.heartbeat_timeout_s` if that is 0. Training without progress is reported after twice
-this time."""
+"""Seconds, in place of `network.heartbeat_timeout_s` if that is 0. Training that makes no progress for twice this time
+is reported."""
 
 
 def why_silent(

@@ -143,8 +143,8 @@ class SwarmView:
     def work(self, site: str) -> PeerWork:
         """Return everything that a site's worker has to do now.
 
-        That is: which workers to try to connect to, versions to keep, updates to download and rounds to aggregate, and
-        whether it must stay in the run. The `stamp` of the result is a checksum of its content.
+        That is: the workers to try to connect to, the versions to keep, the updates to download, the rounds to
+        aggregate, and whether it must stay in the run. The `stamp` of the result is a checksum of its content.
         """
         work = PeerWork(
             stamp=0,
@@ -198,7 +198,7 @@ class SwarmView:
     def _is_needed(self, site: str) -> bool:
         """Return whether a site must stay in the run because of the versions that it has.
 
-        During the run, it must stay if it has a newest version that no other live worker has. After the end of the run,
+        During the run, it must stay if only its worker has the newest version of a fragment. After the end of the run,
         it must stay until it and all other live workers have the result.
         """
         members = self._ledger.state.members  # includes members that have not reported since a restart of the server
@@ -619,8 +619,8 @@ class Swarm:
     def _choose_checker(self, fragment: int, job: Assignment) -> None:
         """Choose the worker that checks the new version.
 
-        Replace a checker that has sent or received no byte for `network.idle_timeout_s`. If every possible checker has
-        failed, replace the aggregator.
+        Replace a checker that has neither sent nor received a byte for `network.idle_timeout_s`. If every possible
+        checker has failed, replace the aggregator.
         """
         order = [site for site in self.view.order(fragment, job.version + 1) if site != job.aggregator]
         if job.checker in order and len(order) > 1:

@@ -211,7 +211,7 @@ class Peers(dict[str, Peer]):
 
         Among the pairs of workers that cannot reach each other, this is the worker that is in the most pairs; in a tie,
         the one that joined last. A pair counts only if the failure is older than `SETTLED_S` seconds, and if the
-        unreached worker has reported since then: otherwise it may be dead, which heartbeats show.
+        unreached worker has reported since then. Without a report it may be dead; missing heartbeats then show this.
 
         Returns:
             The site, the number of its lease, and the reason; None if no pair counts.

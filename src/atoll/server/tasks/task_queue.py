@@ -42,7 +42,7 @@ class Answer(OwnedFile):
 
     Attributes:
         site: name of the site.
-        key: identifies the answer, because the site may send the same answer again.
+        key: text that identifies the answer, because the site may send the same answer again.
         error: why the site failed; empty if it did not.
         way: how the payload was sent: `streamed` (an object in parts), `inline` (an object within its manifest), or
             `skipped` (as text in the message, without an object).
@@ -112,7 +112,7 @@ class TaskPayload:
 
     @property
     def key(self) -> tm.ObjectKey:
-        """The key with which a site downloads the object. Only for an object, after `hold`."""
+        """The key with which a site downloads the object. Only if the payload is an object, and after `hold`."""
         assert self.body.object is not None
         return self.body.object
 

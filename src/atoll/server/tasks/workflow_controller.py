@@ -72,7 +72,7 @@ def progress_of_run(run: Coordinator) -> Progress:
 
 
 def why_gone(run: Coordinator, site: str) -> str:
-    """Return why a site does not take part, as text to follow its name, such as "has left"; empty if it takes part."""
+    """Return why a site does not take part, as words after its name, such as "has left"; empty if it takes part."""
     member = run.state.members.get(site)
     if member is not None and member.alive:
         return ""
