@@ -279,7 +279,7 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
                     f"The initial model's tensor {spec.name!r} contains NaN or Inf.",
                     "Check how it is initialised."
                     if spec.group != BUFFERS
-                    else "If it is a constant, such as a mask, register it with persistent=False; else check it.",
+                    else "If it is a constant, such as a mask, register it with persistent=False. If not, check it.",
                 )
             data = bytes_of(run)
             hasher.update(data)

@@ -164,7 +164,7 @@ class Server:
 
     @property
     def exports(self) -> Path:
-        """Folder of `model.safetensors` and `metrics.jsonl`."""
+        """The folder with `model.safetensors` and `metrics.jsonl`."""
         return self.settings.exports
 
     @property
@@ -228,7 +228,7 @@ class Server:
 
         Return its result.
         """
-        run, stopped = self._require_run(), UsageError("The server has stopped.", "Ask while it runs.")
+        run, stopped = self._require_run(), UsageError("The server has stopped.", "Call this while it runs.")
 
         def work() -> T:
             if self._last_status is not None:

@@ -44,7 +44,7 @@ _CODE = {
 """Argument of a program → the setting that it replaces, if the argument is code."""
 
 SAME_BITS = ("torch", "cpu_capability")
-"""Values in the record of the outer optimizer that may differ after a restart. A difference causes only a warning."""
+"""Keys in the record of the outer optimizer. Their values may differ after a restart; this causes only a warning."""
 
 
 def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, **named: object) -> Settings:
@@ -64,7 +64,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     """
     texts = {name: value for name, value in named.items() if isinstance(value, str)}
     if texts and isinstance(settings, Settings):
-        raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Put all into the settings.")
+        raise UsageError(f"{caller} got settings and also {', '.join(sorted(texts))}.", "Set these in the settings.")
     optimizer = f"algorithm.outer_optimizer.{'path' if ':' in texts.get('outer_optimizer', '') else 'name'}"
     keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
     values = {keys[name]: text for name, text in texts.items()}

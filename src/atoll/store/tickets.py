@@ -428,7 +428,7 @@ class Tickets:
 
 
 def why_closed(row: TicketRow) -> AtollError:
-    """Return the error for a request to send a part or complete an update, if the ticket is not open.
+    """Return the error for a request under a ticket that is not open: to send a part, or to complete the update.
 
     It is `UpdateRefused` if the ticket was refused, else `TicketClosed`. It is the same error for every request,
     because a worker may send several requests at once, also from several ranks, and acts on the first answer.

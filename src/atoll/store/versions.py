@@ -56,7 +56,7 @@ class VersionDigests:
 
 @dataclass(eq=False)
 class VersionDraft:
-    """Files of a new version that is not committed yet: version, outer optimizer state and difference (delta).
+    """The files of a new version that is not committed yet: the version, the outer optimizer's state and the delta.
 
     `Versions.begin` returns a draft. At the end, call `Versions.commit` or `abandon`.
     """
@@ -353,7 +353,7 @@ class Versions:
         return self._journal.first(DELTAS, "WHERE fragment = ? AND version = ?", fragment, version)
 
     def state_file(self, fragment: int = 0) -> int | None:
-        """Return the descriptor of the outer optimizer's state after the newest version; None if it has no state.
+        """Return the descriptor of the outer optimizer's state after the newest version; None if there is no state.
 
         Do not close the descriptor.
         """
@@ -420,7 +420,7 @@ class Versions:
                     self.drop_old(fragment)  # if this fails, the next commit drops the version
 
     def _revoke_oldest(self, fragment: int) -> None:
-        """Drop old versions that are not needed, beyond `keep_versions + max_pins`, and set `revoked` of their pins."""
+        """Drop old versions if there are more than `keep_versions + max_pins`, and set `revoked` of their pins."""
         with self._journal.lock:
             rows, needed = self.kept(fragment), self._needed(fragment)
             most = self._keep_versions + self._max_pins

@@ -101,7 +101,7 @@ class Call(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """Time of `time.monotonic` at which the last byte was sent or received or, before that, the call began."""
+        """When the last byte was sent or received, by `time.monotonic`; before the first byte, when the call began."""
         ...
 
     def give_up(self) -> None:

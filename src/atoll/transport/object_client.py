@@ -624,7 +624,7 @@ class _Fetching:
         self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
-        """Download parts, and retry until all are complete. If the manifest has the object's bytes, only copy these."""
+        """Download parts, and retry until all are complete. If the manifest has the object's bytes, copy them."""
         inline = self._inline
         if inline is not None:
             for part in parts:

@@ -112,7 +112,7 @@ async def receive_part(
 
 
 def require_part_bytes(request: web.Request, nbytes: int) -> None:
-    """Check that the body of a request is as long as a part and its digest, before the body is read.
+    """Check that a request's body, which is not read yet, is as long as a part and its digest together.
 
     Args:
         request: the request.
@@ -342,7 +342,7 @@ _NOT_PLAIN = frozenset(
 
 
 class BodyInterceptor(asyncio.Protocol):
-    """Stands between a connection and aiohttp, and keeps the bodies of parts from aiohttp, so that a thread gets them.
+    """Stands between a connection and aiohttp. Keeps the bodies of parts from aiohttp: threads receive them.
 
     Args:
         inner: aiohttp's protocol for this connection.
@@ -446,7 +446,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._heads(self._unparsed)
 
     def _read_or_not(self) -> None:
-        """Pause reading from the connection while aiohttp asks for a pause or a thread receives a part; else resume."""
+        """Pause reading from the connection if aiohttp wants a pause or a thread receives a part. If not, resume."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._full or (self._part and not self._discarding):

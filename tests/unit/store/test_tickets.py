@@ -304,7 +304,7 @@ def test_a_round_freezes_with_accepted_tickets_of_its_own_only(store: Store) -> 
     store.run_log.freeze(0, 0, (1,))
     (row,) = store.run_log.rounds()
     assert (row.state, row.expected, row.tickets) == ("frozen", ("a",), (1,))
-    with pytest.raises(StoreError, match="is open"):
+    with pytest.raises(StoreError, match="is not open"):
         store.run_log.open_round(0, 0, ("b",))
     with pytest.raises(StoreError, match="made from the tickets"):
         write_version(store, 1, ())

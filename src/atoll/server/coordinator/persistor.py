@@ -100,7 +100,7 @@ class Persistor:
         Args:
             plan: plan of the run.
             store: store of the run.
-            heads: number of the version to save, for each fragment. The persistor gets the smallest as the version.
+            heads: for each fragment, the version to save. The persistor gets the smallest of these numbers.
             final: whether the version is the run's result.
 
         Returns:

@@ -334,7 +334,7 @@ class Attendance:
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
-"""Beginning of the error of a site with another model. Starting such a site again would not help."""
+"""The error of a site with another model begins like this. Starting such a site again would not help."""
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
@@ -441,7 +441,7 @@ def why_silent(
 
 
 ROUNDS = 20
-"""Number of last rounds of each fragment that the estimate uses. Older rounds say little about the current workers."""
+"""The estimate uses this many last rounds of each fragment. Older rounds say little about the current workers."""
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:

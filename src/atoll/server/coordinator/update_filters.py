@@ -105,7 +105,7 @@ class Filtering:
         self._done[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
 
     async def refusal(self, row: TicketRow, number: int) -> str:
-        """Filter an update as `prepare` does. If a filter fails, return the reason, else an empty text."""
+        """Filter an update as `prepare` does. Return the reason if a filter fails; empty if none does."""
         try:
             await self.prepare(row, number)
         except FilterRefused as error:

@@ -49,7 +49,7 @@ class Answer(OwnedFile):
         text: the payload, if it was in the message.
         contents: structure of the payload and descriptions of its tensors, if it was an object; values are in `fd`.
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
-        lost: if the server stopped waiting for the site, `gone` (it left or died) or `stuck` (no progress); else empty.
+        lost: `gone` (the site left or died) or `stuck` (no progress), if the server no longer waited for the answer.
     """
 
     site: str

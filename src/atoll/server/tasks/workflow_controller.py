@@ -138,7 +138,7 @@ class Result:
         site: name of the site.
         task: name of the task.
         error: why the site failed; empty if it did not.
-        lost: if the server stopped waiting for the site, `gone` (it left or died) or `stuck` (no progress); else empty.
+        lost: `gone` (the site left or died) or `stuck` (no progress), if the server no longer waited for the answer.
     """
 
     def __init__(self, task: str, answer: Answer) -> None:

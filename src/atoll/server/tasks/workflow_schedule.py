@@ -124,7 +124,7 @@ class WorkflowSchedule:
         if times > 1:
             raise ConfigError(
                 f"{times} evaluations have the same name, and so the same file for results: {name}.json.",
-                'Give each another name: {kind = "cross_site_evaluation", name = "before"}.',
+                'Give each a different name: {kind = "cross_site_evaluation", name = "before"}.',
             )
         self.evaluated: Callable[[], Evaluation] | None = None  # returns the results so far of the newest evaluation
         self._controller: Controller | None = None
