@@ -217,7 +217,7 @@ def _require_workflows(at: At) -> None:
     if function and entries:
         raise ConfigError(
             f"Both workflow.function ({function!r}) and workflow.steps (number of steps: {len(entries)}) are set.",
-            f"Remove workflow.function, and add the function to workflow.steps: {{path = {function!r}}}.",
+            "Remove workflow.function, and add the function to workflow.steps: {path = …}.",
         )
     if function and total:
         raise ConfigError(

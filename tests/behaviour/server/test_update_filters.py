@@ -349,7 +349,7 @@ def test_wrong_filters_of_a_program_are_refused(options: dict[str, Any], told: s
 @pytest.mark.covers("T8", "X3")
 def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
     for options in ({"data_filters": [Halved()]}, {"workflow.payload_filters": CAST}):
-        told = r"workflow.payload_filters is set \(.* of every site\), but the run has rounds.*Leave them out"
+        told = r"workflow.payload_filters is set \(.* of every site\), but the run has rounds.*Leave the filters out"
         with pytest.raises(ConfigError, match=told):
             new_server(START, **options)  # type: ignore[arg-type]
     with pytest.raises(

@@ -55,7 +55,7 @@ def refused(words: list[str], build: Callable[[], object], error: type[AtollErro
         (steps(EVALUATION) | {"rounds.total": 3}, ["rounds.total is 3, but no step in workflow.steps trains"]),
         (
             steps(EVALUATION) | {"workflow.function": "f.py:g"},
-            ["workflow.function is 'f.py:g', but workflow.steps is set"],
+            ["Both workflow.function ('f.py:g') and workflow.steps"],
         ),
         (steps(TRAINING) | {"model.ranks": 2}, ["workflow.steps is", "model.ranks is 2"]),
         (
@@ -189,5 +189,5 @@ def test_functions_are_looked_at_before_the_server_starts(
 
 
 def test_a_function_beside_the_list_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"given by the argument workflow, but workflow\.steps is set.*Add it to"):
+    with pytest.raises(ConfigError, match=r"given by the argument workflow\) and workflow\.steps .*add the function"):
         atoll.Server(workflow=print, settings=steps(EVALUATION))
