@@ -262,7 +262,7 @@ class StepHooks:
         """
         if self._followed:
             raise UsageError(
-                "Another call of correct() corrects this round.", "Call correct() once, with all optimizers in a list."
+                "The round is already corrected by another call.", "Call correct() once, with all optimizers in a list."
             )
         *others, last = optimizers_in(optimizer)
         require_trains([*others, last], self.parameters)

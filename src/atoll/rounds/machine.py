@@ -316,7 +316,7 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket
 
 
 def _settle(draft: Draft) -> None:
-    """Update every round after a change of members, tickets or time, and close it if the policy closes it."""
+    """Update every round after a change of members, tickets or time, and close it when the policy says so."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):
         if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
