@@ -56,7 +56,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
         named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text becomes the value of the
-            setting. Code replaces the setting; this kind of run must support the setting.
+            setting. Code replaces the setting; the kind of run must support this setting.
 
     Raises:
         UsageError: an argument is a text, although `settings` is a complete `Settings` object.

@@ -234,7 +234,7 @@ class Tickets:
             part: number of the part.
             digest: BLAKE3 of the part's bytes, 32 bytes.
             sumsq: sum of squares of the part's values; finite.
-            writer: the writer that wrote the bytes. If another writer has begun the part since, nothing is recorded.
+            writer: writer of the part's bytes. If another writer has begun the part since, raise `WriterCancelled`.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.

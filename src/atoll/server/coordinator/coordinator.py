@@ -605,7 +605,7 @@ class Coordinator:
             ticket: number of the ticket.
             part: number of the part.
             stats: result of the check.
-            writer: writer of the part's bytes. If another writer has begun the part since, nothing is recorded.
+            writer: writer of the part's bytes. If another writer has begun the part since, raise `WriterCancelled`.
         """
         self.require_open(lease, ticket)
         if stats.bad is not None:

@@ -35,7 +35,7 @@ class Ledger:
         record: function that writes decisions into the journal (the server's database), all of them or none.
         act: function that carries out one effect. It is called after the decisions are in the journal.
         clock: function that returns the time in seconds, as `time.monotonic` does.
-        on_failure: called with an error of the store after which the run cannot go on.
+        on_failure: callback with an error of the store after which the run cannot go on.
 
     Attributes:
         state: state of the rounds, leases and tickets. `restore` sets it first.

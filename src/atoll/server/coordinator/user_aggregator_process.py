@@ -55,7 +55,7 @@ class Aggregator:
 
     Args:
         plan: plan of the run.
-        on_failed: called, from any thread, if the aggregator fails while the server does not wait for a result.
+        on_failed: callback, in any thread, with an error of the aggregator while the server waits for no result.
         filtering: the server's filters of updates. Its `source` returns the filtered file of an update.
 
     Raises:
