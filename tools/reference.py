@@ -167,7 +167,7 @@ def check_complete() -> None:
 def _kind(field: FieldInfo) -> str:
     """`int | None` with `ge=0` → "integer ≥ 0"."""
     annotation: Any = field.annotation
-    if isinstance(annotation, types.UnionType):
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):  # Literal | None is a Union
         annotation = next(option for option in typing.get_args(annotation) if option is not types.NoneType)
     if annotation is settings.Choice:
         return "choice"

@@ -249,13 +249,22 @@ class Rounds(Group):
         description="Metric that decides which version is kept as `best.safetensors`. The value of "
         "a version is the mean over the workers that trained from it in one round.",
     )
-    best_mode: Literal["max", "min"] = Field("max", description="Whether the largest or smallest value is best.")
+    best_mode: Literal["max", "min"] | None = Field(
+        None,
+        description="Whether the largest or smallest value is best. Default: `min` if the name of `rounds.best_metric` "
+        "ends with `loss`, else `max`.",
+    )
     early_stop_after: int = Field(
         0, ge=0, description="End the run after this many rounds without an improvement; 0: never."
     )
     early_stop_min_delta: float = Field(
         0.0, ge=0, description="Smallest change of `rounds.best_metric` that counts as an improvement."
     )
+
+    @property
+    def best_mode_in_effect(self) -> Literal["max", "min"]:
+        """`best_mode`, or its default, which is that of transformers' `greater_is_better`."""
+        return self.best_mode or ("min" if (self.best_metric or "").endswith("loss") else "max")
 
 
 class Async(Group):

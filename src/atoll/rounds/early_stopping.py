@@ -83,7 +83,7 @@ class Tracking:
         margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
             f"stopped early: {self.metric} has not improved{margin} for {progress.stale} "
-            f"round{'' if progress.stale == 1 else 's'}; the best is {progress.best.value:.6g}, "
+            f"round{'' if progress.stale == 1 else 's'}; the {self.mode}imum is {progress.best.value:.6g}, "
             f"version {progress.best.version}"
         )
 

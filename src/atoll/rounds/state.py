@@ -86,7 +86,7 @@ class Rules:
             fragments=fragments,
             tracking=Tracking(
                 settings.rounds.best_metric or "",
-                settings.rounds.best_mode,
+                settings.rounds.best_mode_in_effect,
                 settings.rounds.early_stop_after,
                 settings.rounds.early_stop_min_delta,
             ),

@@ -128,9 +128,21 @@ def test_a_best_version_that_is_no_longer_kept_is_reported_and_the_run_goes_on(
 
 
 @pytest.mark.covers("X42")
+def test_the_smallest_loss_is_best_by_default_and_a_falling_loss_is_an_improvement(tmp_path: Path) -> None:
+    losses = [{"val_loss": value} for value in (0.9, 0.7, 0.5, 0.5, 0.6)]
+    settings = {"rounds.best_metric": "val_loss", "rounds.early_stop_after": 2}
+    with best_server(tmp_path, **settings) as server:
+        assert run_rounds(server, tmp_path, *losses) == 5
+        assert server.wait(30)
+        why = "stopped early: val_loss has not improved for 2 rounds; the minimum is 0.5, version 2"
+        assert server.status().stopped == why
+        assert best_of(server.exports)[1] == [2.0, 2.0]
+
+
+@pytest.mark.covers("X42")
 def test_a_run_that_does_not_improve_ends_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "atoll")
-    why = "stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
+    why = "stopped early: acc has not improved for 2 rounds; the maximum is 0.6, version 1"
     with best_server(tmp_path, **{"rounds.early_stop_after": 2}) as server:
         assert run_rounds(server, tmp_path, 0.5, 0.6, 0.6, 0.4, 0.9) == 4  # there is no fifth round
         assert server.wait(30)

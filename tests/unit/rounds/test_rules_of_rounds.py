@@ -288,7 +288,7 @@ def test_the_run_ends_after_so_many_rounds_without_an_improvement():
     assert not any(isinstance(effect, RoundOpened) for effect in effects)
     assert run.state.finished
     assert run.withheld("a") == "finished"
-    assert run.why() == "is finished; stopped early: acc has not improved for 2 rounds; the best is 0.6, version 1"
+    assert run.why() == "is finished; stopped early: acc has not improved for 2 rounds; the maximum is 0.6, version 1"
 
 
 def test_small_steps_are_best_but_no_reason_to_go_on():

@@ -178,7 +178,7 @@ class BestVersion:
             "version": measured.version,
             "round": measured.round,
             "metric": self.metric,
-            "mode": self._plan.settings.rounds.best_mode,
+            "mode": self._plan.settings.rounds.best_mode_in_effect,
             "value": measured.value,
         }
         return json.dumps(note) + "\n"
