@@ -109,7 +109,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_064,
+    ".": 1_074,
     "aggregation": 1_112,
     "algorithms": 840,
     "blobs": 438,

@@ -9,6 +9,7 @@ import secrets
 import socket
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,13 +199,35 @@ def nameless_file(folder: Path | None) -> int:
         return os.dup(file.fileno())
 
 
-def take_lock(path: Path) -> int:
+class Lock(OwnedFile):
+    """A lock on an open file or folder. It ends when the lock is closed, also if the process is killed.
+
+    A process that Python forks closes its copies of the descriptors: each copy would hold the lock until it is closed.
+
+    Args:
+        fd: the open descriptor, which this object closes.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        _locks.add(self)
+
+
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _close_locks() -> None:
+    for lock in _locks:
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_locks)
+
+
+def take_lock(path: Path) -> Lock:
     """Lock the file `path`, and write this process's name into it. If the file does not exist, create it.
 
     Symbolic links are not followed.
-
-    Returns:
-        A file descriptor. The lock ends when the descriptor is closed, also if the process is killed.
 
     Raises:
         FolderTaken: another process has the lock.
@@ -225,14 +248,14 @@ def take_lock(path: Path) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return Lock(fd)
 
 
 NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP}
 """The errno values from file systems that cannot lock a folder, such as NFS."""
 
 
-def take_folder(folder: Path) -> int:
+def take_folder(folder: Path) -> Lock:
     """Lock a folder, and write this process's name into the file `lock` in it.
 
     The lock is on the folder itself, so it holds even if the file `lock` is removed. If the file system cannot lock
@@ -243,7 +266,7 @@ def take_folder(folder: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), folder.stat()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-        os.close(take_lock(folder / "lock"))
+        take_lock(folder / "lock").close()
     except BlockingIOError:
         os.close(fd)
         raise FolderTaken(_named_in(folder / "lock")) from None
@@ -255,7 +278,7 @@ def take_folder(folder: Path) -> int:
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    return Lock(fd)
 
 
 def _named_in(path: Path) -> str:

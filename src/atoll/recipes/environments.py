@@ -148,7 +148,7 @@ class LocalEnv(_HereEnv):
         """
         folder, settings = self._prepared(recipe)
         if settings.disk.state_dir.is_dir():  # a server that still runs there writes to the log in the folder
-            os.close(lock_directory(settings.disk.state_dir))
+            lock_directory(settings.disk.state_dir).close()
         with ended_by_sigterm(), Children() as children:
             status = _LocalRun(self, recipe, folder, settings, children).run()
         return result_of(settings, folder, status)

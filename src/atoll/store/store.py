@@ -24,7 +24,7 @@ from typing import Self
 
 from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
-from atoll.posix import FolderTaken, file_error, folder_error, replace_file, require_no_pipes, take_folder
+from atoll.posix import FolderTaken, Lock, file_error, folder_error, replace_file, require_no_pipes, take_folder
 from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
@@ -92,13 +92,13 @@ class Store:
         except OSError as error:
             folder = directory / "slots" if os.path.isdir(directory) else directory
             raise folder_error(error, folder, WRITABLE) from error
-        self._lock_fd = lock_directory(directory)
+        self._lock = lock_directory(directory)
         try:
             require_no_pipes(*(path for path in (directory, *directory.iterdir()) if path.is_dir()))
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
             journal = Journal(directory / "journal.sqlite", durability, begin=begin and not _has_begun(directory))
         except BaseException:
-            os.close(self._lock_fd)
+            self._lock.close()
             raise
         self.journal = journal
         self.audit = AuditLog(journal)
@@ -238,7 +238,7 @@ class Store:
                 self.slots.close()
                 self.journal.close()
                 self.audit.close()
-                os.close(self._lock_fd)
+                self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -282,8 +282,8 @@ def _has_begun(directory: Path) -> bool:
     return head is not None and head.entries > 0
 
 
-def lock_directory(directory: Path) -> int:
-    """Lock the state directory for this process and return the lock's descriptor.
+def lock_directory(directory: Path) -> Lock:
+    """Lock the state directory for this process, and return the lock.
 
     The lock is taken on the directory itself, so it also works if the file `lock` was removed.
 

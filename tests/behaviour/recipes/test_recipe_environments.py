@@ -186,12 +186,12 @@ def test_a_folder_in_which_a_run_goes_on_is_refused_and_its_logs_stay() -> None:
     state = Settings.read(prepared(made, "here", 2) / "run.toml", environ={}).disk.state_dir
     state.mkdir()
     Path("here/server.log").write_text("line of the run\n")
-    fd = lock_directory(state)
+    lock = lock_directory(state)
     try:
         with pytest.raises(StateLocked, match=f"here/atoll-run is in use by process {os.getpid()}"):
             made.execute(LocalEnv(sites=2, folder="here", quiet=True))
     finally:
-        os.close(fd)
+        lock.close()
     assert Path("here/server.log").read_text() == "line of the run\n"
 
 

@@ -7,16 +7,18 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.processes import wait_until
-from kit import FederatedSites, copy_folder, flip_bit, rewrite_note, serve
+from harness.processes import Nursery, wait_until
+from kit import FederatedSites, ForkedSite, copy_folder, flip_bit, rewrite_note, serve
 from kit.client import Client
 from kit.peers import Connection, Peer, Request
+from kit.processes import wait_for_words
 from kit.requests import get
 from kit.servers import plain_server
 from kit.sites import clients
@@ -198,6 +200,32 @@ def test_refuses_a_second_process_of_a_site_on_its_folder(tmp_path: Path, lock: 
             with pytest.raises(StateLocked):
                 atoll.join(server.url, site="a", folder=where)
         FederatedSites(server.url, tmp_path).join()  # the lock has ended with its worker
+
+
+FORKS = """
+import os, signal
+import atoll
+with atoll.join() as worker:
+    if not os.fork():
+        print("child", os.getpid(), flush=True)
+    signal.pause()
+"""
+
+
+def test_a_site_joins_again_while_a_child_that_its_killed_script_forked_still_runs(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    with serve(tmp_path) as server:
+        script = ForkedSite(nursery, tmp_path, server.url, "a", FORKS).start()
+        child = int(wait_for_words(script, r"child (\d+)")[1])
+        try:
+            with pytest.raises(StateLocked, match=f"process {script.pid} on "):
+                atoll.join(server.url, site="a", folder=tmp_path / "workers")
+            script.kill()
+            with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
+                os.kill(child, 0)  # it still runs
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_an_outbox_of_another_site_is_not_sent(tmp_path: Path) -> None:

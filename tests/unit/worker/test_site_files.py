@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,28 @@ def test_takes_a_lock_anew_when_its_folder_is_removed_at_that_moment(
         assert (folder / "lock").read_text().startswith(f"process {os.getpid()} on ")
         with pytest.raises(StateLocked), locked(folder, "a"):
             pass
+
+
+def test_a_forked_child_closes_its_copies_of_locks_and_no_other_file(tmp_path: Path) -> None:
+    with locked(tmp_path, "a"):
+        pass
+    theirs, ours = socket.socketpair()  # `theirs` gets the number that the lock had
+    with theirs, ours:
+        with locked(tmp_path, "a"):
+            if not (child := os.fork()):
+                try:
+                    ours.close()
+                    theirs.send(b"runs")
+                    theirs.recv(1)
+                finally:
+                    os._exit(0)
+            theirs.close()
+            assert ours.recv(4) == b"runs"
+            with pytest.raises(StateLocked), locked(tmp_path, "a"):
+                pass
+        with locked(tmp_path, "a"):
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it still runs
+    os.waitpid(child, 0)
 
 
 @pytest.mark.covers("D4")

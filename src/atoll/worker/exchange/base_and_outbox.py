@@ -32,6 +32,7 @@ from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
 from atoll.posix import (
     Descriptor,
     FolderTaken,
+    Lock,
     folder_error,
     read_at,
     require_no_pipes,
@@ -497,18 +498,17 @@ def locked(folder: Path, site: str) -> Iterator[None]:
         StateLocked: another process of the same site on this machine holds the lock.
         StoreError: the folder cannot be made, or its lock file cannot be opened. Or the folder contains a named pipe.
     """
-    fd = None
-    while fd is None:
-        fd = _lock(folder, site)
+    while (lock := _lock(folder, site)) is None:
+        pass
     try:
         require_no_pipes(folder)
         yield
     finally:
-        os.close(fd)
+        lock.close()
 
 
-def _lock(folder: Path, site: str) -> int | None:
-    """Lock a folder, and return the lock's descriptor; None if another process just removed the folder."""
+def _lock(folder: Path, site: str) -> Lock | None:
+    """Lock a folder, and return the lock; None if another process just removed the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
