@@ -133,7 +133,7 @@ LINES: dict[str, int] = {
     "store": 2_579,
     "tensors": 1_897,
     "testing": 467,
-    "transport": 2_454,
+    "transport": 2_455,
     "worker": 201,
     "worker/exchange": 2_056,
     "worker/peer": 790,

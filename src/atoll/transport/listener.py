@@ -117,6 +117,7 @@ def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, 
         read_bufsize=read_bytes,
         max_line_size=routes.HEADER_BYTES // 2,
         max_field_size=routes.HEADER_BYTES // 2,
+        auto_decompress=False,  # no worker compresses a body; a broken one would write a traceback into the log
         keepalive_timeout=KEEPALIVE_S,
         shutdown_timeout=linger_s,
     )

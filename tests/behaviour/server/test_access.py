@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -118,6 +119,19 @@ def test_nothing_but_the_whole_token_opens_the_gate(tmp_path: Path, monkeypatch:
             raw.sendall(b"GET /v1/run HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer \xff\r\n\r\n")
             assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
         assert asked(server.port, authorization="Bearer secret")[0] == 200
+
+
+@pytest.mark.covers("X2")
+def test_a_stranger_writes_no_traceback_into_the_log_with_a_body_that_claims_to_be_compressed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ATOLL_TOKEN", "secret")
+    with plain_server(tmp_path, nn.Linear(2, 1)) as server:
+        body = {"Content_Encoding": "gzip", "Content_Type": "application/json", "Content_Length": 2}
+        with begin_request(server.port, "POST /v1/workers", b"{}", **body) as raw, raw.makefile("rb") as reply:
+            raw.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert re.findall(rb"HTTP/1\.1 (\d+)", reply.read()) == [b"401", b"200"]
+    assert [record for record in caplog.records if record.exc_info or record.levelno >= logging.ERROR] == []
 
 
 @pytest.mark.covers("X3")
