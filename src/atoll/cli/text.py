@@ -174,10 +174,18 @@ class _Lines(logging.StreamHandler[TextIO]):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self._failed = False
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stdout
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say once on standard error why a log line could not be printed: a full disk, or a reader that has ended."""
+        if not self._failed:
+            self._failed = True
+            why = str(sys.exc_info()[1]).rstrip(".")
+            print_line(f"atoll: log lines are lost, because standard output cannot be written: {why}.")
 
 
 def log_lines(stream: TextIO | None = None) -> None:

@@ -15,7 +15,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from harness.processes import Nursery, Process, wait_until
@@ -226,6 +226,34 @@ def test_a_standard_error_that_nothing_reads_does_not_stop_the_end(tmp_path) -> 
             process.communicate()
 
 
+def log_on(output: TextIO, monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """Atoll's logger, which has no handlers yet; `output` is standard output."""
+    monkeypatch.setattr(sys, "stdout", output)
+    log = logging.getLogger("atoll")
+    for name, value in (("handlers", []), ("level", log.level), ("propagate", log.propagate)):
+        monkeypatch.setattr(log, name, value)
+    return log
+
+
+def test_a_standard_output_with_no_reader_left_is_named_once_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from atoll.cli import text
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = os.fdopen(writer, "w")
+    log = log_on(output, monkeypatch)
+    with text.log_lines_in_background():
+        for number in range(3):
+            log.info("line %d", number)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), writer)  # the lines that are left can be written when the file is closed
+    output.close()
+    lost = "atoll: log lines are lost, because standard output cannot be written: [Errno 32] Broken pipe."
+    assert capfd.readouterr().err.splitlines() == [lost]
+
+
 def test_lines_that_found_no_room_are_counted_and_the_others_keep_their_order(monkeypatch) -> None:
     from atoll.cli import text
 
@@ -240,10 +268,7 @@ def test_lines_that_found_no_room_are_counted_and_the_others_keep_their_order(mo
             return super().write(told)
 
     monkeypatch.setattr(text, "MOST_LINES", 2)
-    monkeypatch.setattr(sys, "stdout", output := Output())
-    log = logging.getLogger("atoll")
-    for name, value in (("handlers", []), ("level", log.level), ("propagate", log.propagate)):
-        monkeypatch.setattr(log, name, value)
+    log = log_on(output := Output(), monkeypatch)
     with text.log_lines_in_background():
         log.info("line 0")
         assert output.waits.wait(30)
