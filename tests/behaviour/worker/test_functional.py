@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,9 +39,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 def to_the_end(server: atoll.Server) -> Iterator[None]:
     """After a test its run goes to the end: this process takes part in one run at a time."""
     yield
-    while atoll.functional.is_running():
-        model = ones()
-        atoll.functional.receive(into=model)
+    while atoll.functional.receive(into=(model := ones())) is not None:
         atoll.functional.send(model)
 
 
@@ -168,6 +167,25 @@ def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(take_part: Callab
     assert atoll.functional.is_running()
     with pytest.raises(UsageError, match=r"atoll\.functional\.receive\(\) once in each round"):
         atoll.functional.send(ones())
+
+
+@pytest.mark.covers("P15", "X3")
+@pytest.mark.usefixtures("to_the_end")
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_loop_that_receives_and_never_sends_is_told_so_in_its_first_round(
+    request: pytest.FixtureRequest, alone: bool
+) -> None:
+    """Also if it receives several times, and again after a `send` that failed."""
+    atoll.functional.init() if alone else request.getfixturevalue("take_part")()
+    told = "Round 1 was received, but nothing was sent. Call atoll.functional.send(model) once in each round."
+    for _ in range(2):
+        assert atoll.functional.is_running()
+        for _ in range(2):
+            atoll.functional.receive(into=ones())
+        with pytest.raises(UsageError, match=re.escape(told)):
+            atoll.functional.is_running()
+        with pytest.raises(UsageError, match="'weight' is a str"):
+            atoll.functional.send({"weight": "ones"})
 
 
 BEFORE_INIT = """

@@ -33,7 +33,7 @@ class _Part:
         self.worker = worker
         self.rounds: Iterator[Round] = iter(worker)
         self.round: Round | None = None
-        self.has_received = self.is_over = False
+        self.has_received = self.owes_update = self.is_over = False
 
     def next_round(self) -> Round | None:
         """Return the open round, or wait for the next one. At the end of the run, leave and return None."""
@@ -44,7 +44,7 @@ class _Part:
         return self.round
 
     def leave(self, error: BaseException | None = None) -> None:
-        self.is_over, self.round, self.has_received = True, None, False
+        self.is_over, self.round, self.has_received, self.owes_update = True, None, False, False
         self.worker.leave(error)
 
 
@@ -79,12 +79,18 @@ def init(
 
 @public_api
 def is_running() -> bool:
-    """Wait for the next round; return whether there is one. If a round is open, return True at once.
+    """Wait for the next round; return whether there is one. If the open round was not received, return True at once.
 
     Raises:
-        UsageError: `init` was not called.
+        UsageError: `init` was not called, or `send` was not called after `receive`.
     """
-    return _current().next_round() is not None
+    part = _current()
+    if part.round is not None and part.owes_update:
+        raise UsageError(
+            f"Round {part.round.number} was received, but nothing was sent.",
+            "Call atoll.functional.send(model) once in each round.",
+        )
+    return part.next_round() is not None
 
 
 @public_api
@@ -111,6 +117,7 @@ def receive(into: Model | None = None, *, framework: Literal["torch", "numpy"] =
     if not part.has_received:
         round_.params = {} if into is not None else round_.state_dict(framework)
         part.has_received = True
+    part.owes_update = True
     return round_
 
 
@@ -141,6 +148,7 @@ def send(
             "There is no open round to send an update for.",
             "Call atoll.functional.receive() once in each round, before send().",
         )
+    part.owes_update = False  # after an error, the script may receive the round again
     part.round.submit(model, weight=weight, metrics=metrics, steps=steps, groups=groups)
     if clear_cache:
         part.round.params = {}
