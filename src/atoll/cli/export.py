@@ -195,7 +195,7 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
     """
     from atoll.server.coordinator.background_writes import BEST_MODEL
 
-    best, path = stored_status(state_dir).best, state_dir / "exports" / BEST_MODEL
+    best, path = stored_status(state_dir)[0].best, state_dir / "exports" / BEST_MODEL
     if best is not None and _is_file_of(best):
         path = Path(best.file)  # in disk.export_dir, where that is set
     if not path.is_file():

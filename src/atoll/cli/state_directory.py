@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -113,8 +114,11 @@ def no_run(state_dir: Path) -> UsageError:
     return UsageError(f"There is no run in {str(state_dir)!r}.", "Give the run file's disk.state_dir.")
 
 
-def stored_status(state_dir: Path) -> status_messages.Status:
-    """Return the status that the server saved last, updated from its journal (a database), which may be newer.
+def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
+    """Return the status that the server saved last, and when (Unix time).
+
+    The status is updated from the journal (a database), which may be newer. The time since a site's last request is
+    as of now.
 
     Raises:
         UsageError: the directory contains no run.
@@ -124,22 +128,23 @@ def stored_status(state_dir: Path) -> status_messages.Status:
         run = db.execute("SELECT run_id FROM run").fetchone()
         if run is None:
             raise no_run(state_dir)
-        return _status(db, _last_status(state_dir, run[0]))
+        last, saved_at = _last_status(state_dir, run[0])
+        return _status(db, last, max(0.0, time.time() - saved_at)), saved_at
 
 
-def _last_status(state_dir: Path, run: str) -> status_messages.Status:
-    """Return the status that the server saved. If none can be read, return one with only the run's id."""
+def _last_status(state_dir: Path, run: str) -> tuple[status_messages.Status, float]:
+    """Return the status that the server saved, and when. If none can be read, return one with only the run's id."""
+    path = state_dir / status_messages.KEPT
     try:
-        text = (state_dir / status_messages.KEPT).read_text(encoding="utf-8")
-        status = status_messages.Status.model_validate_json(text)
+        status = status_messages.Status.model_validate_json(path.read_text(encoding="utf-8"))
         if status.run == run:
-            return status
+            return status, path.stat().st_mtime
     except (OSError, ValidationError):
         pass
-    return status_messages.Status(run=run, protocol=routes.PROTOCOL)
+    return status_messages.Status(run=run, protocol=routes.PROTOCOL), journal_of(state_dir).stat().st_mtime
 
 
-def _status(db: sqlite3.Connection, last: status_messages.Status) -> status_messages.Status:
+def _status(db: sqlite3.Connection, last: status_messages.Status, age_s: float) -> status_messages.Status:
     epoch, ended = db.execute("SELECT epoch, finished FROM meta").fetchone()
     workflows = _workflows(db, last.workflows)
     # the journal marks a run as finished with its last round, but other workflows may follow
@@ -156,7 +161,7 @@ def _status(db: sqlite3.Connection, last: status_messages.Status) -> status_mess
             "left_s": None,
             "fragments": _fragments(db, finished=finished or bool(ended)),
             "workflows": workflows,
-            "workers": _workers(db, {worker.site: worker for worker in last.workers}),
+            "workers": _workers(db, {worker.site: worker for worker in last.workers}, age_s),
             "history": [status_messages.RoundSummary.model_validate_json(text) for (text,) in reversed(found)],
             "deaths": counters.get("deaths", 0),
             "refused": counters.get("refused", 0),
@@ -194,13 +199,14 @@ def _fragments(db: sqlite3.Connection, *, finished: bool) -> list[status_message
 
 
 def _workers(
-    db: sqlite3.Connection, last: dict[str, status_messages.WorkerStatus]
+    db: sqlite3.Connection, last: dict[str, status_messages.WorkerStatus], age_s: float
 ) -> list[status_messages.WorkerStatus]:
     rows: list[tuple[Any, ...]] = db.execute(
         "SELECT site, host, state, joined_at, labels_json, detail, rounds_counted FROM members ORDER BY site"
     ).fetchall()
+    found = ((last.get(row[0], status_messages.WorkerStatus(site=row[0])), row) for row in rows)
     return [
-        last.get(site, status_messages.WorkerStatus(site=site)).model_copy(
+        worker.model_copy(
             update={
                 "host": host,
                 "state": state,
@@ -208,7 +214,8 @@ def _workers(
                 "labels": json.loads(labels),
                 "rounds": rounds,
                 "error": detail if state != "left" else "",
+                "last_heartbeat_s": worker.last_heartbeat_s + age_s,
             }
         )
-        for site, host, state, joined_at, labels, detail, rounds in rows
+        for worker, (_, host, state, joined_at, labels, detail, rounds) in found
     ]

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,10 +104,19 @@ def _show_stored(state_dir: Path, *, json: bool) -> None:
 
     The server's address is read from the stored status.
     """
-    status, source = stored_status(state_dir), str(state_dir)
+    status, saved_at = stored_status(state_dir)
     if status.address and (live := _asked_by(status)) is not None:
         status, source = live, status.address
+    else:
+        when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}, {duration(max(0.0, time.time() - saved_at))} ago"
+        source = f"{state_dir} (stored at {when}; no server answers)"
+        if not json:
+            status = status.model_copy(update={"workers": list(map(_then, status.workers))})
     print(status.model_dump_json(indent=2) if json else "\n".join(plain(status, source)))
+
+
+def _then(worker: status_messages.WorkerStatus) -> status_messages.WorkerStatus:
+    return worker.model_copy(update={"state": "alive then"}) if worker.state == "alive" else worker
 
 
 def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:

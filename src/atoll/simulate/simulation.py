@@ -21,6 +21,7 @@ from atoll.config import Settings, default_of
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
 from atoll.protocol import status_messages
 from atoll.rounds.sampling import Sampling
+from atoll.server.coordinator.build_status import keep_status
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
@@ -236,6 +237,7 @@ class Simulation:
         try:
             beginning = self._beginning(run)
             run.start()
+            keep_status(run)
             lasts = plan.algorithm.state_groups or plan.codecs[plan.algorithm.codec].feedback
             folder = Path(beginning.sites) if lasts else None
             scheduler = SiteScheduler(run, self.sites, self._engine, folder, self._on_round)
@@ -247,6 +249,7 @@ class Simulation:
         finally:
             self._engine.close()
             run.send_away()
+            keep_status(run)
             await run.stop()
 
     def _beginning(self, run: Coordinator) -> Beginning:

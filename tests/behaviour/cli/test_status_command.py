@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -257,7 +259,8 @@ def test_status_reads_the_state_directory_of_a_finished_run(status_of, tmp_path:
             pytest.skip("port 8512 of this machine is in use")
         code, said = status_of()
     assert code == 0, said
-    assert "over at atoll-run: fedavg" in said
+    assert "over at atoll-run (stored at " in said
+    assert "; no server answers): fedavg" in said
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "atoll-run").rglob("*.sqlite")) == before
 
 
@@ -276,6 +279,22 @@ def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(
     assert code == 0, said
     assert json.loads(said)["best"]["value"] == 0.5
     assert json.loads(said)["bytes_up"] > 0
+
+
+def test_a_stored_status_says_when_it_was_stored_and_shows_no_site_as_alive_now(status_of, tmp_path: Path) -> None:
+    with serve(tmp_path, **{"run.name": "stopped"}) as server:
+        WireSite(server.url, "a")
+    before = datetime.now() - timedelta(seconds=1210)
+    os.utime(tmp_path / "state" / "status.json", (before.timestamp(), before.timestamp()))
+    code, said = status_of("--dir", "state")
+    assert code == 0, said
+    head = f"stopped at state (stored at {before:%Y-%m-%d %H:%M:%S}, 20 min "
+    assert said.startswith(head), said
+    assert "; no server answers): fedavg" in said
+    row = next(line for line in said.splitlines() if line.startswith("a "))
+    assert "alive then" in row
+    assert " 20 min " in row  # heard
+    assert json.loads(status_of("--dir", "state", "--json")[1])["workers"][0]["last_heartbeat_s"] > 1200
 
 
 def test_status_says_why_the_server_on_the_directory_cannot_be_asked(status_of, tmp_path: Path) -> None:

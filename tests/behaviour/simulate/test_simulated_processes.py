@@ -346,5 +346,9 @@ def test_a_state_directory_that_is_given_is_the_one_that_is_taken(nursery: Nurse
     simulate(nursery, write(tmp_path, **{"rounds.total": 1}), *FOUR, "--dir", "atoll-run")
     assert (tmp_path / "atoll-run" / "exports" / "model.safetensors").exists()
     assert not (tmp_path / "atoll-simulation").exists()
+    shown = nursery.start("atoll", "status", "--dir", "atoll-run", cwd=tmp_path)
+    assert shown.wait() == 0
+    assert "; no server answers): fedavg, " in shown.output()
+    assert ", FINISHED" in shown.output()
     again = simulate(nursery, tmp_path / "run.toml", *FOUR, "--dir", "atoll-run")
     assert "the simulation was already finished, at version 1; nothing was trained; " in again
