@@ -109,11 +109,11 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_074,
+    ".": 1_080,
     "aggregation": 1_112,
     "algorithms": 840,
     "blobs": 438,
-    "cli": 1_827,
+    "cli": 1_831,
     "cli/templates": 80,
     "codecs": 448,
     "config": 1_141,
@@ -129,7 +129,7 @@ LINES: dict[str, int] = {
     "server/http": 514,
     "server/swarm": 586,
     "server/tasks": 1_420,
-    "simulate": 1_452,
+    "simulate": 1_447,
     "store": 2_579,
     "tensors": 1_897,
     "testing": 467,

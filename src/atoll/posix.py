@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 import threading
@@ -197,6 +198,19 @@ def nameless_file(folder: Path | None) -> int:
     """
     with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
         return os.dup(file.fileno())
+
+
+def remove_left_behind(temporary: str, prefix: str) -> None:
+    """Remove the temporary folders of processes that no longer run. On systems without `/proc`, do nothing.
+
+    Args:
+        temporary: the folder in which to look.
+        prefix: the prefix of the folders' names; a process id follows, then `-`.
+    """
+    for path in Path(temporary).glob(f"{prefix}*-*"):
+        owner = path.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdecimal() and Path("/proc/self").exists() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class Lock(OwnedFile):

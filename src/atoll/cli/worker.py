@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -26,6 +27,7 @@ from atoll.child_processes import END_WITH_PARENT
 from atoll.cli.text import print_line
 from atoll.errors import ServerUnreachable, UsageError
 from atoll.format_text import duration
+from atoll.posix import remove_left_behind
 from atoll.protocol import messages, routes
 from atoll.transport.http_client import ask, server_address
 from atoll.worker.arguments import require_site
@@ -118,7 +120,10 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
     A signal to this process ends the command and prevents further restarts.
     """
     ended = _End(0, "")  # the last failure
-    leases = Path(tempfile.gettempdir(), f"atoll-{secrets.token_hex(8)}")  # made by the command, when it has joined
+    prefix = f"atoll-leases-{socket.gethostname()}_"  # several machines may share the folder of temporary files
+    remove_left_behind(tempfile.gettempdir(), prefix)
+    # made by the command, when it has joined
+    leases = Path(tempfile.gettempdir(), f"{prefix}{os.getpid()}-{secrets.token_hex(8)}")
     environment = environment | {LEASES: str(leases)}
     children: list[subprocess.Popen[bytes]] = []
     with _forwarded_signals(children) as signals:

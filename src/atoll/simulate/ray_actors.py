@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
-from atoll.posix import nameless_file, read_at, write_at
+from atoll.posix import nameless_file, read_at, remove_left_behind, write_at
 from atoll.simulate import engine
 from atoll.simulate.engine import Answer, Beginning, Job, SiteRound
 from atoll.simulate.simulated_site import SiteTrainer, answer_to
@@ -48,7 +48,7 @@ class Actor:
     def __init__(self, beginning: dict[str, Any], folder: str | None) -> None:
         os.dup2(2, 1)  # the script's output must not mix with a summary on standard output
         temporary = folder or tempfile.gettempdir()
-        _remove_left_behind(temporary, ACTOR)
+        remove_left_behind(temporary, ACTOR)
         self._folder = tempfile.TemporaryDirectory(dir=temporary, prefix=f"{ACTOR}{os.getpid()}-")
         begun = Beginning.model_validate({**beginning, "sites": self._folder.name})
         self._error: AtollError | None = None
@@ -132,7 +132,7 @@ class RayHost:
             return
         options: dict[str, Any] = {"address": self._address or "local", "logging_level": logging.ERROR}
         if self._address is None:
-            _remove_left_behind(TEMPORARY, FOLDER)
+            remove_left_behind(TEMPORARY, FOLDER)
             self.folder = tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=TEMPORARY)
             self._cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
             options |= {"include_dashboard": False, "num_cpus": self._count, "_temp_dir": self.folder}
@@ -291,19 +291,6 @@ class RayProcess:
         """
         self.kill()
         return self._how
-
-
-def _remove_left_behind(temporary: str, prefix: str) -> None:
-    """Remove the temporary folders of processes that no longer run.
-
-    Args:
-        temporary: the folder in which to look.
-        prefix: the prefix of the folders' names; a process id follows.
-    """
-    for path in Path(temporary).glob(f"{prefix}*-*"):
-        owner = path.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 _REMEDY = (

@@ -175,7 +175,7 @@ def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
     for folder in (ended, alive):  # no process has a number above 2²²
         folder.mkdir()
     try:
-        ray_actors._remove_left_behind(ray_actors.TEMPORARY, ray_actors.FOLDER)
+        ray_actors.remove_left_behind(ray_actors.TEMPORARY, ray_actors.FOLDER)
         assert not ended.exists()
         assert alive.exists()
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import stat
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -154,6 +155,24 @@ def test_a_killed_atoll_worker_leaves_no_folder_behind(tmp_path: Path) -> None:
             process.kill()
             wait_until(lambda: state_of(server) == "failed", "its script has left")
             wait_until(lambda: not list((tmp_path / "temporary").iterdir()), "the folder is removed")
+
+
+@pytest.mark.covers("D4")
+def test_the_next_atoll_worker_removes_the_lease_of_one_that_was_killed_with_its_script(tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    kills = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGKILL); {DIES}"
+    noted = []
+    with serve(tmp_path, **TWO) as server:
+        start = partial(atoll_worker, tmp_path, server.url, env={"TMPDIR": str(temporary)})
+        with start(JOINS.format(round=1, then=WAITS), site="b"):
+            wait_until(lambda: list(temporary.glob("*/b")), "b has joined", 60)
+            for script in (JOINS.format(round=1, then=kills), ""):
+                with start(script) as process:
+                    process.communicate(timeout=60)
+                noted.append(sorted(path.name for path in temporary.glob("*/*")))
+            assert noted == [["a", "b"], ["b"]]  # b takes part
+            assert len(list(temporary.iterdir())) == 1
 
 
 @pytest.mark.covers("P6")
