@@ -40,7 +40,7 @@ def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
 
 
 _REMEDIES = {
-    errno.EISDIR: "A file is needed there: move the folder away, then start again.",
+    errno.EISDIR: "A file is needed there: move the folder away.",
     errno.ENOENT: "Restore it from a backup, or connect the disk that it is on.",
 } | dict.fromkeys(
     (errno.EACCES, errno.EPERM, errno.EROFS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import resource
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_world import Result, ServerProcess, SiteProcess, Sites, serve_wide
+from fault_world import ROUNDS, Result, ServerProcess, SiteProcess, Sites, serve_wide
 from harness.processes import Nursery, wait_until
-from kit import ForkedSite, Gate, run_to_end
+from kit import FederatedSites, ForkedSite, Gate, run_to_end, serve
 from kit.wire import WireSite
 from kit.workflows import workflow_server
 from small_disk_site import Zeros
@@ -132,6 +133,92 @@ def test_a_full_disk(tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbe
         full[0].unlink()
         run_to_end(server, sites)
         Result(tmp_path).require_same(undisturbed, sites)
+
+
+def rounds_in(metrics: Path) -> list[int]:
+    """The rounds that the metrics file has a line about; each line is a whole one."""
+    return [json.loads(line)["round"] for line in metrics.read_text().splitlines()]
+
+
+BEST: dict[str, Any] = {"rounds.best_metric": "loss", "rounds.best_mode": "min"}
+"""The sites' loss falls from round to round."""
+
+
+@pytest.mark.covers("F25")
+def test_a_full_disk_of_the_exports_stops_no_round_and_in_the_end_no_line_of_the_metrics_lacks(
+    tmp_path: Path, quick: pytest.LogCaptureFixture
+) -> None:
+    """So many rounds that a line is cut by the end of a page of the disk. A restart goes on, too."""
+    disk, rounds, full = tmp_path / "disk", 20, list[Path]()
+    settings: dict[str, Any] = {"disk.export_dir": disk / "results", "rounds.total": rounds}
+
+    def during(site: str, at: int) -> None:
+        if (site, at) == ("a", 2):
+            full.append(fill(disk))
+
+    with small_disk(disk, 64 * 2**10):
+        with serve(tmp_path, **settings) as server:
+            sites = FederatedSites(server.url, tmp_path, during=during)
+            wait_until(lambda: "the result could not be saved: the disk is full" in quick.text, "a word at the end")
+            written = rounds_in(server.exports / "metrics.jsonl")
+            assert written == list(range(1, len(written) + 1))
+            assert quick.text.count("not all files of version") == 1
+            port = server.port
+        quick.clear()
+        with serve(tmp_path, **settings, **{"network.port": port}) as server:
+            wait_until(lambda: "the result could not be saved" in quick.text, "a word again")
+            assert rounds_in(server.exports / "metrics.jsonl") == written
+            full[0].unlink()
+            run_to_end(server, sites)
+        assert rounds_in(server.exports / "metrics.jsonl") == list(range(1, rounds + 1))
+        assert sorted(path.name for path in server.exports.iterdir()) == ["metrics.jsonl", "model.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["", "metrics.jsonl", "model.safetensors"])
+def test_exports_that_cannot_be_written_stop_no_round_and_are_written_in_the_end(
+    tmp_path: Path, quick: pytest.LogCaptureFixture, undisturbed: Result, name: str
+) -> None:
+    """A file takes the place of the folder, or a folder that of a file in it, from the first round on."""
+    exports = tmp_path / "state" / "exports"
+
+    def during(site: str, at: int) -> None:
+        if (site, at) == ("a", 1):
+            exports.rename(tmp_path / "away")
+            (exports / name).mkdir(parents=True) if name else exports.write_text("")
+
+    with serve_wide(tmp_path, **{"disk.export_every": 1}) as server:
+        sites = Sites(server.url, tmp_path, during=during)
+        last = "metrics.jsonl" if name == "metrics.jsonl" else "the result"
+        wait_until(lambda: f"{last} could not be saved" in quick.text, "a word at the end")
+        assert server.status().fragments[0].version == ROUNDS
+        assert quick.text.count("not all files of version 1 could be written") == 1
+        assert f"{exports / name} cannot be {'used' if name else 'made'} (" in quick.text
+        (exports / name).rmdir() if name else exports.unlink()
+        run_to_end(server, sites)
+    assert rounds_in(exports / "metrics.jsonl") == list(range(1, ROUNDS + 1))
+    result = Result(tmp_path)
+    assert result.without_exports == undisturbed.without_exports
+    assert result.exports["model.safetensors"] == undisturbed.exports["model.safetensors"]
+
+
+def test_the_best_version_waits_for_exports_that_can_be_written(
+    tmp_path: Path, quick: pytest.LogCaptureFixture
+) -> None:
+    """Without it, the best version would be replaced before it is saved."""
+    exports = tmp_path / "state" / "exports"
+
+    def during(site: str, at: int) -> None:
+        if (site, at) == ("a", 2):
+            wait_until((exports / "best.json").exists, "the best version so far")
+            exports.rename(tmp_path / "away")
+            exports.write_text("")
+
+    with serve_wide(tmp_path, **BEST) as server:
+        sites = Sites(server.url, tmp_path, during=during)
+        wait_until(lambda: "the best version could not be saved" in quick.text, "a word about it")
+        exports.unlink()
+        run_to_end(server, sites)
+    assert json.loads((exports / "best.json").read_text())["version"] == ROUNDS - 1
 
 
 def remove_folder(path: Path) -> None:

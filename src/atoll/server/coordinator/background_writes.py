@@ -6,6 +6,7 @@ Afterwards, the newest version is fsynced, so that it survives a power loss.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import logging
@@ -19,8 +20,8 @@ from typing import TypeVar
 
 from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import model_header, model_runs
-from atoll.errors import RETRY_S, AtollError, ConfigError, Gone, StoreError, transient_reason
-from atoll.posix import folder_error
+from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, Gone, StoreError, causes, transient_reason
+from atoll.posix import file_error, folder_error, replace_file, write_at
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measured, Tracking
 from atoll.server.coordinator.persistor import Persistor
@@ -41,6 +42,8 @@ class Exports:
         self._plan, self._store = plan, store
         self.folder: Path = plan.settings.exports
         self._lock = threading.Lock()
+        self._complete = False  # whether the metrics file has a line for every round
+        self._newest: dict[int, int] = {}  # fragment → the version in its last line
 
     def save(self, heads: Sequence[int] | None = None) -> Path:
         """Export a version as `model.safetensors`, and return the path.
@@ -52,24 +55,29 @@ class Exports:
             heads: number of the version to export, for each fragment; by default the newest. The smallest of these
                 numbers is `<version>` in the file's name.
         """
-        with self._lock:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        with self._lock, made(self.folder):
             heads = self._store.versions.heads() if heads is None else heads
             if self._plan.settings.disk.export_every:
                 export_model(self._plan, self._store, self.folder / f"model-{min(heads):06d}.safetensors", heads)
             return export_model(self._plan, self._store, self.folder / MODEL, heads)
 
     def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
-        """Append a line about a round to the metrics file.
+        """Append a line about a round to the metrics file. If this fails or lines are missing, write the file again.
 
         Args:
             summary: summary of the round.
             at: time of the commit, ISO 8601.
+
+        Raises:
+            StoreError: the export folder cannot be made or written. The file keeps the lines that it has.
         """
         with self._lock:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / METRICS).open("a", encoding="utf-8") as file:
-                file.write(self._line(summary.model_dump_json(), at))
+            if self._newest.get(summary.fragment, 0) >= summary.version:
+                return  # the file was written again after the commit
+            if self._complete and self._append(self._line(summary.model_dump_json(), at)):
+                self._newest[summary.fragment] = summary.version
+            else:
+                self._rewrite()
 
     def rewrite_metrics(self) -> None:
         """Write the metrics file again from the journal.
@@ -77,22 +85,47 @@ class Exports:
         After a crash, lines may be missing, or may be about lost versions.
 
         Raises:
-            StoreError: the export folder cannot be created or written.
+            StoreError: the export folder cannot be made or written.
         """
         with self._lock:
-            rows = [row for row in self._store.run_log.history(None) if row.summary_json]
-            temporary = self.folder / f".{METRICS}.tmp"
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                temporary.write_text(
-                    "".join(self._line(row.summary_json, row.created_at) for row in rows), encoding="utf-8"
-                )
-                os.replace(temporary, self.folder / METRICS)
-            except OSError as error:
-                raise folder_error(error, self.folder, "Use a disk.export_dir that this user may write.") from error
+            self._rewrite()
 
-    def _line(self, summary_json: str, at: str) -> str:
-        return json.dumps({"at": at, "run": self._store.run_log.run_id, **json.loads(summary_json)}) + "\n"
+    def _append(self, line: bytes) -> bool:
+        """Append a line to the metrics file, and return whether that succeeded. If not, no part of the line stays."""
+        with contextlib.suppress(OSError), (self.folder / METRICS).open("r+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            try:
+                write_at(file.fileno(), line, end)
+            except OSError:
+                file.truncate(end)
+            else:
+                return True
+        return False
+
+    def _rewrite(self) -> None:
+        self._complete = False
+        rows = [row for row in self._store.run_log.history(None) if row.summary_json]
+        lines = (self._line(row.summary_json, row.created_at) for row in rows)
+        target, temporary = self.folder / METRICS, self.folder / f".{METRICS}.tmp"
+        with made(self.folder):
+            replace_file(target, lines, temporary=temporary, sync=lambda fd: None)
+        self._complete, self._newest = True, {row.fragment: row.version for row in rows}
+
+    def _line(self, summary_json: str, at: str) -> bytes:
+        return f"{json.dumps({'at': at, 'run': self._store.run_log.run_id, **json.loads(summary_json)})}\n".encode()
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Make the export folder. Replace an OSError, also one within the `with` block, by a `StoreError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise folder_error(error, folder, "Use a disk.export_dir that this user may write.") from error
+    try:
+        yield
+    except OSError as error:
+        raise file_error(error, error.filename2 or error.filename or folder / METRICS) from error
 
 
 def export_model(
@@ -162,15 +195,14 @@ class BestVersion:
             Gone: the server no longer has the version.
             DiskFull: there is no space; the previous files are still there.
             SyncFailed: fsync failed; the server must end.
-            StoreError: a folder has the name of one of the files.
+            StoreError: the export folder cannot be made or written.
         """
         if self.saved == measured and self.path.exists():
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        require_files(self._folder)
         metadata = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
-        export_model(self._plan, self._store, self.path, (measured.version,), metadata)
-        self._write_note(measured)
+        with made(self._folder):
+            export_model(self._plan, self._store, self.path, (measured.version,), metadata)
+            self._write_note(measured)
         self.saved = measured
 
     def _note(self, measured: Measured) -> str:
@@ -227,7 +259,7 @@ class BestVersion:
             return None
 
 
-def require_files(folder: Path, *, best: bool = True) -> None:
+def require_files(folder: Path, *, best: bool) -> None:
     """Check that the export folder has no folder or pipe with the name of a file that the run writes.
 
     Args:
@@ -327,6 +359,18 @@ class BackgroundWriter:
         self._durable_in_turn = asyncio.Lock()
         self._best_in_turn = asyncio.Lock()
         self._measured: Measured | None = None  # the best version, as long as it can be saved
+        self._said_unwritten = False  # whether the log says that files cannot be exported
+
+    def complete_metrics(self) -> None:
+        """Write the metrics file again. If the disk is full, leave that to the first round after which it has space.
+
+        Raises:
+            StoreError: the export folder cannot be made or written.
+        """
+        try:
+            self.exports.rewrite_metrics()
+        except DiskFull as error:
+            self._go_on_after(error, min(self._store.versions.heads()))
 
     def save_initial(self) -> None:
         """Pass version 0 to the user's persistor, if the run has just begun and `disk.export_every` is set."""
@@ -364,21 +408,39 @@ class BackgroundWriter:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
                     LOG.debug("version %d was replaced by a newer one before it was exported: %s", row.version, error)
+            self._said_unwritten = False
+        except (AtollError, OSError) as error:
+            self._go_on_after(error, row.version)
+        try:
             # one at a time: otherwise an older version that is fsynced later would be recorded as the durable one
             async with self._durable_in_turn:
                 await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
             if self._measured is not None and not self.best.path.exists():  # a user has removed it
                 await self.save_best(self._measured)
         except (AtollError, OSError) as error:
-            reason = transient_reason(error)
-            if reason is None:
-                raise
+            self._go_on_after(error, row.version)
+
+    def _go_on_after(self, error: AtollError | OSError, version: int) -> None:
+        """Log once that files of a version cannot be written. Raise the error if the run cannot continue after it."""
+        if (reason := self._why_unwritten(error)) is None:
+            raise error
+        if not self._said_unwritten:
+            self._said_unwritten = True
             LOG.error(
                 "not all files of version %d could be written: %s The run continues, and the files of the next "
-                "version are written as usual. A restart of the server completes metrics.jsonl.",
-                row.version,
+                "version are written as usual. As soon as metrics.jsonl can be written, it gets all of its lines.",
+                version,
                 reason,
             )
+
+    def _why_unwritten(self, error: BaseException) -> str | None:
+        """Return why a file cannot be written, if the cause is temporary or in the export folder; None otherwise."""
+        folder = self.exports.folder.absolute()
+        for cause in causes(error):
+            file = cause.filename if isinstance(cause, OSError) else None  # a failed fsync has no file name
+            if isinstance(file, str | Path) and Path(file).absolute().is_relative_to(folder):
+                return transient_reason(error) or str(error)
+        return transient_reason(error)
 
     async def save_best(self, measured: Measured) -> None:
         """Write the best version, and pass it to the user's persistor. Warn if the server no longer has the version."""
@@ -410,14 +472,23 @@ class BackgroundWriter:
         await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
 
+    async def save_metrics(self) -> None:
+        """At the end of the run: write the metrics file again, because lines may be missing."""
+        await self._saved(METRICS, self.exports.rewrite_metrics)
+
     async def _saved(self, what: str, save: Callable[[], T]) -> T:
-        """Run `save` in a thread, and repeat it while disk space or file descriptors are lacking."""
+        """Run `save` in a thread. Repeat it while space, file descriptors or a usable export folder are lacking."""
         loop = asyncio.get_running_loop()
-        return await until_passed(lambda: loop.run_in_executor(self._io, save), f"{what} could not be saved")
+        return await until_passed(
+            lambda: loop.run_in_executor(self._io, save), f"{what} could not be saved", why=self._why_unwritten
+        )
 
 
 async def until_passed(
-    attempt: Callable[[], Awaitable[T]], problem: str, note: Callable[[str], None] = lambda reason: None
+    attempt: Callable[[], Awaitable[T]],
+    problem: str,
+    note: Callable[[str], None] = lambda reason: None,
+    why: Callable[[BaseException], str | None] = transient_reason,
 ) -> T:
     """Return the result of `attempt`. While disk space or file descriptors are lacking, log the problem and retry.
 
@@ -425,12 +496,13 @@ async def until_passed(
         attempt: function to call.
         problem: the start of the log line, such as "the result could not be saved".
         note: callback with the reason, before each retry.
+        why: function that returns the reason; None if the error is to be raised.
     """
     while True:
         try:
             return await attempt()
         except Exception as error:
-            reason = transient_reason(error)
+            reason = why(error)
             if reason is None:
                 raise
             note(reason)

@@ -201,7 +201,7 @@ class Coordinator:
                 LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
                 self._spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
         self._spawn(self._tick())
-        self.background.exports.rewrite_metrics()
+        self.background.complete_metrics()
         if self.state.finished:
             self._spawn(self._finish())
         else:
@@ -757,6 +757,7 @@ class Coordinator:
     async def _finish(self) -> None:
         path = await self.background.save_result()
         await wait_for_end(self._saving_best, self._last_write)
+        await self.background.save_metrics()
         await asyncio.wrap_future(self.background.persistor.idle())
         why_finished = self.ledger.rules.tracking.why(self.state.progress)
         number = min(self.store.versions.heads())
