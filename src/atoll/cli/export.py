@@ -42,7 +42,7 @@ fp32 masters (None: export the values in the version itself)."""
 
 
 ATTEMPTS = 4
-"""Attempts to pull the newest version. An attempt fails if the server deletes that version meanwhile."""
+"""Attempts to export the newest version. An attempt fails if the server deletes that version meanwhile."""
 
 
 def command(
@@ -98,6 +98,24 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             swarm.
         StateCorrupt: the journal or the file of the version is damaged.
     """
+    import atoll.aggregation.outer_state  # noqa: F401 (slow: a version may be deleted soon after its row was read)
+
+    return _repeated(partial(_from_directory, state_dir, out, version), version)
+
+
+def _repeated(attempt: Callable[[], int], version: int | None) -> int:
+    """Export a version. If the newest is wanted (None) and was deleted meanwhile, try again, up to `ATTEMPTS` times."""
+    attempts = ATTEMPTS if version is None else 1
+    while True:
+        try:
+            return attempt()
+        except Gone:
+            attempts -= 1
+            if not attempts:
+                raise
+
+
+def _from_directory(state_dir: Path, out: Path, version: int | None) -> int:
     with open_journal(state_dir) as db:
         require_unchanged(db, state_dir)
         found = db.execute(RUNS.select).fetchone()
@@ -130,7 +148,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
                 _stored(state_dir / "slots", row, schema, settings, stack)
                 for row, schema in zip(rows, split.schemas, strict=True)
             ]
-        except FileNotFoundError:
+        except (FileNotFoundError, StateCorrupt):
             _require_kept(state_dir, rows)
             raise
         _write(sources, out, split.schema, lambda: _require_kept(state_dir, rows))
@@ -300,21 +318,16 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
     token_file = os.environ.get("ATOLL_TOKEN_FILE")
     token = read_token(Path(token_file) if token_file else None)
     http = Http(server, token=token, ca=os.environ.get("ATOLL_TLS_CA"))
-    try:
-        attempts = ATTEMPTS if version is None else 1
-        while True:
-            heads = [each.version for each in http.get(routes.STATUS, status_messages.Status).fragments]
-            if version is not None:
-                heads = [version] * len(heads)
-            try:
-                _pull(http, heads, out)
-                return min(heads)
-            except Gone:
-                attempts -= 1
-                if not attempts:
-                    raise
-    finally:
-        http.close()
+
+    def attempt() -> int:
+        heads = [each.version for each in http.get(routes.STATUS, status_messages.Status).fragments]
+        if version is not None:
+            heads = [version] * len(heads)
+        _pull(http, heads, out)
+        return min(heads)
+
+    with contextlib.closing(http):
+        return _repeated(attempt, version)
 
 
 def _pull(http: Http, heads: Sequence[int], out: Path) -> None:

@@ -10,7 +10,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -21,11 +21,13 @@ from kit.damage import flip_bit
 from kit.models import Tied
 from kit.processes import command, export
 from kit.servers import plain_server
+from kit.sites import clients, play_round
 from safetensors import safe_open
 from torch import nn
 
 import atoll
 from atoll.errors import AtollError, Gone, StateCorrupt, StoreError
+from atoll.store.file_slots import Ranges
 
 VERSION = "slots/version-0-0.safetensors"
 
@@ -91,8 +93,47 @@ def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_p
 
     monkeypatch.setattr(export, "replace_file", replaced_late)
     with pytest.raises(Gone, match="deleted this version during the export"):
-        export.from_directory(tmp_path / "state", tmp_path / "model.safetensors")
+        export.from_directory(tmp_path / "state", tmp_path / "model.safetensors", 0)
     assert names(tmp_path) == ["state"]
+
+
+@pytest.fixture
+def overwritten(tmp_path, monkeypatch) -> Iterator[None]:
+    """A server that overwrites version 0 after an export read its row in the journal, before it reads the file."""
+    from atoll.cli import export
+
+    read, rounds = export.region_digest, iter(range(1, 6))
+    with plain_server(tmp_path, {"w": torch.zeros(2)}, sites=1, rounds=0) as server:
+        site = clients(server, tmp_path, "a")
+
+        def read_late(file: int, ranges: Ranges) -> bytes:
+            for number in rounds:
+                play_round(site, number, lambda _, pulled: {"w": pulled["w"] + 1})
+            return read(file, ranges)
+
+        monkeypatch.setattr(export, "region_digest", read_late)
+        yield
+
+
+@pytest.mark.covers("P8")
+@pytest.mark.usefixtures("overwritten")
+def test_the_newest_version_is_exported_while_rounds_overwrite_the_one_that_was_newest(tmp_path) -> None:
+    from atoll.cli import export
+
+    out = tmp_path / "model.safetensors"
+    version = export.from_directory(tmp_path / "state", out)
+    assert version > 0
+    with safe_open(out, framework="pt") as file:
+        assert torch.equal(file.get_tensor("w"), torch.full((2,), float(version)))
+
+
+@pytest.mark.usefixtures("overwritten")
+def test_a_version_that_is_overwritten_during_its_export_is_not_called_damaged(tmp_path) -> None:
+    from atoll.cli import export
+
+    with pytest.raises(Gone, match="deleted this version during the export"):
+        export.from_directory(tmp_path / "state", tmp_path / "model.safetensors", 0)
+    assert "model.safetensors" not in names(tmp_path)
 
 
 def test_a_full_disk_is_named_and_not_taken_for_the_network(server, tmp_path, monkeypatch) -> None:
