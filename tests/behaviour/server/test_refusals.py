@@ -11,7 +11,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from kit import serve
-from kit.requests import get, post
+from kit.requests import answer, begin_request, get, post
 from kit.servers import plain_server
 from kit.wire import WireSite, WireUpdate
 from schemathesis.specs.openapi.checks import positive_data_acceptance
@@ -157,6 +157,14 @@ def test_a_full_stop_is_between_the_cause_and_the_remedy() -> None:
     assert str(UpdateRefused("Is it there?", "Look.")) == "Is it there? Look."
     assert str(UpdateRefused("It is refused.", "Look.")) == "It is refused. Look."
     assert str(UpdateRefused("it is refused")) == "it is refused"
+
+
+@pytest.mark.covers("F38")
+def test_a_message_that_is_too_long_is_refused_with_one_full_stop(server: atoll.Server) -> None:
+    head = {"Content_Type": "application/json", "Content_Length": 2**30}
+    status, told = answer(begin_request(server.port, "POST /v1/workers", **head))
+    assert (status, told["code"], told["remedy"]) == (413, "too_large", "Send a smaller message.")
+    assert re.fullmatch(r"Maximum request body size 65536 exceeded[^.]*\.", told["message"])
 
 
 @pytest.mark.covers("F31", "F6")

@@ -213,7 +213,7 @@ def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResp
             response.headers["Allow"] = ", ".join(sorted(refused.allowed_methods))
             return response
         case web.HTTPRequestEntityTooLarge():
-            return problem("too_large", f"{refused.text}.", "Send a smaller message.")
+            return problem("too_large", f"{str(refused.text).rstrip('.')}.", "Send a smaller message.")
     raise refused
 
 
