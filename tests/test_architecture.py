@@ -128,7 +128,7 @@ LINES: dict[str, int] = {
     "server/coordinator": 2_686,
     "server/http": 514,
     "server/swarm": 586,
-    "server/tasks": 1_420,
+    "server/tasks": 1_423,
     "simulate": 1_447,
     "store": 2_579,
     "tensors": 1_897,
@@ -138,7 +138,7 @@ LINES: dict[str, int] = {
     "worker/exchange": 2_056,
     "worker/peer": 790,
     "worker/session": 831,
-    "worker/tasks": 580,
+    "worker/tasks": 587,
     "worker/training": 1_678,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""

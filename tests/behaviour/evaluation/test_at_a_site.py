@@ -81,8 +81,13 @@ def test_a_model_that_cannot_be_evaluated_leaves_its_row_empty_and_says_why(
 @pytest.mark.covers("P9", "X3")
 @pytest.mark.parametrize(
     ("gives", "words"),
-    [(None, "returned nothing"), ([1], "returned a list"), ({"loss": "low"}, "The metric 'loss' is 'low'")],
-    ids=["nothing", "list", "text"],
+    [
+        (None, "returned nothing"),
+        ([1], "returned a list"),
+        ({"loss": "low"}, "The metric 'loss' is 'low'"),
+        (dict.fromkeys(range(257), 1.0), "returned 257 metrics; an evaluation may have at most 256"),
+    ],
+    ids=["nothing", "list", "text", "too many"],
 )
 def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words: str) -> None:
     given = iter([gives, {"loss": 1.0}])
@@ -94,6 +99,26 @@ def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words
     found = evaluate(tmp_path, register)
     assert words in errors(found)["version 0", "a"]
     assert losses(found) == {"a": {"a": 1.0}}
+
+
+@pytest.mark.covers("P9", "X3")
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({}, "returned nothing instead of a dict of metric name → number"),
+        ([1], "returned a list instead of a dict of metric name → number"),
+        (dict.fromkeys(map(str, range(257)), 1.0), "returned 257 metrics; an evaluation may have at most 256"),
+    ],
+    ids=["nothing", "list", "too many"],
+)
+def test_what_is_no_metric_is_refused_by_the_server_too(tmp_path: Path, metrics: Any, words: str) -> None:
+    given = iter([metrics, {"loss": 1.0}])
+
+    def register(worker: Any) -> None:
+        worker.task("validate")(lambda _: {"metrics": next(given)})
+        worker.submits(lambda: {"weight": torch.ones(1, 1)})
+
+    assert errors(evaluate(tmp_path, register)) == {("version 0", "a"): f"the site {words}"}
 
 
 @pytest.mark.covers("P9")

@@ -447,14 +447,17 @@ class EvaluationMatrix:
 
 
 def _with_metrics(cell: Cell, payload: Any) -> Cell:
-    """Return a cell with the metrics in a site's payload, or with an error if they do not map names to numbers.
+    """Return a cell with the metrics in a site's payload, or with an error if they are too many or no numbers.
 
     Args:
         cell: the cell without metrics.
         payload: payload of the site's answer.
     """
     metrics = payload.get("metrics") if isinstance(payload, Mapping) else None
-    if not isinstance(metrics, Mapping) or not 0 < len(metrics) <= messages.METRICS:
+    if isinstance(metrics, Mapping) and len(metrics) > messages.METRICS:
+        error = f"the site returned {len(metrics)} metrics; an evaluation may have at most {messages.METRICS}"
+        return cell.model_copy(update={"error": error})
+    if not isinstance(metrics, Mapping) or not metrics:
         what = "nothing" if not metrics and isinstance(metrics, Mapping | None) else f"a {type(metrics).__name__}"
         return cell.model_copy(update={"error": f"the site returned {what} instead of a dict of metric name → number"})
     found: dict[str, float] = {}

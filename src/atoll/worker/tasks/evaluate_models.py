@@ -19,6 +19,7 @@ from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import pack_object
 from atoll.errors import AtollError, BadRequest, SchemaMismatch, TransferError, TransferStalled, UsageError
 from atoll.posix import replace_file
+from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.tensors.chunks import assign_run_, runs_of
 from atoll.tensors.dtypes import dtype_name
@@ -234,11 +235,17 @@ def measured(metrics: Any) -> dict[str, float]:
     """Return the metrics that the script's function returned, as floats, which may be infinite or NaN.
 
     Raises:
-        UsageError: `metrics` is not a dict of names and numbers, or is empty.
+        UsageError: `metrics` is not a dict of names and numbers, is empty, or has too many entries.
     """
     if not isinstance(metrics, Mapping) or not metrics:
         what = "nothing" if metrics is None or metrics == {} else f"a {type(metrics).__name__}"
         raise UsageError(f"The function of worker.evaluates returned {what}.", 'Return metrics: {"loss": 0.1}.')
+    if len(metrics) > messages.METRICS:
+        raise UsageError(
+            f"The function of worker.evaluates returned {len(metrics)} metrics; an evaluation may have at most "
+            f"{messages.METRICS}.",
+            "Return only the most important ones.",
+        )
     found: dict[str, float] = {}
     for key, value in metrics.items():
         try:
