@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from atoll.errors import StateCorrupt, StoreError, UsageError
 from atoll.protocol import routes, status_messages
 from atoll.store import journal_tables
+from atoll.tensors.schema import Schema
 
 HISTORY = 20
 AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
@@ -122,26 +123,34 @@ def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
 
     Raises:
         UsageError: the directory contains no run.
-        StateCorrupt: the journal cannot be read.
+        StateCorrupt: the journal cannot be read; or no status can be read, and the journal is damaged.
     """
     with open_journal(state_dir) as db:
         run = db.execute("SELECT run_id FROM run").fetchone()
         if run is None:
             raise no_run(state_dir)
-        last, saved_at = _last_status(state_dir, run[0])
+        last, saved_at = _last_status(db, state_dir, run[0])
         return _status(db, last, max(0.0, time.time() - saved_at)), saved_at
 
 
-def _last_status(state_dir: Path, run: str) -> tuple[status_messages.Status, float]:
-    """Return the status that the server saved, and when. If none can be read, return one with only the run's id."""
+def _last_status(db: sqlite3.Connection, state_dir: Path, run: str) -> tuple[status_messages.Status, float]:
+    """Return the status that the server saved, and when. If none can be read, return one with the model's size."""
     path = state_dir / status_messages.KEPT
     try:
-        status = status_messages.Status.model_validate_json(path.read_text(encoding="utf-8"))
+        status = status_messages.Status.model_validate_json(path.read_bytes())
         if status.run == run:
             return status, path.stat().st_mtime
     except (OSError, ValidationError):
         pass
-    return status_messages.Status(run=run, protocol=routes.PROTOCOL), journal_of(state_dir).stat().st_mtime
+    require_unchanged(db, state_dir)
+    schema = Schema.from_json(json.loads(db.execute("SELECT schema_json FROM run").fetchone()[0]))
+    status = status_messages.Status(
+        run=run,
+        protocol=routes.PROTOCOL,
+        model_bytes=0 if schema.is_nothing else schema.model.nbytes,
+        warnings=[f"{path} is missing or damaged, so the run's settings are not shown."],
+    )
+    return status, journal_of(state_dir).stat().st_mtime
 
 
 def _status(db: sqlite3.Connection, last: status_messages.Status, age_s: float) -> status_messages.Status:

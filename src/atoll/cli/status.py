@@ -228,7 +228,9 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """Return the lines about the run as a whole."""
     run = f"run {status.run[:8]}, epoch {status.epoch}{', FINISHED' if status.finished else ''}"
-    if status.model_bytes:
+    if status.model_bytes and not status.algorithm:  # the saved status is missing
+        lines = [f"{status.name} at {address}: model {size(status.model_bytes)}, {run}"]
+    elif status.model_bytes:
         lines = [f"{status.name} at {address}: {status.algorithm}, {status.policy}, {run}", *_of_training(status)]
     else:
         lines = [f"{status.name} at {address}: no model, {run}, up {duration(status.uptime_s)}"]

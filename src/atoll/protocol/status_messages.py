@@ -148,7 +148,7 @@ class WorkflowStatus(Message):
 
 
 class Status(Message):
-    """The status of a run. Before the server has saved a status for the first time, all fields have their defaults."""
+    """The status of a run. Before the server has saved a status for the first time, most fields have their defaults."""
 
     run: str
     name: str = "a run"

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -295,6 +296,26 @@ def test_a_stored_status_says_when_it_was_stored_and_shows_no_site_as_alive_now(
     assert "alive then" in row
     assert " 20 min " in row  # heard
     assert json.loads(status_of("--dir", "state", "--json")[1])["workers"][0]["last_heartbeat_s"] > 1200
+
+
+@pytest.mark.covers("L13")
+@pytest.mark.parametrize("saved", [None, b"", b"\xff", b"{}"], ids=["missing", "empty", "no text", "no status"])
+def test_without_a_saved_status_the_journal_says_whether_the_run_has_a_model(
+    status_of, tmp_path: Path, saved: bytes | None
+) -> None:
+    with serve(tmp_path) as server:
+        nbytes = server.status().model_bytes
+    path = tmp_path / "state" / "status.json"
+    path.unlink()
+    if saved is not None:
+        path.write_bytes(saved)
+    code, said = status_of("--dir", "state", "--json")
+    assert (code, json.loads(said)["model_bytes"]) == (0, nbytes), said
+    _, said = status_of("--dir", "state")
+    assert re.match(
+        r"a run at state \(.+\): model [\d.]+ k?B, run [0-9a-f]{8}, epoch 1\nversion 0, gathering; as read", said
+    )
+    assert "\nwarning: state/status.json is missing or damaged, so the run's settings are not shown." in said
 
 
 def test_status_says_why_the_server_on_the_directory_cannot_be_asked(status_of, tmp_path: Path) -> None:
