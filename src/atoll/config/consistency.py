@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atoll.config.run_file import FOLDERS
-from atoll.config.workflow_settings import TRAIN, components_of, entries_of
+from atoll.config.workflow_settings import EVALUATES, TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
 
 At = Callable[[str], Any]
@@ -95,6 +95,11 @@ def _require_rounds(at: At) -> None:
         raise ConfigError(
             f"rounds.quorum is {quorum}, but rounds.deadline_s is 0, so the quorum never takes effect.",
             "Set rounds.deadline_s to the number of seconds after which the quorum is enough.",
+        )
+    if at("rounds.deadline_s") and not quorum:
+        raise ConfigError(
+            f"rounds.deadline_s is {at('rounds.deadline_s'):g}, but rounds.quorum is 0, so the deadline has no effect.",
+            "Set rounds.quorum to the number of updates that are enough after the deadline.",
         )
 
 
@@ -238,6 +243,13 @@ def _require_workflows(at: At) -> None:
             f"{entries[trains.index(True) + 1].name!r} comes after it.",
             "Set rounds.total or rounds.early_stop_after.",
         )
+    for entry in entries:
+        versions = entry.args.get("versions") if entry.kind == EVALUATES else None
+        if isinstance(versions, list) and "best" in versions and not at("rounds.best_metric"):
+            raise ConfigError(
+                f"{entry.name} is to evaluate the version 'best', but rounds.best_metric is not set, so none is best.",
+                "Set rounds.best_metric to the name of a metric that workers report, or leave 'best' out.",
+            )
 
 
 _NOT_IN_A_SWARM = {

@@ -29,6 +29,8 @@ from atoll.errors import ConfigError
 
 TRAIN = "train"
 """The kind of the step that executes the run's rounds."""
+EVALUATES = "cross_site_evaluation"
+"""The kind of the step in which sites evaluate models."""
 
 LIMITS = ("start_timeout_s", "progress_timeout_s")
 _KEYS = ("kind", "path", "name", "args", *LIMITS)

@@ -5,6 +5,7 @@ No update counts twice, and no site trains a round again while the server is awa
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections import Counter
@@ -266,7 +267,10 @@ def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: 
 
 
 @pytest.mark.covers("F6")
-def test_a_finished_run_that_is_started_again_stays_as_it_is(tmp_path: Path, undisturbed: Result) -> None:
+def test_a_finished_run_that_is_started_again_stays_as_it_is_and_says_how_to_go_on(
+    tmp_path: Path, undisturbed: Result, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
     left_undisturbed(tmp_path)
     metrics = tmp_path / "state" / "exports" / "metrics.jsonl"
     before = metrics.read_text()
@@ -274,6 +278,7 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is(tmp_path: Path, und
         server.run()
     assert Result(tmp_path).bits == undisturbed.bits
     assert metrics.read_text() == before != ""
+    assert "this run had ended. To train on, raise rounds.total" in caplog.text
 
 
 MORE_MB = 100.0

@@ -286,6 +286,12 @@ def test_a_wrong_value_names_its_source_and_itself(
             "rounds.quorum is 1, below rounds.min_sites",
         ),
         ("rounds.sites = 3\nrounds.quorum = 2", "quorum is 2, but rounds.deadline_s is 0"),
+        ("rounds.deadline_s = 5", "rounds.deadline_s is 5, but rounds.quorum is 0, so the deadline has no effect"),
+        (
+            'rounds.total = 3\n[[workflow.steps]]\nkind = "train"\n[[workflow.steps]]\n'
+            'kind = "cross_site_evaluation"\nversions = ["best"]',
+            "evaluate the version 'best', but rounds.best_metric is not set",
+        ),
         (
             "network.heartbeat_interval_s = 120",
             "network.heartbeat_interval_s is 120, but network.heartbeat_timeout_s is only",

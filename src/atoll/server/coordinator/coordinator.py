@@ -203,6 +203,8 @@ class Coordinator:
         self._spawn(self._tick())
         self.background.complete_metrics()
         if self.state.finished:
+            if self.workflows is None:
+                LOG.info("this run had ended. To train on, raise rounds.total; for a new run, use another folder")
             self._spawn(self._finish())
         else:
             self.background.save_initial()

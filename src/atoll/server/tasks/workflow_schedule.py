@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
+from atoll.config.workflow_settings import EVALUATES
 from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
@@ -37,7 +38,6 @@ LOOK_S = 1.0
 """Seconds between two checks for progress."""
 LATER_START_S = 600.0
 """Maximum seconds that an evaluation waits for sites, if it is not the first workflow: all sites may have left."""
-EVALUATES = "cross_site_evaluation"
 
 
 @dataclass(eq=False)
