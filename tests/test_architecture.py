@@ -128,7 +128,7 @@ LINES: dict[str, int] = {
     "server/coordinator": 2_688,
     "server/http": 514,
     "server/swarm": 586,
-    "server/tasks": 1_423,
+    "server/tasks": 1_428,
     "simulate": 1_447,
     "store": 2_579,
     "tensors": 1_897,

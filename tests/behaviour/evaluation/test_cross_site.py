@@ -338,9 +338,13 @@ def trained(nursery: Nursery, folder: Path, rounds: int) -> None:
 
 
 @pytest.mark.covers("P9")
-def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tmp_path: Path) -> None:
+def test_versions_of_a_finished_run_are_evaluated_beside_it_and_its_own_matrix_stays(
+    nursery: Nursery, tmp_path: Path
+) -> None:
     """w is the number of the version, and 10 in the file; a has t = 0, b has t = 3. Version 9 there never was."""
     trained(nursery, tmp_path, 5)
+    own = tmp_path / "state" / "exports" / "cross_site_evaluation.md"
+    own.write_text("the matrix of the run")
     save_file({"weight": torch.full((1, 1), 10.0)}, tmp_path / "other.safetensors")
     versions = "--versions=latest,1,best,9,other.safetensors,nope.safetensors"
     asked = (versions, "--no-site-models", "--port=0", "--out=m/found.json")
@@ -363,7 +367,8 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it(nursery: Nursery, tm
     assert f"nope.safetensors is not in {tmp_path} yet, so it gets no results" in printed  # before a site joins
     missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"
     assert f"empty: nope.safetensors on every site: {missing}" in printed
-    assert losses(matrix_of(tmp_path)) == losses(found)
+    assert losses(matrix_of(tmp_path, "cross_site_evaluation-2")) == losses(found)
+    assert own.read_text() == "the matrix of the run"
     again = nursery.start("atoll", "server", "run.toml", "--port", "0", cwd=tmp_path)
     assert again.wait(30) == 0  # the run is where it was: finished
     assert "finished at version 5" in again.output()

@@ -10,12 +10,14 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
@@ -38,6 +40,12 @@ LOOK_S = 1.0
 """Seconds between two checks for progress."""
 LATER_START_S = 600.0
 """Maximum seconds that an evaluation waits for sites, if it is not the first workflow: all sites may have left."""
+
+
+def unused(exports: Path) -> str:
+    """Return the first name for an evaluation that no file in the export folder has."""
+    names = itertools.chain([EVALUATES], (f"{EVALUATES}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if not any((exports / f"{name}{each}").exists() for each in (".json", ".md")))
 
 
 @dataclass(eq=False)
@@ -112,7 +120,7 @@ class WorkflowSchedule:
         self.recorded = bool(settings.workflow.steps) and function is None and evaluation is None
         entries = entries_of(settings.workflow.steps)
         if evaluation is not None:
-            entries = entries_of([{"kind": EVALUATES, "args": dict(evaluation)}])
+            entries = entries_of([{"kind": EVALUATES, "name": unused(settings.exports), "args": dict(evaluation)}])
         elif not self.recorded:
             path: Any = function if function is not None else settings.workflow.function
             entries = (
