@@ -7,16 +7,19 @@ import os
 import sys
 from collections.abc import Callable
 
-import typer
-
-from atoll.child_processes import Terminated
-from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
-from atoll.cli.text import print_line
-from atoll.errors import AtollError, DiskFull, error_lines
-from atoll.posix import FULL
-
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after a signal: 128 + SIGINT and 128 + SIGTERM, as in shells."""
+
+try:
+    import typer
+
+    from atoll.child_processes import Terminated
+    from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
+    from atoll.cli.text import print_line
+    from atoll.errors import AtollError, DiskFull, error_lines
+    from atoll.posix import FULL
+except KeyboardInterrupt:  # the imports take a while
+    raise SystemExit(INTERRUPTED) from None
 
 app = typer.Typer(
     name="atoll",

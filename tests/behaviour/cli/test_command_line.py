@@ -46,6 +46,15 @@ def test_ctrl_c_is_130(nursery, tmp_path) -> None:
     assert "Traceback" not in waiting.output()
 
 
+@pytest.mark.usefixtures("fresh_processes", "interruptible")
+def test_ctrl_c_before_the_command_has_begun_leaves_no_traceback(tmp_path) -> None:
+    """A module of the same name stands in for one that takes long to import; Ctrl-C comes meanwhile."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = [sys.executable, "-c", "import atoll.cli.main"]
+    outcome = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (outcome.returncode, outcome.stdout, outcome.stderr) == (130, "", "")
+
+
 WRONG = [
     ("server --roudns 5", "--rounds"),
     ("server --port 0 --set algorithm.name=diloco", "my_models:build"),
