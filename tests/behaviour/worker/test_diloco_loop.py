@@ -197,6 +197,27 @@ def test_does_not_warn_where_no_turn_was_skipped(
     assert warned() == []
 
 
+@pytest.mark.covers("L2")
+@pytest.mark.parametrize(
+    ("settings", "first", "of"), [({}, 4, ""), ({"K": 2}, 2, ", 2 fragments")], ids=["whole", "fragments"]
+)
+def test_warns_where_training_ends_before_the_first_synchronisation(
+    tmp_path: Path, warned: Callable[[], list[str]], settings: dict[str, Any], first: int, of: str
+) -> None:
+    """Not where an error ended it."""
+    with serve(tmp_path, **ENDLESS | settings) as server:
+        failed = diloco(server, tmp_path).start()
+        take_steps(failed, 1)
+        failed.stop(ZeroDivisionError())
+        assert warned() == []
+        with diloco(server, tmp_path) as loop:
+            take_steps(loop, 1)
+    assert warned() == [
+        f"a: this worker never synchronised: it made 1 of the {first} local steps before the first synchronisation "
+        f"(diloco.sync_every = 4{of}). Train longer, or start a new run with a smaller diloco.sync_every."
+    ]
+
+
 @pytest.mark.covers("X4")
 def test_an_update_that_does_not_arrive_has_no_rate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The line of a short transfer comes at DEBUG."""

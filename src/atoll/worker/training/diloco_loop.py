@@ -449,10 +449,13 @@ class DiLoCo:
         elif not sync.finished:
             if self.lost:
                 LOG.warning("%s: the server was lost: %s", joined.site, joined.session.silence.error())
-            self._say_unsent_steps(joined, sync)
+            self._say_unsent_steps(joined, sync, has_failed=error is not None)
 
-    def _say_unsent_steps(self, joined: Participation, sync: Synchroniser) -> None:
-        """Log how many local steps were not sent to the run; warn if a synchronisation was skipped or failed."""
+    def _say_unsent_steps(self, joined: Participation, sync: Synchroniser, *, has_failed: bool) -> None:
+        """Log how many local steps were not sent to the run; warn if a synchronisation was skipped or failed.
+
+        If training ended without an error before the first synchronisation, warn, too.
+        """
         counted = sync.counted_step
         steps, turn = self.step - counted, self.sync_every // joined.session.info.fragments
         if not steps:
@@ -463,6 +466,18 @@ class DiLoCo:
                 joined.site,
                 steps,
                 counted,
+            )
+        elif not has_failed and not sync.newest_step and self.step < sync.steps_between:
+            fragments = joined.session.info.fragments
+            LOG.warning(
+                "%s: this worker never synchronised: it made %d of the %d local steps before the first "
+                "synchronisation (diloco.sync_every = %d%s). Train longer, or start a new run with a smaller "
+                "diloco.sync_every.",
+                joined.site,
+                self.step,
+                sync.steps_between,
+                self.sync_every,
+                f", {fragments} fragments" if fragments > 1 else "",
             )
         else:
             LOG.info("%s: the %d steps after the last synchronisation are only in the local model", joined.site, steps)
