@@ -193,8 +193,13 @@ def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer
     _require_same(settings, before, json.loads(_frozen(settings, plan)))
     if model is not None or settings.model.source is not None:
         if not is_known(settings, model, plan.schema.model):
-            mine = schema_for(settings, initial_model(settings, model))
-            mine.require_equal(plan.schema.model, mine="this start", theirs=f"the run in {settings.disk.state_dir}")
+            try:
+                initial = initial_model(settings, model)
+            except ConfigError as error:
+                LOG.warning("the run continues with its own model, although model.source cannot be read: %s", error)
+            else:
+                mine, theirs = schema_for(settings, initial), f"the run in {settings.disk.state_dir}"
+                mine.require_equal(plan.schema.model, mine="this start", theirs=theirs)
         LOG.info("continuing with the model in %s; the initial model is not read again", settings.disk.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
         LOG.warning(

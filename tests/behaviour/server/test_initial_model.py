@@ -280,3 +280,19 @@ def test_a_restart_reads_only_the_header_of_an_initial_models_file(
     save_file(nn.Linear(2, 3).state_dict(), file)
     with pytest.raises(SchemaMismatch, match="this start"):
         plain_server(tmp_path, str(file)).start()
+
+
+@pytest.mark.parametrize("source", ["gone.safetensors", "no_such_module:build", f"{__name__}:no_such_function"])
+def test_a_run_continues_without_its_initial_model_which_it_does_not_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str
+) -> None:
+    """A new run needs the model, also one that was killed before it had written it."""
+    with pytest.raises(ConfigError, match=source) as refused:
+        plain_server(tmp_path / "other", source).start()
+    plain_server(tmp_path, TiedHead()).start().stop()
+    with plain_server(tmp_path, source, rounds=1) as server:
+        assert [record.getMessage() for record in caplog.records if source in record.getMessage()] == [
+            f"the run continues with its own model, although model.source cannot be read: {refused.value}"
+        ]
+        federated(server, tmp_path, lambda module: None, TiedHead)
+        assert server.wait(30)
