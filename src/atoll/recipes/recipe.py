@@ -497,6 +497,9 @@ class Recipe(Strict):
             if value is not None and key.partition(".")[2] in chosen.get(key.partition(".")[0], {})
         }
         shown = min(settings.rounds.sites, 3)
+        script = Path(self.train_script)
+        run_file = shlex.quote(os.path.relpath(path, script.parent))
+        work = shlex.join([script.name, *self.argv[1:]])
         server = f"http://127.0.0.1:{settings.network.port or DEFAULT_PORT}"
         return "\n".join(
             [
@@ -504,9 +507,9 @@ class Recipe(Strict):
                 "its own terminal, in the",
                 f"# folder of {self.train_script} (bits may depend on PyTorch's threads: a recipe sets "
                 "OMP_NUM_THREADS=1):",
-                f"#   atoll server {path.name}",
+                f"#   atoll server {run_file}",
                 *(
-                    f"#   atoll worker --server {server} --site site-{number} -- python {shlex.join(self.argv)}"
+                    f"#   atoll worker --server {server} --site site-{number} -- python {work}"
                     for number in range(1, shown + 1)
                 ),
                 *([f"#   … and so on, to site-{settings.rounds.sites}"] if settings.rounds.sites > shown else []),

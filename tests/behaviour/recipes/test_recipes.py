@@ -360,6 +360,17 @@ def test_paths_are_those_of_the_current_folder_and_written_from_the_run_file(tmp
     assert settings.workflow.result_filters[1] == {"path": "drop", "args": {"names": ["a\n"]}}
 
 
+def test_the_commands_in_a_run_file_start_this_file_from_the_folder_of_the_script(tmp_path: Path) -> None:
+    """Another `run.toml` may lie beside the script."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    for script, server in (("train.py", "small/run.toml"), ("code/train.py", "../small/run.toml")):
+        lines = recipe(train_script=script).write("small/run.toml").read_text().splitlines()
+        assert f"#   atoll server {server}" in lines
+        assert lines[1].startswith(f"# folder of {script} ")
+        assert [line for line in lines if line.endswith(" -- python train.py")] != []
+
+
 def test_a_file_that_no_recipe_wrote_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("rounds.total = 3\n")
     with pytest.raises(UsageError, match=r"'run.toml' was not written by a recipe"):
