@@ -121,7 +121,7 @@ LINES: dict[str, int] = {
     "integrations": 947,
     "outer_optimizers": 398,
     "protocol": 1_128,
-    "recipes": 796,
+    "recipes": 797,
     "reducers": 240,
     "rounds": 989,
     "server": 603,

@@ -102,8 +102,9 @@ def _unknown(owner: str, name: str, value: Any, known: Sequence[str]) -> UsageEr
             f"{owner} has no argument {name!r}; it is the setting {key} of the run file.",
             f"Set it with recipe.add_server_config({{{key!r}: {value!r}}}).",
         )
+    meant = name.replace("client", "site")
     return UsageError(
-        f"{owner} has no argument {name!r}.", registry.nearest(name, known, f"Its arguments are {', '.join(known)}.")
+        f"{owner} has no argument {name!r}.", registry.nearest(meant, known, f"Its arguments are {', '.join(known)}.")
     )
 
 

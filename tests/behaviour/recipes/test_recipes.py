@@ -90,6 +90,9 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"kind": ScaffoldRecipe, "server_learn": 3},
         r"ScaffoldRecipe has no argument 'server_learn'\. Did you mean 'server_lr'\?",
     ),
+    (recipe, {"min_clients": 3}, r"FedAvgRecipe has no argument 'min_clients'\. Did you mean 'min_sites'\?"),
+    (recipe, {"num_clients": 3}, r"FedAvgRecipe has no argument 'num_clients'\. Did you mean 'min_sites'\?"),
+    (SimEnv, {"num_clients": 3}, r"SimEnv has no argument 'num_clients'\. Did you mean 'sites'\?"),
     (recipe, {"mu": 3}, "FedAvgRecipe has no argument 'mu'"),
     (recipe, {"quorum": 2}, r"'quorum'; it is the setting .*recipe\.add_server_config\(\{'rounds\.quorum': 2\}\)"),
     (
