@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import Nursery
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import DiLoCoSites, build_model, diloco, serve, take_steps
+from kit.processes import command
 from torch import nn
 from torch.optim import SGD
 
@@ -41,6 +43,52 @@ def test_refuses_to_be_entered_twice(tmp_path: Path, alone: bool) -> None:
         with pytest.raises(UsageError), loop:
             pass
         assert alive(server) == set()
+
+
+UNSTARTED = """
+import sys
+import torch
+import atoll
+
+model = torch.nn.Linear(2, 1)
+
+
+def make(optimizer):
+    return atoll.DiLoCo(model, optimizer)
+
+
+def main(loop):
+    if sys.argv[1] == "stays":
+        globals()["kept"] = loop
+    elif sys.argv[1] == "error":
+        raise ValueError("no data")
+    elif sys.argv[1] == "start":
+        with loop:
+            pass
+    elif sys.argv[1] == "constructor":
+        try:
+            make(optimizer=None)
+        except atoll.errors.AtollError:
+            loop.start()
+
+
+main(make(torch.optim.SGD(model.parameters(), lr=0.1)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.covers("L2", "X3")
+@pytest.mark.parametrize(
+    ("script", "times"), [("drops", 1), ("stays", 1), ("error", 0), ("start", 0), ("constructor", 0)]
+)
+def test_an_object_that_was_never_started_is_told_once(
+    nursery: Nursery, tmp_path: Path, script: str, times: int
+) -> None:
+    (tmp_path / "train.py").write_text(UNSTARTED)
+    ended = command(nursery, tmp_path, script, program=str(tmp_path / "train.py"))
+    told = "atoll: atoll.DiLoCo was never started: write `with diloco:` around the training loop, or call start().\n"
+    assert ended.stderr.count(told) == times, ended.stderr
+    assert ended.stderr.count("never started") == times
 
 
 class HooksFail(SGD):

@@ -53,7 +53,7 @@ from atoll.transport.http_client import server_of
 from atoll.worker.arguments import default_site, finite_metrics, positive, require_site, sync_retries
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
-from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.session.leave_at_exit import last_words, what_ends
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
 from atoll.worker.session.session import OF_THE_ALGORITHM
@@ -264,6 +264,7 @@ class DiLoCo:
         self._reports = Reports()
         self._not_finite: set[str] = set()  # metrics with a warning that they are not finite
         self._pace = (0, time.monotonic())
+        self._unstarted = weakref.finalize(self, _warn_never_started, os.getpid()) if self._ranks.is_first else None
 
     # -- start and end
 
@@ -288,6 +289,8 @@ class DiLoCo:
                 checkpoint is of another run or site, or newer than the site's folder; or this process is part of a
                 simulation.
         """
+        if self._unstarted is not None:
+            self._unstarted.detach()
         ensure_lines()
         require_real("atoll.DiLoCo")
         if self._started:
@@ -709,6 +712,17 @@ class DiLoCo:
         rate = (self.step - step) / max(time.monotonic() - since, 1e-9)
         state = {} if self._sync.in_flight else {"state": "training"}  # else the synchroniser reports the state
         self._joined.session.tell(step=self.step, steps_per_s=rate, **state)
+
+
+def _warn_never_started(process: int) -> None:
+    """Warn about an object that was dropped without a start, unless an error ends the process or this is a fork.
+
+    Args:
+        process: the id of the process that made the object.
+    """
+    if process == os.getpid() and what_ends() is None:
+        ensure_lines()
+        LOG.warning("atoll.DiLoCo was never started: write `with diloco:` around the training loop, or call start().")
 
 
 def _require_uncorrected(joined: Participation) -> None:
