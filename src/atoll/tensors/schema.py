@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -247,14 +248,18 @@ def _first_difference(one: Schema, two: Schema, mine: str, theirs: str) -> str:
         for name, owner in tied.aliases:
             if name in free:
                 return f"{holder} ties {name} to {owner}, but {other} has two tensors"
-    for spec in one.tensors:
-        if spec.name not in in_two:
-            return f"{mine} has {spec}, but {theirs} has no such tensor"
-        if spec != in_two[spec.name]:
-            return f"{mine} has {spec}, but {theirs} has {in_two[spec.name]}"
-    for spec in two.tensors:
-        if spec.name not in in_one:
-            return f"{theirs} has {spec}, but {mine} has no such tensor"
+    for holder, longer, other, shorter in ((mine, in_one, theirs, in_two), (theirs, in_two, mine, in_one)):
+        prefix = min(longer).removesuffix(min(shorter))
+        if prefix and {prefix + name for name in shorter} == longer.keys():
+            return f"the names of {holder}'s tensors begin with {prefix!r}, those of {other} do not"
+    found = []
+    for holder, held, other, others in ((mine, in_one, theirs, in_two), (theirs, in_two, mine, in_one)):
+        for name, spec in held.items():
+            there = others.get(name, "no such tensor")
+            if spec != there:
+                found.append((spec.group == BUFFERS, f"{holder} has {spec}, but {other} has {there}"))
+    if found:
+        return min(found, key=operator.itemgetter(0))[1]  # a parameter says more than a buffer
     pair = sorted(set(one.aliases) ^ set(two.aliases))[0]
     holder = mine if pair in one.aliases else theirs
     return f"only {holder} ties {pair[0]} to {pair[1]}"

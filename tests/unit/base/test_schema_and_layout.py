@@ -121,6 +121,26 @@ DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
         ([BASE[0], TensorSpec("b", "F32", (3,), BUFFERS)],),
         f"worker clinic-a has {B}, but the server has b F32[3] in buffers",
     ),
+    "a parameter before a buffer": (
+        ([TensorSpec("a", "F32", (), BUFFERS), BASE[1]],),
+        ([TensorSpec("a", "F32", (4,), BUFFERS), TensorSpec("b", "F32", (5,))],),
+        f"worker clinic-a has {B}, but the server has b F32[5] in params",
+    ),
+    "a parameter there before a buffer here": (
+        ([BASE[0], TensorSpec("c", "F32", (), BUFFERS)],),
+        (BASE,),
+        f"the server has {B}, but worker clinic-a has no such tensor",
+    ),
+    "a prefix here": (
+        ([TensorSpec("module.a", "F32", (2,)), TensorSpec("module.b", "F32", (3,))],),
+        (BASE,),
+        "the names of worker clinic-a's tensors begin with 'module.', those of the server do not",
+    ),
+    "a prefix there": (
+        (BASE,),
+        ([TensorSpec("0.a", "F32", (2,)), TensorSpec("0.b", "F32", (3,))],),
+        "the names of the server's tensors begin with '0.', those of worker clinic-a do not",
+    ),
     "tied here": (TIED, (BASE,), "only worker clinic-a ties c to a"),
     "tied there": ((BASE,), TIED, "only the server ties c to a"),
     "tied otherwise": (TIED, (BASE, {"c": "b"}), "only worker clinic-a ties c to a"),

@@ -334,7 +334,7 @@ class Attendance:
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
-"""The error of a site with another model begins like this. Starting such a site again would not help."""
+"""The error of a site with another model begins like this. Such a site needs the run's model first."""
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
@@ -349,7 +349,7 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     absent = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
     ended = f" ({listed([f'{site} {how}' for site, how in absent.items()])})" if absent else ""
     fit = [site for site in absent if not roster[site].error.startswith(_OTHER_MODEL)]
-    again = "Start another site"
+    again = f"Start {listed([*absent])} again with the run's model" if absent else "Start another site"
     if fit:
         some = f"{floor - present} of " if len(fit) > floor - present else ""
         again = f"Start {some}{listed(fit)} again under the same name"
