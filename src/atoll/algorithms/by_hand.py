@@ -64,7 +64,7 @@ def require_tensors(what: str, values: object, shapes: Shapes) -> dict[str, Tens
     if not isinstance(values, Mapping):
         raise UsageError(
             f"{what} is a {type(values).__name__}, not a mapping.",
-            "Use a mapping from parameter names to tensors of the same shapes.",
+            "Use a mapping from parameter names to tensors with the parameters' shapes.",
         )
     for name in shapes:
         if name not in values:

@@ -147,8 +147,8 @@ class Manifest:
         if self.id != expected:
             raise PartCorrupt(
                 f"{what} is not the expected one: its content has the id {self.id[:12]}, not {expected[:12]}.",
-                "Use the same release of Atoll on both sides, and check which process serves it and any proxy in "
-                "between.",
+                "Use the same release of Atoll on both sides. Check which process answers at this address, and any "
+                "proxy in between.",
             )
 
     def require_object(self, what: str) -> None:

@@ -350,8 +350,8 @@ def require_sites(recipe: Recipe, sites: int) -> None:
     for site in recipe.settings(sites).swarm.aggregators:
         if site not in names:
             raise UsageError(
-                f"aggregators of {recipe.name} contains {site!r}, but the run has only {sites} sites, with "
-                "other names.",
+                f"The list aggregators of {recipe.name} contains {site!r}, but none of the run's {sites} sites has "
+                "this name.",
                 registry.nearest(site, names, "They are site-1, site-2 and so on."),
             )
 

@@ -52,8 +52,8 @@ class NormalisedMean(WeightedMean):
         shares, steps = normalised(facts.weights), facts.steps
         if min(steps) < 1:
             raise UsageError(
-                f"The updates of the round report {list(steps)} local steps, but normalised_mean divides by "
-                "these numbers.",
+                f"An update of the round reports fewer than 1 local step (all: {list(steps)}), and normalised_mean "
+                "cannot divide by that.",
                 "Call submit(model, steps=…) with at least 1 at every site.",
             )
         effective = math.fsum(share * step for share, step in zip(shares, steps, strict=True))

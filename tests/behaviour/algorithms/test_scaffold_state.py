@@ -124,7 +124,7 @@ def damage(file: Path) -> None:
 # -- lost, or damaged
 
 
-CURRENT = r"2 updates of a count in this run.*ATOLL_DIR.*a/[0-9a-f]{32}"
+CURRENT = r"This run has accepted 2 updates of a, but.*ATOLL_DIR.*a/[0-9a-f]{32}"
 PENDING = (
     r"although the run's model contains updates that depend on it.*a/[0-9a-f]{32}/algorithm\.json .*ATOLL_NEW_STATE"
 )
@@ -171,7 +171,7 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
 def test_its_folder_may_move_to_another_machine(server: atoll.Server, run: Run) -> None:
     run.part(server)
     other = run.folder / "other"
-    with pytest.raises(ConfigError, match="1 update of a counts"):
+    with pytest.raises(ConfigError, match="This run has accepted 1 update of a, but"):
         run.part(server, workers=other)
     shutil.rmtree(other)
     shutil.copytree(run.workers, other)
@@ -193,7 +193,7 @@ def test_an_update_that_is_accepted_and_not_yet_counted_counts(run: Run) -> None
     with run.serve(sites=2) as server, Client(server.url, site="b", folder=run.workers).register():
         run.part(server)
         shutil.rmtree(run.workers / "a")
-        with pytest.raises(ConfigError, match="1 update of a counts"):
+        with pytest.raises(ConfigError, match="This run has accepted 1 update of a, but"):
             run.part(server)
 
 
@@ -202,7 +202,7 @@ def test_the_server_remembers_it_over_a_restart(run: Run) -> None:
     with run.serve() as server:
         run.part(server, until=2)
     shutil.rmtree(run.workers)
-    with run.serve() as server, pytest.raises(ConfigError, match="2 updates of a count"):
+    with run.serve() as server, pytest.raises(ConfigError, match="This run has accepted 2 updates of a, but"):
         run.part(server)
 
 
@@ -219,7 +219,7 @@ def test_it_may_begin_at_zero_where_it_is_told_to(
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")
     assert run.part(server) == [0.0, 0.0]
     assert "a: no state of the algorithm was found; it starts from zero" in caplog.text
-    assert "2 updates of a count in this run, but the site has lost its algorithm's state" in caplog.text
+    assert "This run has accepted 2 updates of a, but the site has lost its algorithm's state" in caplog.text
     assert run.part(server) == [1.0, 2.0]  # the variable does no harm to a control that is there
     monkeypatch.delenv("ATOLL_NEW_STATE")
     assert run.part(server) == [2.0, 4.0]

@@ -7,6 +7,7 @@ import logging
 from atoll import registry
 from atoll.aggregation.plan import Plan
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
+from atoll.format_text import counted as number_of
 from atoll.format_text import size
 from atoll.protocol import messages, routes
 from atoll.store.journal_tables import TicketRow
@@ -112,16 +113,15 @@ def _require_state(message: messages.Join, store: Store) -> None:
         return  # the site is new, or none of its updates counts: its local state is zero
     if message.local_state == "kept" and _is_state_current(message, store):
         return
-    loss = f"1 update of {site} counts" if count == 1 else f"{count} updates of {site} count"
-    loss += " in this run"
+    loss = f"This run has accepted {number_of(count, 'update')} of {site}"
     if message.local_state == "new" or message.new_local_state:
         LOG.warning("%s, but the site has lost its algorithm's state, which starts from zero again", loss)
         return
     host = message.host or "its machine"
     raise ConfigError(
         (
-            f"{loss}, but on {host} the site does not have its algorithm's state: the folder or machine is "
-            "a different one, or the files were removed."
+            f"{loss}, but on {host} the site does not have the algorithm's state that belongs to them: the folder or "
+            "machine is a different one, or the files were removed."
         )
         if message.local_state == "missing"
         else (

@@ -271,8 +271,8 @@ class Controller:
                 once for all sites, and again for each site with filters.
             sites: names of sites. By default all sites that take part now; if these are fewer than `min_responses`, the
                 call waits for more.
-            min_responses: number of answers with a payload that are needed; fewer are an error. With this many answers,
-                the call no longer waits for sites that are dead or have left. None: it waits for every site.
+            min_responses: how many sites must answer with a payload; fewer are an error. Once so many have, the call
+                still waits for sites that are alive, but for no others. None: it waits for all sites, even dead ones.
             timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops

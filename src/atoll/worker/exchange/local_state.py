@@ -235,7 +235,7 @@ class TwoPhaseFile:
         self.zero()
 
     def take_back(self, ticket: int) -> None:
-        """Undo the newest update, if it has this ticket: make the values before this update the current ones again."""
+        """Undo the newest update if it has this ticket: go back to the values from before that update."""
         if self.note.pending == ticket:
             self._write(replace(self.note, pending=0))
         elif self.note.counted == ticket:
