@@ -139,7 +139,7 @@ LINES: dict[str, int] = {
     "worker/peer": 790,
     "worker/session": 831,
     "worker/tasks": 587,
-    "worker/training": 1_697,
+    "worker/training": 1_698,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -20,7 +20,8 @@ SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 WORKER = {
     "ATOLL_SERVER": "Address of the server, `http://host:8512`; without it a script trains alone.",
-    "ATOLL_SITE": "Name of the site: letters, digits, `.`, `_`, `-`; by default made from host and process.",
+    "ATOLL_SITE": "Name of the site: letters, digits, `.`, `_`, `-`; by default made from host and process. "
+    "Without a server, the default is `alone`.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
     "ATOLL_MAX_SYNC_RETRIES": "Retries to reach the server before DiLoCo skips a synchronisation; by default 6.",
     "ATOLL_GIVE_UP_S": "Seconds without an answer of the server after which a worker gives up; by default 86400, "

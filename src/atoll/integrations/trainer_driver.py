@@ -18,7 +18,7 @@ from atoll.errors import UsageError
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import default_site, require_site
+from atoll.worker.arguments import site_of
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.training.diloco_loop import DiLoCo, require_checkpoint, require_same_run
@@ -73,7 +73,7 @@ class TrainerDriver:
     @property
     def site(self) -> str:
         """This site's name. If none was given, a name is made on first use and kept."""
-        self._given_site = require_site(self._given_site or default_site())
+        self._given_site = site_of(self._given_site)
         return self._given_site
 
     def state(self) -> State:

@@ -20,13 +20,17 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 """A lone surrogate: half of a character, which UTF-8 cannot encode."""
 
 
-def default_site() -> str:
-    """Return the name in `ATOLL_SITE`; if the variable is not set, a name made of host name and process id."""
-    name = os.environ.get("ATOLL_SITE")
-    if name:
-        return name
+def site_of(given: str | None, *, is_alone: bool = False) -> str:
+    """Return the name of a script's site: `given`, else the name in `ATOLL_SITE`.
+
+    With neither, the name is "alone" for a script without a server, else made of host name and process id.
+
+    Raises:
+        ConfigError: the name is empty, is too long, or has a character that is not allowed.
+    """
     host = "".join(char if char.isalnum() or char in "-_" else "-" for char in socket.gethostname())
-    return f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
+    default = "alone" if is_alone else f"{host.lstrip('-_')[:40] or 'worker'}-{os.getpid()}"
+    return require_site(given or os.environ.get("ATOLL_SITE") or default)
 
 
 def require_site(site: str) -> str:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import atoll
-from atoll.errors import UsageError
+from atoll.errors import ConfigError, UsageError
 from atoll.filters import Drop
 
 ROUNDS = 2
@@ -285,6 +285,35 @@ def test_join_gives_one_round_and_says_that_nothing_was_sent(
     assert model.weight.unique().tolist() == [1.0]
     assert caplog.messages == [BEGIN, "alone: trained without a server (loss 0.5)", END]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.covers("P6")
+@pytest.mark.parametrize(
+    ("given", "variable", "site"),
+    [("north", "south", "north"), (None, "south", "south"), (None, None, "alone")],
+    ids=["argument", "variable", "neither"],
+)
+def test_a_script_alone_has_the_name_of_its_site(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str | None,
+    variable: str | None,
+    site: str,
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    monkeypatch.setenv("ATOLL_SITE", variable or "")
+    with atoll.join(site=given) as worker:
+        for fl_round in worker:
+            fl_round.submit(ones())
+    assert worker.site == site
+    assert caplog.messages == [BEGIN, f"{site}: trained without a server", END]
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("start", [atoll.join, atoll.functional.init, lambda site: diloco("", Path(), site).start()])
+def test_a_script_alone_is_refused_a_name_that_no_server_accepts(start: Callable[..., object]) -> None:
+    with pytest.raises(ConfigError, match="'ward 7' is not a site name"):
+        start(site="ward 7")
 
 
 def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:

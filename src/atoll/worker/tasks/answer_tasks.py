@@ -55,7 +55,7 @@ from atoll.tensors.payload import Packed, pack
 from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
 from atoll.transport.object_server import Draft, written
-from atoll.worker.arguments import default_site, require_joined, require_site
+from atoll.worker.arguments import require_joined, site_of
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.log_lines import LOG, ensure_lines, error_text
 from atoll.worker.session.leave_at_exit import last_words
@@ -613,7 +613,7 @@ def tasks(
             "atoll.tasks has no server to get tasks from.", "Pass the server's address, or set ATOLL_SERVER."
         )
     for_tasks(filters)  # check the filters before any request
-    site = require_site(site or default_site())
+    site = site_of(site)
     session = Session(http_to(server), site, labels=labels)
     folder = Path(os.environ.get("ATOLL_DIR", ""))
     kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None

@@ -50,7 +50,7 @@ from atoll.tensors.module_tensors import (
 )
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import default_site, finite_metrics, positive, require_site, sync_retries
+from atoll.worker.arguments import finite_metrics, positive, site_of, sync_retries
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.session.leave_at_exit import last_words, what_ends
@@ -199,7 +199,7 @@ class DiLoCo:
             the run's is refused.
         num_fragments: number of fragments, K, into which the model is divided, to synchronise one at a time; by default
             that of the run. A value that differs from the run's is refused.
-        site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
+        site: this worker's name; by default `ATOLL_SITE`, else made from host and process; "alone" without a server.
         weight: this worker's weight in the mean: a number, or a function that is called at every synchronisation.
         metrics: a function that returns finite numbers by name. It is called at the start and after every
             synchronisation, while `model` has the weights of the global model. The server averages the numbers over the
@@ -299,13 +299,14 @@ class DiLoCo:
                 "Create a new atoll.DiLoCo(model, optimizer, ...) for each `with` block or start().",
             )
         if not self._server:
+            site_of(self._site, is_alone=True)
             LOG.info("%s", ALONE)
             self._started = True
             return self
         self._require_trains()
         self._find_tensors()
         try:
-            site = self._ranks.from_rank0(lambda: require_site(self._site or default_site()))
+            site = self._ranks.from_rank0(lambda: site_of(self._site))
             self._learn(self._over_ranks(lambda: self._join(site), SyncProgress))
             self._hook()
         except BaseException as error:

@@ -36,7 +36,7 @@ from atoll.protocol.values import Next, Open, UpdateInfo, Wait
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.transport.http_client import http_to, server_of
-from atoll.worker.arguments import counted, default_site, finite_metrics, positive, require_joined, require_site
+from atoll.worker.arguments import counted, finite_metrics, positive, require_joined, site_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
@@ -482,7 +482,7 @@ def join(
     Args:
         server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`. If neither is given, the script
             runs alone.
-        site: this worker's name; by default `ATOLL_SITE`, else made from host and process.
+        site: this worker's name; by default `ATOLL_SITE`, else made from host and process; "alone" without a server.
         folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
             else `.atoll`.
         labels: labels of this worker, shown in the server's status.
@@ -503,10 +503,10 @@ def join(
         return _simulated
     ensure_lines()
     server = server_of(server, require_server=require_server)
+    site = site_of(site, is_alone=not server)
     if not server:
         LOG.info("%s", ALONE)
-        return Worker(ScriptAlone())
-    site = require_site(site or default_site())
+        return Worker(ScriptAlone(site))
     where = Path(folder) if folder else None
     participation = take_part(server, site, folder=where, labels=labels, filters=filters)
     session = participation.session

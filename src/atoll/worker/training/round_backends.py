@@ -235,11 +235,11 @@ class ServerBackend:
 class ScriptAlone:
     """The backend of a script without a server: one round of local training, from the model's own values."""
 
-    site, has_left = "alone", False
+    has_left = False
     local: LocalFragment | None = None
 
-    def __init__(self) -> None:
-        self.counters = Counters()
+    def __init__(self, site: str) -> None:
+        self.site, self.counters = site, Counters()
         self._model: nn.Module | Tensors | None = None
         self._has_begun = False
 
@@ -302,7 +302,7 @@ class ScriptAlone:
     ) -> None:
         """Log the metrics of the update, and forget the model. Nothing is sent."""
         metrics = numbers(info.metrics)
-        LOG.info("alone: trained without a server%s", f" ({metrics})" if metrics else "")
+        LOG.info("%s: trained without a server%s", self.site, f" ({metrics})" if metrics else "")
         self._model = None
 
     def leave(self, error: BaseException | None) -> None:
