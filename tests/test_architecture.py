@@ -116,7 +116,7 @@ LINES: dict[str, int] = {
     "cli": 1_850,
     "cli/templates": 80,
     "codecs": 448,
-    "config": 1_154,
+    "config": 1_155,
     "filters": 283,
     "integrations": 947,
     "outer_optimizers": 398,
@@ -130,7 +130,7 @@ LINES: dict[str, int] = {
     "server/swarm": 586,
     "server/tasks": 1_428,
     "simulate": 1_447,
-    "store": 2_579,
+    "store": 2_580,
     "tensors": 1_902,
     "testing": 467,
     "transport": 2_455,
@@ -139,7 +139,7 @@ LINES: dict[str, int] = {
     "worker/peer": 790,
     "worker/session": 831,
     "worker/tasks": 587,
-    "worker/training": 1_698,
+    "worker/training": 1_699,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -144,6 +144,7 @@ class Model(Group):
 
     source: str | None = Field(
         None,
+        min_length=1,
         description="Initial model: `module:function` that returns an `nn.Module`, a `.safetensors` file, or a "
         "folder of them.",
     )

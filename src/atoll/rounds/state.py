@@ -242,7 +242,7 @@ class State:
             return "does not train at present: the sites work on tasks of a workflow"
         if round_.phase == "gathering":
             joined = len(leases.alive(self.members))
-            return f"waits for {self.rules.sites} sites to join, {joined} {'has' if joined == 1 else 'have'}"
+            return f"waits for {counted(self.rules.sites, 'site')} to join, {joined} {'has' if joined == 1 else 'have'}"
         if round_.phase == "closing":
             return f"aggregates {counted(len(round_.frozen), 'update')} of round {round_.number}"
         if round_.phase == "finished":

@@ -338,8 +338,9 @@ class Versions:
         row = self._journal.first(VERSIONS, f"WHERE {_KEPT} AND version = ?2", fragment, version)
         if row is None:
             head = self._head_number(fragment)
+            what = "does not exist" if head is None or version > head else "is no longer kept"
             raise Gone(
-                f"Version {version} of fragment {fragment} is no longer kept.",
+                f"Version {version} of fragment {fragment} {what}.",
                 f"The newest version is {head}; disk.export_every keeps older ones as files in exports/.",
             )
         return row

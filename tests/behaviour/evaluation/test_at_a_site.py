@@ -182,6 +182,15 @@ def test_a_name_has_one_handler(tmp_path: Path) -> None:
         server.stop()
 
 
+def test_joins_a_run_without_rounds_without_naming_an_algorithm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "atoll")
+    with evaluation_server(tmp_path, **ALONE_AT_A) as server, atoll.join(server.url, site="a", folder=tmp_path / "w"):
+        assert f"a: joined run atoll at {server.url}" in caplog.text
+        server.stop()
+
+
 def test_without_a_server_handlers_are_taken_and_never_called() -> None:
     with atoll.join() as worker:
         assert worker.task("count")(len) is len

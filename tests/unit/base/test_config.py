@@ -201,6 +201,11 @@ def test_an_unknown_group_names_the_nearest_and_the_setting_in_it(
     assert error.remedy == f"Did you mean {meant}? `atoll config schema` lists all settings."
 
 
+def test_an_empty_source_of_the_model_is_refused_by_its_name(tmp_path: Path) -> None:
+    error = refusal(tmp_path, "", set_values(["model.source="], FIELDS), {})
+    assert "model.source = ''" in error.message
+
+
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("value", "part"), [("int8", "name"), ("own.py:Mine", "path")])
 def test_a_name_in_place_of_a_table_gets_a_remedy_that_fits_its_source(tmp_path: Path, value: str, part: str) -> None:

@@ -26,6 +26,10 @@ def test_round_one_opens_when_all_sites_have_joined(story):
     assert run.join("b")[1:] == (events.RoundOpened(0, 0, ("a", "b", "c")), events.Woken(0))
 
 
+def test_a_round_of_one_site_waits_for_a_site_in_the_singular(story):
+    assert story(sites=1).why() == "waits for 1 site to join, 0 have"
+
+
 def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
     run = story("cba")
     tickets = {site: run.ticket(site) for site in ("c", "a", "b")}

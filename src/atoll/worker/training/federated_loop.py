@@ -509,8 +509,9 @@ def join(
         return Worker(ScriptAlone(site))
     where = Path(folder) if folder else None
     participation = take_part(server, site, folder=where, labels=labels, filters=filters)
-    session = participation.session
-    LOG.info("%s: joined run %s (%s) at %s", site, session.info.name, session.info.algorithm, session.http.server)
+    info = participation.session.info
+    run = f"{info.name} ({info.algorithm})" if info.trains else info.name
+    LOG.info("%s: joined run %s at %s", site, run, participation.session.http.server)
     return Worker(ServerBackend(participation), participation)
 
 
