@@ -135,10 +135,10 @@ LINES: dict[str, int] = {
     "testing": 467,
     "transport": 2_455,
     "worker": 201,
-    "worker/exchange": 2_056,
+    "worker/exchange": 2_065,
     "worker/peer": 790,
     "worker/session": 831,
-    "worker/tasks": 587,
+    "worker/tasks": 589,
     "worker/training": 1_699,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""

@@ -40,6 +40,44 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
+# -- `atoll worker --server … --site …` runs a script that gives others
+
+
+@pytest.mark.covers("P6")
+@pytest.mark.parametrize("by_command", [True, False])
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda server, folder: atoll.join(server.url, site="x", folder=folder).leave(),
+        lambda server, folder: diloco(server, folder, "x", nn.Linear(8, 4)).start().stop(ZeroDivisionError()),
+        lambda server, _: atoll.tasks(server.url, site="x").leave(),
+    ],
+    ids=["join", "diloco", "tasks"],
+)
+def test_names_the_argument_that_overrules_the_command(
+    server: atoll.Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warned: Callable[[], list[str]],
+    join: Callable[[atoll.Server, Path], None],
+    by_command: bool,
+) -> None:
+    """Not where the shell has set the variables: there an argument is meant to overrule them."""
+    if by_command:
+        monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "leases"))
+    monkeypatch.setenv("ATOLL_SERVER", f"{server.url}/")
+    monkeypatch.setenv("ATOLL_SITE", "x")
+    join(server, tmp_path)
+    assert [line for line in warned() if "the script's" in line] == []
+    monkeypatch.setenv("ATOLL_SERVER", NO_SERVER)
+    monkeypatch.setenv("ATOLL_SITE", "y")
+    join(server, tmp_path)
+    assert [line for line in warned() if "the script's" in line] == by_command * [
+        f"the script's server '{server.url}' is used, not '{NO_SERVER}' (ATOLL_SERVER)",
+        "the script's site 'x' is used, not 'y' (ATOLL_SITE)",
+    ]
+
+
 # -- errors that leave Atoll
 
 

@@ -21,7 +21,8 @@ from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, 
 from atoll.worker.exchange.encode_update import EncodingLosses, Layouts, LocalFragment
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.upload_update import UpdateServer
-from atoll.worker.session.leave_at_exit import last_words
+from atoll.worker.log_lines import LOG
+from atoll.worker.session.leave_at_exit import LEASES, last_words
 from atoll.worker.session.ranks import ALONE, RankGroup
 from atoll.worker.session.session import Session
 
@@ -104,6 +105,8 @@ def take_part(
             Or the run has another number of ranks. Or the run's algorithm is not installed at this site.
     """
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
+    if terms.ranks.is_first:
+        warn_of_overruled(server, site)
     session = Session(http, site, labels=labels, ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
@@ -136,6 +139,15 @@ def take_part(
         opened.close()
         http.close()
         raise
+
+
+def warn_of_overruled(server: str, site: str) -> None:
+    """Warn if the script's server or site is another than the command `atoll worker` has set for the script."""
+    for what, used in (("server", server), ("site", site)):
+        variable = f"ATOLL_{what.upper()}"
+        of_command = os.environ.get(variable) if LEASES in os.environ else None
+        if of_command and of_command.rstrip("/") != used.rstrip("/"):
+            LOG.warning("the script's %s %r is used, not %r (%s)", what, used, of_command, variable)
 
 
 def _check(session: Session, loop: LoopTerms | None) -> None:

@@ -57,6 +57,7 @@ from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle
 from atoll.transport.object_server import Draft, written
 from atoll.worker.arguments import require_joined, site_of
 from atoll.worker.exchange.encode_update import AnswerFilters
+from atoll.worker.exchange.participation import warn_of_overruled
 from atoll.worker.log_lines import LOG, ensure_lines, error_text
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import keep_ranks_waiting
@@ -614,6 +615,7 @@ def tasks(
         )
     for_tasks(filters)  # check the filters before any request
     site = site_of(site)
+    warn_of_overruled(server, site)
     session = Session(http_to(server), site, labels=labels)
     folder = Path(os.environ.get("ATOLL_DIR", ""))
     kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
