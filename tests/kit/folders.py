@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def open_paths() -> list[str]:
-    """What the descriptors of this process lead to; a file without a name ends with `(deleted)`."""
+def open_paths(pid: str = "self") -> list[str]:
+    """What the descriptors of a process lead to; a file without a name ends with `(deleted)`."""
     found = []
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # closed by another thread meanwhile
-            found.append(os.readlink(f"/proc/self/fd/{entry}"))
+            found.append(os.readlink(f"/proc/{pid}/fd/{entry}"))
     return found
 
 

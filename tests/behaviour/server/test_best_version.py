@@ -7,12 +7,14 @@ import logging
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.processes import Nursery, wait_until
+from kit import Threads
 from kit.processes import command, export
 from kit.servers import plain_server
 from safetensors import safe_open
@@ -20,6 +22,7 @@ from safetensors.torch import save_file
 
 import atoll
 from atoll.errors import ConfigError, Gone, StateCorrupt, UsageError
+from atoll.server.coordinator import background_writes
 
 
 def best_server(folder: Path, **settings: Any) -> atoll.Server:
@@ -109,6 +112,71 @@ def test_a_removed_file_of_the_best_version_is_written_again_after_the_next_roun
         run_rounds(server, tmp_path, 0.2)
         wait_until((server.exports / "best.json").exists, "the best version is written again")
         assert best_of(server.exports) == before
+
+
+def test_no_version_is_made_while_the_best_one_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow disk the next commits would drop it before it is a file."""
+    may, export_model = threading.Event(), background_writes.export_model
+
+    def late(*given: Any, **more: Any) -> Path:
+        assert may.wait(60)
+        return export_model(*given, **more)
+
+    monkeypatch.setattr(background_writes, "export_model", late)
+    with best_server(tmp_path) as server:
+        sites = Threads(lambda: run_rounds(server, tmp_path, 0.9, 0.1, 0.1, 0.1))
+
+        def is_closed() -> bool:
+            now = server.status().fragments[0]
+            return (now.version, now.phase) == (1, "closing")
+
+        wait_until(is_closed, "round 2 is closed")
+        assert not may.wait(0.2)
+        assert server.status().fragments[0].version == 1
+        may.set()
+        sites.join(60)
+        assert saved(server) == 0
+        assert best_of(server.exports)[1] == [0.0, 0.0]
+
+
+def test_a_run_is_finished_when_the_last_rounds_metrics_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may, append = threading.Event(), background_writes.Exports.append_metrics
+
+    def late(*given: Any) -> None:
+        assert may.wait(60)
+        append(*given)
+
+    monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
+    with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server:
+        run_rounds(server, tmp_path, 0.9)
+        wait_until((server.exports / "model.safetensors").exists, "the result")
+        assert not server.wait(0.5)
+        may.set()
+        assert server.wait(60)
+        assert len((server.exports / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_metrics_of_rounds_are_written_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the disk is, and however fast the commits."""
+    may, begun, append = threading.Event(), list[int](), background_writes.Exports.append_metrics
+
+    def late(exports: Any, summary: Any, at: str) -> None:
+        begun.append(summary.round)
+        assert may.wait(60)
+        append(exports, summary, at)
+
+    monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
+    with best_server(tmp_path, **{"rounds.best_metric": None}) as server:
+        run_rounds(server, tmp_path, 0.9, 0.1, 0.1)
+        wait_until(lambda: server.status().fragments[0].version == 3, "three versions")
+        assert not may.wait(0.2)
+        assert begun == [1]
+        may.set()
+        path = server.exports / "metrics.jsonl"
+        wait_until(lambda: len(path.read_text().splitlines()) == 3, "the metrics")
+        assert [json.loads(line)["round"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
 def test_a_best_version_that_is_no_longer_kept_is_reported_and_the_run_goes_on(

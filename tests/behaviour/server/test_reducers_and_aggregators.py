@@ -13,6 +13,7 @@ import torch
 from harness.processes import free_port, wait_until
 from kit.aggregators import MEAN
 from kit.client import Client
+from kit.folders import open_paths
 from kit.servers import plain_server
 from kit.sites import clients, finish, play_round
 from safetensors.torch import load_file
@@ -272,6 +273,26 @@ class Keeper:
     assert torch.equal(model["w"], torch.full((2, 3), 4.0))
     # (1·0.1 + 3·0.3) / 4 = 0.25 in round 1; then (0.25 + 0.2 + 3·(0.25 + 0.6)) / 4 = 0.75
     assert model["bn.running_mean"].item() == pytest.approx(0.75)
+
+
+def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path: Path) -> None:
+    write(tmp_path, MEAN)
+    with aggregator_server(tmp_path, "mean", rounds=12) as server:
+        sites = clients(server, tmp_path)
+        run_rounds(sites, 1, 2)
+
+        def spools_open() -> list[int]:
+            assert server._run is not None
+            pid = server._run._local_rounds._aggregator._process.pid
+            return [sum("/slots/spool-" in path for path in open_paths(each)) for each in ("self", str(pid))]
+
+        require_updates_in_use(server, 0)
+        after_two = spools_open()
+        run_rounds(sites, *range(3, 13))
+        require_updates_in_use(server, 0)
+        for before, now in zip(after_two, spools_open(), strict=True):
+            assert now <= before + 4  # of the next round, which may begin before the last files are given back
+        finish(server, sites)
 
 
 @pytest.mark.covers("D13")

@@ -584,6 +584,22 @@ def test_the_filtered_update_of_a_superseded_process_is_not_taken_for_that_of_th
         assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
 
 
+def test_a_part_that_is_replaced_while_the_filter_is_at_it_is_not_counted(tmp_path: Path, go: threading.Event) -> None:
+    """Else a site could have one update filtered and another one counted."""
+    hangs = threading.Event()
+    with filter_server(tmp_path, sites=1, filters={"a": [Hanging(go, hangs.set)]}) as server:
+        site = WireSite(server.url)
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(site.train(move(1.0)).push().complete)
+            assert hangs.wait(30)
+            other = site.train(move(3.0)).push()  # under the same ticket
+            go.set()
+            assert answer.result(30)[1]["code"] == "conflict"
+        assert other.complete()[0] == 200
+        assert server.wait(30)
+        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
+
+
 @pytest.mark.covers("T8")
 def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_part_in_the_next(
     tmp_path: Path, go: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
+import sqlite3
 import sys
 import threading
 from pathlib import Path
@@ -36,6 +38,7 @@ from simulated_world import (
 import atoll
 from atoll.errors import RunFailed
 from atoll.simulate import engine, schedule_sites
+from atoll.simulate.engine import Engine, Job
 from atoll.testing.run import together
 
 pytestmark = pytest.mark.slow
@@ -200,6 +203,24 @@ def test_versions_and_spools_are_rewritten_round_after_round(tmp_path: Path, cli
     theirs = [int(line.split()[1]) for line in (tmp_path / "measured").read_text().splitlines()]
     assert len(theirs) == 120
     assert max(theirs[20:]) <= max(theirs[:20]) + 4
+
+
+def test_no_process_begins_what_the_journal_does_not_have(
+    tmp_path: Path, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the transaction failed, its tickets and their files would be given to other sites."""
+    put, missing = Engine.put, list[int]()
+
+    def looked_up(engine: Engine, job: Job) -> None:
+        with contextlib.closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as journal:
+            found = journal.execute("SELECT slot FROM tickets WHERE ticket = ?", (job.ticket.id,)).fetchone()
+        if found is None or found[0] is None:
+            missing.append(job.ticket.id)
+        put(engine, job)
+
+    monkeypatch.setattr(Engine, "put", looked_up)
+    run(tmp_path, client, **{"rounds.total": 2})
+    assert missing == []
 
 
 FORKS = """\

@@ -452,3 +452,29 @@ def test_a_moved_run_folder_goes_on_behind_the_workflow_that_has_ended(
     assert second.wait(60) == 0
     assert (after / target.partition(":")[0]).with_name("written.txt").read_text() == "quick begins\n"
     assert (after / "state" / "exports" / "model.safetensors").exists()
+
+
+GIVEN = """
+given = []
+
+
+def leaves(controller):
+    given.append(controller)
+
+
+def looks(controller):
+    try:
+        given[0].sites()
+    except BaseException as error:
+        given.append(type(error).__name__)
+    if given[1:] != ["ServerStops"]:
+        raise AssertionError(given)
+"""
+
+
+def test_a_thread_that_a_workflow_has_left_running_sends_nothing_during_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "given.py").write_text(GIVEN)
+    steps = [{"path": f"{tmp_path / 'given.py'}:{name}", "name": name} for name in ("leaves", "looks")]
+    settings = {"workflow.steps": steps, "disk.state_dir": tmp_path / "state", "network.port": 0}
+    with atoll.Server(settings=settings) as server:
+        server.run()

@@ -123,6 +123,17 @@ def test_a_step_waits_its_grace(story):
     assert closed(run.wait(6)) == [(tickets["a"], tickets["c"])]
 
 
+def test_the_grace_of_an_update_that_came_during_a_pass_ends_without_another_update(story):
+    run, tickets = begin(story, "a", "b", "c", policy=Async(grace_s=10))
+    run.accept(tickets["a"])
+    assert closed(run.wait(10)) == [(tickets["a"],)]
+    run.accept(tickets["b"])  # while the version of a is made
+    run.now_s = 20
+    assert not closed(run.commit())
+    assert not closed(run.wait(9))
+    assert closed(run.wait(1)) == [(tickets["b"],)]
+
+
 def test_an_infinite_grace_is_a_barrier(story):
     run, tickets = begin(story, "a", "b", policy=Async(grace_s=math.inf))
     run.accept(tickets["b"])

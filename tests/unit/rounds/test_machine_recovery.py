@@ -53,6 +53,15 @@ def test_silence_and_deadline_start_anew(story):
     assert events.RoundClosed(0, 0, (1,)) in run.wait(1)
 
 
+def test_the_grace_of_an_update_starts_anew_and_ends_without_another_update(story):
+    run = story("abc", policy=Async(grace_s=10))
+    run.submit("a")
+    run.now_s = 9
+    restart(run, now_s=100.0)
+    assert not closed(run.wait(9))
+    assert closed(run.wait(1)) == [(1,)]
+
+
 def test_the_dead_stay_dead_and_numbers_are_not_given_again(story):
     run = story("ab")
     run.ticket("a")

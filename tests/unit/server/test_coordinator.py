@@ -125,6 +125,15 @@ def test_the_loop_serves_others_between_two_waiters() -> None:
     assert not any(a != "beat" != b for a, b in itertools.pairwise(seen)), "two went on at once"
 
 
+def test_nothing_is_left_of_a_waiter_that_gave_up() -> None:
+    async def main() -> None:
+        event = FairEvent()
+        await event.wait(0.001)
+        assert not event._waiting
+
+    asyncio.run(main())
+
+
 def test_opened_again_it_wakes_each_waiter_exactly_once() -> None:
     async def main() -> list[int]:
         event, seen = FairEvent(), list[int]()

@@ -186,6 +186,24 @@ def test_ignores_a_second_answer(caplog: pytest.LogCaptureFixture) -> None:
     assert host.answers.empty()
 
 
+def test_each_look_kills_another_process_that_takes_too_long() -> None:
+    """One that was killed may take a while to end; meanwhile the next longest is freed."""
+    killed: list[int] = []
+
+    class Stuck(Ends):
+        def kill(self) -> None:
+            killed.append(self.pid)
+
+    begun = engine.Engine(Stuck(), 2)
+    for pid in (1, 2):
+        process = Stuck()
+        process.pid = pid
+        begun._crew.append(engine._Member(process, jobs=dict.fromkeys((pid, pid + 10)), since_s=float(pid)))  # type: ignore[arg-type]
+    for _ in range(3):
+        begun.free(0.0)
+    assert killed == [1, 2]
+
+
 # -- what a process holds of a round that is over
 
 

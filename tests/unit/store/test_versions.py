@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
+import shutil
+import sqlite3
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,7 +39,7 @@ from store_world import (
 )
 
 from atoll.errors import ConfigError, DiskFull, Gone, StoreError, SyncFailed, UsageError
-from atoll.store.file_slots import PULL, VERSION
+from atoll.store.file_slots import PULL, VERSION, WRITER, FileShape, SlotPool
 from atoll.store.journal import Journal
 from atoll.store.store import Files, Store
 from atoll.store.versions import VersionDigests
@@ -104,6 +108,15 @@ def test_a_full_disk_while_a_slot_is_made_leaves_no_file(store: Store, arm: Call
     assert set(before) <= set(slot_files(store.directory))
     assert len(slot_files(store.directory)) == len(before) + nth - 1
     assert write_version(store, 2, tickets).version == 2
+
+
+def test_a_slot_has_its_disk_space_before_it_is_written(tmp_path: Path) -> None:
+    """So that a full disk is found while nothing is lost, and not in the middle of an update or a version."""
+    pool = SlotPool(tmp_path, VERSION, 0, FileShape(2**20, HEADER, ()), threading.RLock())
+    slot = pool.take(WRITER)
+    assert os.fstat(slot.fd).st_size == 2**20
+    assert os.fstat(slot.fd).st_blocks * 512 >= 2**20
+    pool.close()
 
 
 def test_old_versions_are_dropped_and_say_what_to_pull_and_their_slots_are_rewritten(store: Store) -> None:
@@ -233,6 +246,17 @@ def test_durable_is_said_after_the_files_are_synced_and_with_the_journal_synced(
         "UPDATE heads SET durable_version",
         "PRAGMA synchronous = NORMAL",
     ]
+
+
+def test_the_write_ahead_log_is_copied_into_the_journal_with_each_durable_version(store: Store, tmp_path: Path) -> None:
+    """Else SQLite would copy 64 MB of it at once, in a commit on the event loop."""
+    store.versions.write_durable()
+    run_round(store, 0)
+    store.versions.write_durable()
+    alone = tmp_path / "alone.sqlite"
+    shutil.copyfile(store.journal.path, alone)  # without its write-ahead log
+    with contextlib.closing(sqlite3.connect(alone)) as db:
+        assert db.execute("SELECT version FROM heads").fetchall() == [(1,)]
 
 
 @pytest.mark.covers("F26")

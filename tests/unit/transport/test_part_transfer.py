@@ -19,12 +19,22 @@ from typing import Any
 
 import pytest
 from blake3 import blake3
-from harness.processes import wait_until
+from harness.processes import free_port, wait_until
+from kit.folders import open_paths
 from kit.peers import Connection, Peer, Request
 
 from atoll.codecs import NoneCodec
-from atoll.errors import AtollError, DiskFull, PartCorrupt, TicketClosed, TransferStalled, UsageError
+from atoll.errors import (
+    AtollError,
+    DiskFull,
+    PartCorrupt,
+    ServerUnreachable,
+    TicketClosed,
+    TransferStalled,
+    UsageError,
+)
 from atoll.posix import Descriptor
+from atoll.protocol import routes
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport import part_transfer
@@ -201,6 +211,43 @@ def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
         assert writer.parts._idle == []
         writer.parts._once(lambda connection, _: None, LAYOUT.parts[0], pool, lambda: None)
         assert len(writer.parts._idle) == 1
+
+
+def test_a_connection_during_which_a_heartbeat_stayed_unanswered_is_not_kept(writer: Writer) -> None:
+    """The network may have lost the connection although the part's answer came: the next part would wait for it."""
+    with transfer_pool(1) as pool:
+        writer.parts._once(lambda connection, _: writer.http.watch.missed(), LAYOUT.parts[0], pool, lambda: None)
+        assert writer.parts._idle == []
+
+
+def test_a_connection_that_the_server_has_closed_is_no_failed_attempt(tmp_path: Path) -> None:
+    """Between two rounds a server closes idle connections; the next part then begins with a new one."""
+    answered = threading.Semaphore(0)
+
+    def serve(connection: Connection) -> None:
+        request = connection.request()
+        assert request is not None
+        connection.body(request)
+        connection.answer(200, b"{}")
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        answered.release()
+
+    with Peer(serve) as peer:
+        writer = Writer(tmp_path, peer.url)
+        with contextlib.closing(writer):
+            for part in LAYOUT.parts[:3]:
+                writer.parts.push(path_of, writer.fd, [part], {part.index: writer.write(part)})
+                assert answered.acquire(timeout=60)
+            assert writer.http.counters.retries == 0
+        assert len(peer.connections) == 3
+
+
+def test_a_transfer_leaves_no_descriptor_open(writer: Writer) -> None:
+    for _ in range(3):
+        with writer.pushing() as pushing:
+            writer.add(pushing, *LAYOUT.parts)
+        writer.parts.push(path_of, writer.fd, LAYOUT.parts, [writer.write(part) for part in LAYOUT.parts])
+    assert sum(path.endswith("/outbox") for path in open_paths()) == 1  # the writer's own
 
 
 # -- connections that stand still
@@ -517,6 +564,24 @@ def test_an_unanswered_heartbeat_ends_older_calls_and_two_in_a_row_are_a_loss(se
         assert watch.is_lost is not second_is_answered
     watch.close()
     assert answers == []
+
+
+def test_after_an_unanswered_heartbeat_a_call_has_a_new_connection() -> None:
+    with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
+        with contextlib.closing(Http(peer.url)) as http:
+            for _ in range(2):
+                http.reach(routes.HEALTH, timeout_s=10.0)
+            assert len(peer.connections) == 1
+            http.drop_idle()
+            http.reach(routes.HEALTH, timeout_s=10.0)
+            assert len(peer.connections) == 2
+
+
+def test_the_error_of_a_call_has_the_network_error_as_its_cause() -> None:
+    with contextlib.closing(Http(f"http://127.0.0.1:{free_port()}")) as http:
+        with pytest.raises(ServerUnreachable) as told:
+            http.reach(routes.HEALTH, timeout_s=10.0)
+    assert told.value.__cause__ is not None
 
 
 # -- a file that cannot be written

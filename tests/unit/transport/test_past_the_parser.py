@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 from blake3 import blake3
 
 from atoll.tensors.chunks import CHUNK_BYTES
-from atoll.transport import request_body
-from atoll.transport.request_body import SLICE_S, BodyInterceptor, Fill, interceptor_of, receive_part
+from atoll.transport import request_body, serve_range
+from atoll.transport.request_body import SLICE_S, BodyInterceptor, Fill, in_thread, interceptor_of, receive_part
 from atoll.transport.serve_range import serve_file
 
 PATH = b"/v1/tickets/7/parts/3"
@@ -491,6 +493,40 @@ def test_revoked_bytes_are_not_sent(tmp_path: Path) -> None:
     run(host, story)
 
 
+def test_bytes_that_the_transport_still_has_are_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on, asyncio queues the memory that it is given; before, it copied what it could not send."""
+    content = bytes(range(256)) * 64
+    (tmp_path / "file").write_bytes(content)
+    monkeypatch.setattr(serve_range, "RUN_BYTES", 1000)
+    queued = list[memoryview]()
+
+    async def write(response: web.StreamResponse, data: memoryview) -> None:
+        queued.append(data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", write)
+
+    async def main() -> None:
+        request = make_mocked_request("GET", "/")
+        assert request.transport is not None
+        request.transport.get_write_buffer_size.side_effect = lambda: 1  # type: ignore[attr-defined]
+        with ThreadPoolExecutor(1) as pool, (tmp_path / "file").open("rb") as file:
+            await serve_file(
+                request,
+                file.fileno(),
+                len(content),
+                "digest",
+                pool=pool,
+                idle_timeout_s=60.0,
+                revoked=lambda: False,
+                on_bytes=lambda nbytes: None,
+            )
+
+    asyncio.run(main())
+    assert b"".join(queued) == content
+
+
 @pytest.mark.covers("F24")
 @pytest.mark.parametrize("begin", [b"PUT /v1/tic", b"POST /v1/workers HTTP/1.1\r\nHost: here\r\n", b"G", b""])
 def test_slow_headers_hold_up_no_others_and_are_ended(
@@ -559,5 +595,29 @@ def test_a_slow_part_keeps_no_thread(tmp_path: Path) -> None:
                 assert await answer(slow_reader) == (200, b"good")
                 slow_writer.close()
             writer.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_request_waits_for_its_thread() -> None:
+    """Its socket is closed next: the thread would read from whatever gets the descriptor's number."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert may_end.wait(60)
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            task = asyncio.create_task(in_thread(pool, work))
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            for _ in range(2):
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=0.05)
+                assert not done
+            may_end.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
     asyncio.run(main())

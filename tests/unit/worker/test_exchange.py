@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,34 @@ def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> N
         assert ticket is not None
         place.exchange.pull(ticket.base, weights)
         assert weights["w"].tolist() == [-254.0, -1.0]
+
+
+def test_a_kill_while_an_update_gets_another_ticket_leaves_the_residual_with_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guards against `_takes` that names the new ticket in the outbox first: the residual would stay pending."""
+    with feeding_back(tmp_path) as server, taking_part(server, tmp_path) as place:
+        formed(place, lambda tensors: tensors["w"].sub_(torch.tensor([127.0, 0.4])))
+        residuals, again = place.exchange.local.residuals, replace(note_of(place), ticket=7)
+        assert residuals is not None
+        writes = [0]
+
+        def killed_in_the_second(write: Callable[..., None]) -> Callable[..., None]:
+            def counted(*args: Any) -> None:
+                writes[0] += 1
+                if writes[0] == 2:
+                    raise KeyboardInterrupt
+                write(*args)
+
+            return counted
+
+        monkeypatch.setattr(place.exchange.outbox, "seal", killed_in_the_second(place.exchange.outbox.seal))
+        monkeypatch.setattr(residuals, "passes_to", killed_in_the_second(residuals.passes_to))
+        with pytest.raises(KeyboardInterrupt):
+            place.exchange._takes(again, check=False)
+        monkeypatch.undo()
+        assert place.exchange._takes(again, check=False)
+        assert (note_of(place).ticket, residuals.note.pending) == (7, 7)
 
 
 @pytest.mark.covers("F30")

@@ -225,6 +225,21 @@ def test_what_is_left_after_a_take_back_is_of_the_update_before(
     mine.close()
 
 
+def test_a_kill_while_an_update_is_formed_again_is_not_called_a_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = counted_residuals(tmp_path / "w")
+    submit_next(mine)
+    mine.begin()
+    mine.write("w", 0, torch.tensor([9.0, 9.0]))
+    mine.close()
+    again = residuals(tmp_path / "w")
+    assert again.note.pending == 0
+    assert again.read("w", 0, 2).tolist() == [1.0, 2.0]
+    assert caplog.text == ""
+    again.close()
+
+
 @pytest.mark.covers("F41")
 @pytest.mark.parametrize("case", ["another site", "another run", "no note", "damaged"])
 def test_only_what_the_site_left_in_this_run_undamaged_is_believed(
