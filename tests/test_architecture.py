@@ -135,7 +135,7 @@ LINES: dict[str, int] = {
     "testing": 467,
     "transport": 2_455,
     "worker": 201,
-    "worker/exchange": 2_065,
+    "worker/exchange": 2_066,
     "worker/peer": 790,
     "worker/session": 831,
     "worker/tasks": 589,

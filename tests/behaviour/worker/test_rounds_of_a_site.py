@@ -259,6 +259,20 @@ def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) ->
             client.close()
 
 
+@pytest.mark.covers("X4")
+def test_a_restarted_site_knows_that_the_server_has_its_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    with serve(tmp_path, sites=1, rounds=2) as server:
+        for number in (1, 2):
+            with Client(server.url, "a", folder=tmp_path / "w") as client:
+                assert client.next_round() == number
+                client.submit(client.pull())
+    assert "a: the server has the update of round 1 that an earlier process sent" in caplog.messages
+    assert "that an earlier process left" not in caplog.text
+
+
 def test_loading_the_newest_model_serves_as_the_base_of_a_round_that_starts_from_it(tmp_path: Path) -> None:
     model = build_model()
     with serve(tmp_path, sites=1, rounds=2) as server:

@@ -494,9 +494,10 @@ class Exchange:
             return False
         match self.deliver(resuming=True):
             case Accepted():
-                LOG.info(
-                    "%s: the server accepted the update of round %d that an earlier process left", self.site, note.round
-                )
+                done = "has the update of round %d that an earlier process sent"
+                if not note.sent:
+                    done = "accepted the update of round %d that an earlier process left"
+                LOG.info(f"%s: the server {done}", self.site, note.round)
                 return True
             case TooLate(error):  # keep the update: if the server falls back, it may count under another ticket
                 LOG.info("%s: the update that an earlier process left came too late: %s", self.site, error)
