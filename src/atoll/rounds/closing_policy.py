@@ -2,6 +2,9 @@
 
 A policy decides from a `RoundView`, the facts about the round, and has no state of its own. Whatever it decides, the
 round machine enforces the minimum number of updates (`RoundView.floor`).
+
+The text of why a round waits begins here, in `StayOpen.reason`. `State.why` in state.py completes it, and the
+coordinator adds what is known of the missing sites.
 """
 
 from __future__ import annotations
