@@ -6,6 +6,7 @@ Each use of a slot adds a hold (a counted reference). A slot with a hold is neve
     writer     the slot is being written
     pull       the slot is being read, for example to send the version in it to a worker
     reader     a worker of a swarm reads the slot; in a swarm, workers aggregate the updates instead of the server
+    aggregator the process of the user's aggregator reads the slot
 """
 
 from __future__ import annotations

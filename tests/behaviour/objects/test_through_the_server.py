@@ -22,7 +22,6 @@ from blake3 import blake3
 from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
 from kit import serve, write_run_file
-from kit.folders import open_paths
 from kit.payloads import manifest_of, plain
 from kit.peers import Connection, Peer, Request
 from kit.processes import url_of
@@ -79,18 +78,6 @@ def test_what_the_server_keeps_is_a_safetensors_file(tmp_path: Path) -> None:
         )
         inline = atoll.objects.publish(flat(), server=server.url, chunk_bytes=0)
         assert plain(atoll.objects.fetch(inline)) == plain(flat())
-
-
-def test_a_download_leaves_no_descriptor_open(tmp_path: Path) -> None:
-    with serve(tmp_path) as server:
-        ref = atoll.objects.publish(flat(), server=server.url, chunk_bytes=PART)
-        for _ in range(3):
-            atoll.objects.fetch(ref)
-
-        def opened() -> list[str]:
-            return [path for path in open_paths() if path.startswith(str(tmp_path / "state" / "objects"))]
-
-        wait_until(lambda: opened() == [], "that the server closes the file")
 
 
 @pytest.mark.covers("F41")

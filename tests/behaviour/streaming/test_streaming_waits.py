@@ -69,29 +69,6 @@ def test_a_worker_that_ends_holds_up_no_round_of_the_others(tmp_path: Path) -> N
         b.leave()
 
 
-def test_an_error_in_the_loop_ends_the_sending_of_what_is_in_flight(tmp_path: Path) -> None:
-    """The server takes no byte more; without an abort the thread would hold the script's files for a minute."""
-    stalled = Fault("PUT .*/parts/0 ", "up", at=0, action="stall")
-    with new_server(tmp_path, **OPTIONS, tau=2) as server, Proxy(server.port) as proxy:
-        proxy.faults.append(stalled)
-        b = Hand(server.url, "b")
-
-        def fails() -> None:
-            with loop_of(proxy.url, tmp_path) as loop:
-                for _ in range(2):
-                    step_(loop)
-                assert stalled.reached.wait(60)
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fails()
-        sending = [thread for thread in threading.enumerate() if thread.name.startswith("atoll-fragment")]
-        for thread in sending:
-            thread.join(10.0)
-        assert [thread.name for thread in sending if thread.is_alive()] == []
-        b.leave()
-
-
 @pytest.mark.covers("L10", "L7")
 def test_a_failed_update_is_sent_again_before_waiting_for_a_later_round(tmp_path: Path, held: threading.Event) -> None:
     """a is expected in fragment 0 alone, and waits for fragment 1, when its update of fragment 0 breaks off.

@@ -326,15 +326,6 @@ def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_p
     assert Outbox(tmp_path, layout_of(start, "bf16")).note is None  # nothing of it is of use there
 
 
-def test_a_process_that_is_killed_while_it_forms_the_next_update_leaves_none(tmp_path: Path) -> None:
-    """Guards against a note of the update before, beside bytes of which a part is overwritten."""
-    layout = layout_of({"w": torch.ones(4)})
-    outbox = Outbox(tmp_path, layout)
-    outbox.seal(OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, "c" * 64, ["d" * 64], 2.0, 10))
-    outbox.begin(layout.digest)
-    assert Outbox(tmp_path, layout).note is None
-
-
 @pytest.mark.covers("X3")
 def test_a_second_process_of_a_site_learns_of_the_first(tmp_path: Path) -> None:
     with locked(tmp_path / "clinic-a", "clinic-a"):

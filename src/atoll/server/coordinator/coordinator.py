@@ -105,7 +105,8 @@ class Workflows(Protocol):
 class Coordinator:
     """The server's side of a run.
 
-    It has a method for each operation of the HTTP API that `protocol/openapi.py` lists.
+    It has the methods for the operations of rounds, leases and updates that `protocol/openapi.py` lists. Those for
+    bytes are in `server/http`, those for tasks in `server/tasks`.
     """
 
     def __init__(
