@@ -92,8 +92,12 @@ def test_ranks_together_are_one_worker(tmp_path: Path, nursery: Nursery, how: di
             )
             for site, rank in places
         ]
-        for each in ranks:
-            assert each.wait(100) == 0, each.output()[-3000:]
+        try:
+            assert [each.wait(100) for each in ranks] == [0] * len(ranks)
+        except (TimeoutError, AssertionError):
+            for (site, rank), each in zip(places, ranks, strict=True):
+                print(f"{site}-{rank} ended with {each.poll()}:\n{each.output()[-3000:]}")
+            raise
         server.run()
     right = expected(["a", "b"], settings)
     for rank in (0, 1):
