@@ -147,6 +147,30 @@ def test_a_workflow_that_raises_ends_the_run_with_its_error(tmp_path: Path, end:
 
 
 @pytest.mark.covers("T14", "X3")
+@pytest.mark.parametrize(("bug", "state"), [("progress_of_run", "failed"), ("TaskQueue.finish", "done")])
+def test_a_bug_beside_a_workflow_ends_the_run_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, bug: str, state: str
+) -> None:
+    """It is in the server's own code: what watches the workflow, or what comes behind it."""
+
+    def raises(_: Any) -> None:
+        raise KeyError("w")
+
+    module = "workflow_schedule" if state == "failed" else "task_queue"
+    monkeypatch.setattr(f"atoll.server.tasks.{module}.{bug}", raises)
+    with (
+        pytest.raises(RunFailed, match=r"The server failed: KeyError\('w'\)"),
+        workflow_server(tmp_path, lambda controller: None) as server,
+    ):
+        server.wait(30)
+    assert [each.getMessage() for each in caplog.records if each.levelno == logging.ERROR] == [
+        "The server failed",
+        "The server failed: KeyError('w').",
+    ]
+    assert server.status().workflows[0].state == state
+
+
+@pytest.mark.covers("T14", "X3")
 def test_a_site_tells_what_its_server_would_not_take_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -194,19 +194,19 @@ class Coordinator:
         if self._snapshot.finished and not self.state.finished:
             self.store.run_log.finish(False)  # rounds.total is larger than when the run finished
         if self.state.progress.best is not None:  # the server may have been killed before writing it
-            self._saving_best = self._spawn(self.background.save_best(self.state.progress.best))
+            self._saving_best = self.spawn(self.background.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
             if self.swarm is not None:  # the aggregating worker reports again what it has collected
                 self.apply(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
-                self._spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
-        self._spawn(self._tick())
+                self.spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
+        self.spawn(self._tick())
         self.background.complete_metrics()
         if self.state.finished:
             if self.workflows is None:
                 LOG.info("this run had ended. To train on, raise rounds.total; for a new run, use another folder")
-            self._spawn(self._finish())
+            self.spawn(self._finish())
         else:
             self.background.save_initial()
 
@@ -258,11 +258,11 @@ class Coordinator:
             case events.RoundOpened() | events.ExpectedChanged():
                 self.attendance.expects(effect, self.state)
             case events.RoundClosed():
-                self._spawn(self._next_version(effect))
+                self.spawn(self._next_version(effect))
             case events.BestFound(measured):
-                self._saving_best = self._spawn(self.background.save_best(measured))
+                self._saving_best = self.spawn(self.background.save_best(measured))
             case events.RunFinished():
-                self._spawn(self._finish())
+                self.spawn(self._finish())
         if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):
             self.wake()
 
@@ -755,7 +755,7 @@ class Coordinator:
         if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:
             LOG.info("round %d was the last synchronous round: from now on, no site waits for another", done)
         writing = self.background.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
-        self._last_write = self._spawn(writing)
+        self._last_write = self.spawn(writing)
 
     async def _finish(self) -> None:
         path = await self.background.save_result()
@@ -786,7 +786,8 @@ class Coordinator:
 
     # -- tasks of the event loop
 
-    def _spawn(self, coroutine: object) -> asyncio.Task[None]:
+    def spawn(self, coroutine: object) -> asyncio.Task[None]:
+        """Run a coroutine as a task until the server ends. If the coroutine raises an error, the run fails with it."""
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coroutine)  # type: ignore[arg-type]
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -214,7 +214,7 @@ class WorkflowSchedule:
             LOG.info("filters for the payloads that are sent to sites: %s", self._filters.data)
         if self.recorded:
             self._mark_ended(train)
-        self._task = asyncio.get_running_loop().create_task(self._main())
+        self._task = run.spawn(self._main())
 
     def stop(self) -> None:
         """Stop the running workflow: the next call that its function makes to the controller raises an error."""
@@ -275,10 +275,9 @@ class WorkflowSchedule:
                 if self.recorded:
                     record = functools.partial(self._record, index, step.entry.name)
                     await until_passed(record, f"the end of workflow {step.entry.name} cannot be written")
-            except AtollError as error:
-                step.state, step.detail = "failed", f"{error.message} {error.remedy}"
-                self._run.fail(error)
-                return
+            except Exception as error:
+                step.state, step.detail = "failed", str(error) if isinstance(error, AtollError) else repr(error)
+                raise
             finally:
                 step.ended_s = time.monotonic()
         if self.trains:
