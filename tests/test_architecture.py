@@ -123,7 +123,7 @@ LINES: dict[str, int] = {
     "protocol": 1_128,
     "recipes": 797,
     "reducers": 240,
-    "rounds": 989,
+    "rounds": 983,
     "server": 603,
     "server/coordinator": 2_688,
     "server/http": 514,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import hypothesis
 import hypothesis.strategies as st
 
-from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline
+from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline
 from atoll.rounds.sampling import Sampling
 from atoll.rounds.state import Rules
 from harness.sim_checks import Checks, Violation
@@ -94,7 +94,7 @@ class Schedule:
         quorum, min_sites = (1, 1) if undercut else (self.quorum, self.min_sites)
         policy: Policy = QuorumDeadline(quorum, self.deadline_s) if self.quorum else Barrier()
         if self.buffer:
-            policy = Async(1 if undercut else self.buffer, self.grace_s, self.sync_first)
+            policy = AsyncBuffer(1 if undercut else self.buffer, self.grace_s, self.sync_first)
         sampling = Sampling(self.sample_fraction)
         return Rules(
             self.sites,

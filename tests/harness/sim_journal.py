@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from atoll.rounds import events
-from atoll.rounds.early_stopping import Measured, Tracking
+from atoll.rounds.early_stopping import Measurement, Tracking
 from atoll.rounds.leases import Member
 from atoll.rounds.machine import restore
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
-from atoll.rounds.transitions import Ticket
+from atoll.rounds.transitions import IssuedTicket
 
 
 def initial(rules: Rules) -> State:
@@ -49,11 +49,11 @@ class SimJournal:
     """Rows of one run; `fragments` by number, `tickets` by id, `members` by site."""
 
     fragments: list[FragmentSnapshot]
-    tickets: dict[int, Ticket] = field(default_factory=dict)
+    tickets: dict[int, IssuedTicket] = field(default_factory=dict)
     members: dict[str, Member] = field(default_factory=dict)
     finished: bool = False
     tracking: Tracking = field(default_factory=Tracking)
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[Measurement] = field(default_factory=list)
 
     @classmethod
     def of(cls, state: State) -> SimJournal:
@@ -85,7 +85,7 @@ class SimJournal:
         """The commit: the head moves, and the updates of the frozen round count, with the mean of their metric."""
         row = self.fragments[fragment]
         if value is not None:
-            self.measured.append(Measured(row.head, row.head - row.lost + 1, value))
+            self.measured.append(Measurement(row.head, row.head - row.lost + 1, value))
         for number in row.frozen:
             self.tickets[number] = replace(self.tickets[number], state="counted")
         lost = row.lost + version - row.head - 1
@@ -105,7 +105,7 @@ class SimJournal:
                 row = self.fragments[fragment]
                 self.fragments[fragment] = replace(row, frozen=tickets)
             case events.TicketIssued(site, ticket, fragment, base, new=True):
-                self.tickets[ticket] = Ticket(ticket, site, fragment, base, "open")
+                self.tickets[ticket] = IssuedTicket(ticket, site, fragment, base, "open")
             case events.TicketsExpired(numbers, reason):
                 for number in numbers:
                     self.tickets[number] = replace(self.tickets[number], state="expired", reason=reason)

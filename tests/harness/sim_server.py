@@ -254,7 +254,7 @@ class SimServer:
             replies.append(Rejected(request.ticket, verdict))
         elif request.update.value is None:
             self._write(lambda: self._refuse(request.ticket))
-            self._run(events.UpdateRefused(request.ticket, "not finite"))
+            self._run(events.RefusalRecorded(request.ticket, "not finite"))
             replies.append(Rejected(request.ticket, "not finite"))
         elif self.mutant == "acknowledge before journal":
             self._acknowledge(request.ticket, replies)

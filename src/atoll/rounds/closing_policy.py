@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.rounds.transitions import Ticket
+from atoll.rounds.transitions import IssuedTicket
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RoundView:
     head_version: int
     opened_s: float
     expected: tuple[str, ...]
-    accepted: tuple[Ticket, ...]
+    accepted: tuple[IssuedTicket, ...]
     floor: int
     floor_name: str
     number: int = 1
@@ -158,7 +158,7 @@ class QuorumDeadline(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class Async(Policy):
+class AsyncBuffer(Policy):
     """The policy of asynchronous runs: a step of the outer optimizer applies the `buffer` earliest updates.
 
     With `buffer` > 1 this is FedBuff (Nguyen et al., arXiv 2106.06639), with one difference: a site waits for the step

@@ -17,7 +17,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Measurement:
     """The metric of a version: the mean over the workers of `round`, which measured it before they trained."""
 
     version: int
@@ -26,7 +26,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class MetricProgress:
     """A summary of the measurements so far.
 
     Args:
@@ -35,7 +35,7 @@ class Progress:
         stale: number of measurements since `mark`.
     """
 
-    best: Measured | None = None
+    best: Measurement | None = None
     mark: float | None = None
     stale: int = 0
 
@@ -56,7 +56,7 @@ class Tracking:
     patience: int = 0
     min_delta: float = 0.0
 
-    def follow(self, before: Progress, measured: Measured) -> Progress:
+    def follow(self, before: MetricProgress, measured: Measurement) -> MetricProgress:
         """Return the progress after one more measurement. A measurement that is not finite is ignored."""
         value = measured.value
         if not math.isfinite(value):
@@ -65,18 +65,18 @@ class Tracking:
         if best is None or self._gain(value, best.value) > 0:
             best = measured
         if before.mark is None or self._gain(value, before.mark) > self.min_delta:
-            return Progress(best, value, 0)
-        return Progress(best, before.mark, before.stale + 1)
+            return MetricProgress(best, value, 0)
+        return MetricProgress(best, before.mark, before.stale + 1)
 
-    def follow_all(self, measured: Iterable[Measured]) -> Progress:
+    def follow_all(self, measured: Iterable[Measurement]) -> MetricProgress:
         """Return the progress after all measurements of a run, given in the order of their rounds."""
-        return functools.reduce(self.follow, measured, Progress())
+        return functools.reduce(self.follow, measured, MetricProgress())
 
-    def stops(self, progress: Progress) -> bool:
+    def stops(self, progress: MetricProgress) -> bool:
         """Return whether the run ends now, because the metric has not improved for `patience` measurements."""
         return bool(self.patience) and progress.stale >= self.patience
 
-    def why(self, progress: Progress) -> str:
+    def why(self, progress: MetricProgress) -> str:
         """Return the reason why the run was stopped early, as text; empty if it was not stopped early."""
         if not self.stops(progress) or progress.best is None:
             return ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from atoll.rounds.early_stopping import Measured
+from atoll.rounds.early_stopping import Measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class UpdateAccepted:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateRefused:
+class RefusalRecorded:
     """The update of `ticket` was refused: it is not finite, its norm is too large, or its weight is wrong.
 
     The journal has recorded the refusal already.
@@ -118,7 +118,7 @@ Event = (
     | WorkerSeen
     | TicketRequested
     | UpdateAccepted
-    | UpdateRefused
+    | RefusalRecorded
     | VersionCommitted
     | AggregatorLost
     | TrainingBegins
@@ -254,7 +254,7 @@ class BestFound(Effect):
     The journal needs no entry for this, because the best version follows from the metrics in the journal.
     """
 
-    measured: Measured
+    measured: Measurement
 
 
 @dataclass(frozen=True, slots=True)

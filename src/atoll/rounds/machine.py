@@ -21,17 +21,9 @@ from typing import assert_never
 
 from atoll.rounds import events, leases
 from atoll.rounds.closing_policy import Barrier, StayOpen
-from atoll.rounds.early_stopping import Measured
-from atoll.rounds.state import (
-    Draft,
-    FragmentSnapshot,
-    Result,
-    Round,
-    Rules,
-    Snapshot,
-    State,
-)
-from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, Ticket, advance
+from atoll.rounds.early_stopping import Measurement
+from atoll.rounds.state import CurrentRound, FragmentSnapshot, Result, Rules, Snapshot, State, StateDraft
+from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, IssuedTicket, advance
 
 NEXT_ROUND = "counts from the next round on"
 NOT_DRAWN = "was not drawn for this round; each round draws again"
@@ -48,7 +40,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
     Raises:
         IllegalTransition: the event is not possible in this state; the caller has a bug.
     """
-    draft = Draft(state, now_s)
+    draft = StateDraft(state, now_s)
     refused = leases.refusal(state.members, event.site, event.lease) if isinstance(event, events.Leased) else None
     if refused:
         return state, (refused,)
@@ -63,7 +55,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
             _submits_no_more(draft, site)
         case events.TicketRequested(site, _, fragment):
             _request(draft, site, fragment)
-        case events.UpdateAccepted() | events.UpdateRefused():
+        case events.UpdateAccepted() | events.RefusalRecorded():
             _update(draft, event)
         case events.VersionCommitted(fragment, version, value):
             _commit(draft, fragment, version, value)
@@ -79,7 +71,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
     return draft.result()
 
 
-def _join(draft: Draft, site: str) -> None:
+def _join(draft: StateDraft, site: str) -> None:
     lease = draft.state.next_lease
     members = leases.changed(draft.state.members, site, "joins", lease)
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
@@ -88,7 +80,7 @@ def _join(draft: Draft, site: str) -> None:
     _settle(draft)
 
 
-def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
+def _end(draft: StateDraft, sites: Iterable[str], event: str, detail: str) -> None:
     """End the leases of `sites` because of `event`, then update all rounds."""
     for site in sites:
         members = leases.changed(draft.state.members, site, event)
@@ -99,13 +91,13 @@ def _end(draft: Draft, sites: Iterable[str], event: str, detail: str) -> None:
     _settle(draft)
 
 
-def _end_silent(draft: Draft) -> None:
+def _end_silent(draft: StateDraft) -> None:
     timeout_s = draft.state.rules.heartbeat_timeout_s
     silent = leases.silent(draft.state.seen_s, timeout_s, draft.now_s)
     _end(draft, silent, "falls silent", f"silent for {timeout_s:g} s")
 
 
-def _submits_no_more(draft: Draft, site: str) -> None:
+def _submits_no_more(draft: StateDraft, site: str) -> None:
     """Record that the site submits no more updates: no round waits for it, but its accepted updates stay."""
     draft.see(site)
     draft.change(ending=draft.state.ending | {site})
@@ -115,7 +107,7 @@ def _submits_no_more(draft: Draft, site: str) -> None:
     _settle(draft)
 
 
-def _request(draft: Draft, site: str, fragment: int) -> None:
+def _request(draft: StateDraft, site: str, fragment: int) -> None:
     draft.see(site)
     round_ = draft.round(fragment)
     if site in draft.state.ending and round_.phase != "finished":
@@ -145,7 +137,7 @@ def _request(draft: Draft, site: str, fragment: int) -> None:
         _issue(draft, site, fragment)
 
 
-def _request_async(draft: Draft, site: str, fragment: int) -> None:
+def _request_async(draft: StateDraft, site: str, fragment: int) -> None:
     """Issue a ticket for the newest version in an asynchronous round. It replaces one for an earlier version."""
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
@@ -163,16 +155,16 @@ def _request_async(draft: Draft, site: str, fragment: int) -> None:
         _issue(draft, site, fragment)
 
 
-def _issue(draft: Draft, site: str, fragment: int) -> None:
+def _issue(draft: StateDraft, site: str, fragment: int) -> None:
     number, head = draft.state.next_ticket, draft.round(fragment).head
-    draft.put(Ticket(number, site, fragment, head, "open"))
+    draft.put(IssuedTicket(number, site, fragment, head, "open"))
     draft.change(next_ticket=number + 1)
     draft.effects.append(events.TicketIssued(site, number, fragment, head, new=True))
     if site not in draft.round(fragment).expected:  # a ticket of an expected site changes no round
         _settle(draft)
 
 
-def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -> None:
+def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalRecorded) -> None:
     ticket = draft.state.ticket_by_id(event.ticket)
     what = "update accepted" if isinstance(event, events.UpdateAccepted) else "update refused"
     if ticket is None:
@@ -193,7 +185,7 @@ def _update(draft: Draft, event: events.UpdateAccepted | events.UpdateRefused) -
     _settle(draft)
 
 
-def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> None:
+def _commit(draft: StateDraft, fragment: int, version: int, value: float | None) -> None:
     round_ = draft.round(fragment)
     if version <= round_.head:
         raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}: version {version} cannot follow.")
@@ -202,7 +194,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
         if ticket.id in round_.frozen:
             advance(f"Ticket {ticket.id}", TICKET, ticket.state, "version committed")
     if value is not None:
-        measured = Measured(round_.head, round_.number, value)
+        measured = Measurement(round_.head, round_.number, value)
         draft.change(progress=draft.state.rules.tracking.follow(draft.state.progress, measured))
         if draft.state.progress.best == measured:
             draft.effects.append(events.BestFound(measured))
@@ -221,7 +213,7 @@ def _commit(draft: Draft, fragment: int, version: int, value: float | None) -> N
         _settle(draft)
 
 
-def _collect_again(draft: Draft, fragment: int, reason: str) -> None:
+def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
     """Reopen a round of a swarm after its aggregator was lost, and with it the collected updates.
 
     The tickets with accepted updates are open again, so that their sites submit the updates again.
@@ -263,14 +255,14 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
         journal: the decisions in the journal.
         now_s: current time in seconds.
     """
-    tickets: list[dict[str, Ticket]] = [{} for _ in journal.fragments]
+    tickets: list[dict[str, IssuedTicket]] = [{} for _ in journal.fragments]
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
         recorded = journal.fragments[ticket.fragment]
         if ticket.is_live if rules.policy.is_async(recorded.done + 1) else ticket.base_version == recorded.head:
             tickets[ticket.fragment][ticket.site] = ticket
     stopped = rules.tracking.stops(journal.progress)
     rounds = tuple(
-        Round("finished", fragment.head, tickets=mine, lost=fragment.lost)
+        CurrentRound("finished", fragment.head, tickets=mine, lost=fragment.lost)
         if stopped
         else _restored(rules, fragment, mine, now_s)
         for fragment, mine in zip(journal.fragments, tickets, strict=True)
@@ -285,7 +277,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
         next_lease=max([journal.next_lease, *(member.lease + 1 for member in journal.members)]),
         progress=journal.progress,
     )
-    draft = Draft(state, now_s)
+    draft = StateDraft(state, now_s)
     for fragment, round_ in enumerate(rounds):
         if round_.phase == "closing" and not round_.frozen:  # crash after the commit, before the next round opened
             _open_next(draft, fragment, "version committed")
@@ -299,23 +291,23 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
     return draft.result()
 
 
-def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Ticket], now_s: float) -> Round:
+def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, IssuedTicket], now_s: float) -> CurrentRound:
     head, lost = journal.head, journal.lost
     if rules.rounds and journal.done >= rules.rounds:
-        return Round("finished", head, tickets=tickets, lost=lost)
+        return CurrentRound("finished", head, tickets=tickets, lost=lost)
     if journal.frozen:
-        return Round("closing", head, now_s, tickets=tickets, frozen=journal.frozen, lost=lost)
+        return CurrentRound("closing", head, now_s, tickets=tickets, frozen=journal.frozen, lost=lost)
     if journal.expected is not None:
         expected = dict.fromkeys(journal.expected, now_s)
         first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
-        return Round("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
-    return Round("closing" if journal.started else "gathering", head, tickets=tickets, lost=lost)
+        return CurrentRound("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
+    return CurrentRound("closing" if journal.started else "gathering", head, tickets=tickets, lost=lost)
 
 
 # -- rounds open, expect sites and close
 
 
-def _settle(draft: Draft) -> None:
+def _settle(draft: StateDraft) -> None:
     """Update every round after a change of members, tickets or time, and close it when the policy says so."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):
@@ -330,7 +322,7 @@ def _settle(draft: Draft) -> None:
             _judge(draft, fragment)
 
 
-def _open_next(draft: Draft, fragment: int, event: str) -> None:
+def _open_next(draft: StateDraft, fragment: int, event: str) -> None:
     """Open the next round of a fragment for sites drawn from the live sites.
 
     If too few sites are alive now, others are added later. An asynchronous round takes over tickets of earlier rounds:
@@ -362,7 +354,7 @@ def _open_next(draft: Draft, fragment: int, event: str) -> None:
     draft.wake.add(fragment)
 
 
-def _revise(draft: Draft, fragment: int) -> None:
+def _revise(draft: StateDraft, fragment: int) -> None:
     """Set the expected sites of an open round.
 
     In an asynchronous round, these are all sites that may submit, and all sites with an accepted update.
@@ -393,7 +385,7 @@ def _revise(draft: Draft, fragment: int) -> None:
     _expect(draft, fragment, wanted)
 
 
-def _expect(draft: Draft, fragment: int, wanted: set[str]) -> None:
+def _expect(draft: StateDraft, fragment: int, wanted: set[str]) -> None:
     round_ = draft.round(fragment)
     if wanted != round_.expected.keys():
         expected = {site: round_.expected.get(site, draft.now_s) for site in sorted(wanted)}
@@ -402,7 +394,7 @@ def _expect(draft: Draft, fragment: int, wanted: set[str]) -> None:
         draft.wake.add(fragment)
 
 
-def _judge(draft: Draft, fragment: int) -> None:
+def _judge(draft: StateDraft, fragment: int) -> None:
     round_, policy = draft.round(fragment), draft.state.rules.policy
     if type(policy) is Barrier and round_.until_s is None:
         states = [ticket.state for ticket in round_.tickets.values()]
@@ -430,14 +422,14 @@ def _judge(draft: Draft, fragment: int) -> None:
     _expire(draft, fragment)
 
 
-def _pending_tickets(round_: Round) -> dict[str, Ticket]:
+def _pending_tickets(round_: CurrentRound) -> dict[str, IssuedTicket]:
     """Return site → ticket, for the open tickets, and those with an accepted update that is not being aggregated."""
     return {
         site: ticket for site, ticket in round_.tickets.items() if ticket.is_live and ticket.id not in round_.frozen
     }
 
 
-def _drop_ended(draft: Draft, fragment: int) -> None:
+def _drop_ended(draft: StateDraft, fragment: int) -> None:
     """In an asynchronous round, drop the tickets that are neither open nor accepted.
 
     In a synchronous round, keep all.
@@ -447,7 +439,7 @@ def _drop_ended(draft: Draft, fragment: int) -> None:
         draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})
 
 
-def _expire(draft: Draft, fragment: int) -> None:
+def _expire(draft: StateDraft, fragment: int) -> None:
     """End the open tickets of a synchronous round that has closed.
 
     Call this after adding the effect `RoundClosed`, so that a crash between the effects cannot leave an open round with
@@ -459,7 +451,7 @@ def _expire(draft: Draft, fragment: int) -> None:
 
 
 def _end_open(
-    draft: Draft, fragment: int, event: str, reason: str, *, site: str = "", oldest: float = math.inf
+    draft: StateDraft, fragment: int, event: str, reason: str, *, site: str = "", oldest: float = math.inf
 ) -> None:
     """End open tickets of a fragment: those of one site or of all sites, with a base version before `oldest`.
 

@@ -17,12 +17,12 @@ from typing import Any
 from atoll.config import Settings
 from atoll.format_text import counted
 from atoll.rounds import leases
-from atoll.rounds.closing_policy import Async, Barrier, Policy, QuorumDeadline, RoundView, StayOpen
-from atoll.rounds.early_stopping import Progress, Tracking
+from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline, RoundView, StayOpen
+from atoll.rounds.early_stopping import MetricProgress, Tracking
 from atoll.rounds.events import Effect, LeaseRefused, Woken
 from atoll.rounds.leases import Member
 from atoll.rounds.sampling import Sampling
-from atoll.rounds.transitions import IllegalTransition, Ticket
+from atoll.rounds.transitions import IllegalTransition, IssuedTicket
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class Rules:
         """
         policy: Policy = Barrier()
         if settings.async_.enabled:
-            policy = Async(settings.async_.buffer_size, settings.async_.grace_s, settings.async_.sync_rounds_first)
+            policy = AsyncBuffer(
+                settings.async_.buffer_size, settings.async_.grace_s, settings.async_.sync_rounds_first
+            )
         elif settings.rounds.quorum and settings.rounds.deadline_s:
             policy = QuorumDeadline(settings.rounds.quorum, settings.rounds.deadline_s)
         sampling = Sampling(settings.rounds.sample_fraction, settings.rounds.sample_min, settings.rounds.sample_seed)
@@ -107,7 +109,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class CurrentRound:
     """The current round of one fragment.
 
     Args:
@@ -127,7 +129,7 @@ class Round:
     head: int
     opened_s: float = 0.0
     expected: Mapping[str, float] = field(default_factory=dict)
-    tickets: Mapping[str, Ticket] = field(default_factory=dict)
+    tickets: Mapping[str, IssuedTicket] = field(default_factory=dict)
     frozen: tuple[int, ...] = ()
     until_s: float | None = None
     lost: int = 0
@@ -163,10 +165,10 @@ class State:
     rules: Rules
     members: Mapping[str, Member]
     seen_s: Mapping[str, float]
-    rounds: tuple[Round, ...]
+    rounds: tuple[CurrentRound, ...]
     next_ticket: int = 1
     next_lease: int = 1
-    progress: Progress = field(default_factory=Progress)
+    progress: MetricProgress = field(default_factory=MetricProgress)
     ending: frozenset[str] = frozenset()
 
     @property
@@ -215,7 +217,7 @@ class State:
             elsewhere=tuple(sorted(site for site, count in elsewhere.items() if count >= self.rules.max_inflight)),
         )
 
-    def ticket_by_id(self, number: int) -> Ticket | None:
+    def ticket_by_id(self, number: int) -> IssuedTicket | None:
         """Return the ticket with this number if it is in a current round; else None."""
         if not 0 < number < self.next_ticket:
             return None
@@ -275,7 +277,7 @@ class State:
             return f"{text}{limit}."
         return None
 
-    def staleness(self, ticket: Ticket) -> int:
+    def staleness(self, ticket: IssuedTicket) -> int:
         """Return how many versions lie between a ticket's base and the version that its update would be applied to now.
 
         Lost versions count, too, so an update may be treated as older than it is. In a synchronous round, return 0.
@@ -350,17 +352,17 @@ class Snapshot:
 
     fragments: tuple[FragmentSnapshot, ...]
     members: tuple[Member, ...] = ()
-    tickets: tuple[Ticket, ...] = ()
+    tickets: tuple[IssuedTicket, ...] = ()
     next_ticket: int = 1
     next_lease: int = 1
     finished: bool = False
-    progress: Progress = field(default_factory=Progress)
+    progress: MetricProgress = field(default_factory=MetricProgress)
 
 
 Result = tuple[State, tuple[Effect, ...]]
 
 
-class Draft:
+class StateDraft:
     """The new state that one step of the round machine builds up, with the effects of the step.
 
     Attributes:
@@ -386,7 +388,7 @@ class Draft:
         """Replace the given fields of the state."""
         self.state = replace(self.state, **fields)
 
-    def round(self, fragment: int) -> Round:
+    def round(self, fragment: int) -> CurrentRound:
         """Return the current round of a fragment.
 
         Raises:
@@ -405,7 +407,7 @@ class Draft:
         rounds, changed = self.state.rounds, replace(self.round(fragment), **fields)
         self.change(rounds=(*rounds[:fragment], changed, *rounds[fragment + 1 :]))
 
-    def put(self, ticket: Ticket) -> None:
+    def put(self, ticket: IssuedTicket) -> None:
         """Put a ticket into the current round of its fragment. It replaces an earlier ticket of its site."""
         tickets = self.round(ticket.fragment).tickets
         self.change_round(ticket.fragment, tickets={**tickets, ticket.site: ticket})

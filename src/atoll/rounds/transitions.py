@@ -56,7 +56,7 @@ TICKET: Table = {
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class IssuedTicket:
     """The right of a site to submit one update to a round.
 
     Args:

@@ -11,14 +11,14 @@ from round_story import closed
 
 from atoll.algorithms.diloco import dynamic_local_steps
 from atoll.rounds import machine
-from atoll.rounds.closing_policy import Async
+from atoll.rounds.closing_policy import AsyncBuffer
 from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
 from atoll.rounds.state import Rules, State
 
 
 def begin(story, *sites, **rules):
     """Everybody is in and holds a ticket of version 0; returns the run and the tickets by site."""
-    policy = rules.pop("policy", Async())
+    policy = rules.pop("policy", AsyncBuffer())
     run = story(sites=len(sites), policy=policy, **rules)
     run.join(*sites)
     return run, {site: run.ticket(site) for site in sites}
@@ -93,7 +93,7 @@ def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
 
 
 def test_a_buffer_is_reduced_together(story):
-    run, tickets = begin(story, "a", "b", "c", policy=Async(buffer=2))
+    run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(buffer=2))
     assert not closed(run.accept(tickets["c"]))
     assert run.missing() == ("a", "b")
     assert "waits for 1 more of 2 updates" in run.why()
@@ -103,7 +103,7 @@ def test_a_buffer_is_reduced_together(story):
 
 
 def test_takes_a_buffer_as_it_is_once_no_worker_is_left_to_fill_it(story):
-    run, tickets = begin(story, "a", "b", policy=Async(buffer=3))
+    run, tickets = begin(story, "a", "b", policy=AsyncBuffer(buffer=3))
     run.accept(tickets["a"])
     assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
     run.commit()
@@ -113,7 +113,7 @@ def test_takes_a_buffer_as_it_is_once_no_worker_is_left_to_fill_it(story):
 
 
 def test_a_step_waits_its_grace(story):
-    run, tickets = begin(story, "a", "b", "c", policy=Async(grace_s=10))
+    run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.now_s = 5
     assert not closed(run.accept(tickets["a"]))
     assert not closed(run.wait(4))
@@ -124,7 +124,7 @@ def test_a_step_waits_its_grace(story):
 
 
 def test_the_grace_of_an_update_that_came_during_a_pass_ends_without_another_update(story):
-    run, tickets = begin(story, "a", "b", "c", policy=Async(grace_s=10))
+    run, tickets = begin(story, "a", "b", "c", policy=AsyncBuffer(grace_s=10))
     run.accept(tickets["a"])
     assert closed(run.wait(10)) == [(tickets["a"],)]
     run.accept(tickets["b"])  # while the version of a is made
@@ -135,7 +135,7 @@ def test_the_grace_of_an_update_that_came_during_a_pass_ends_without_another_upd
 
 
 def test_an_infinite_grace_is_a_barrier(story):
-    run, tickets = begin(story, "a", "b", policy=Async(grace_s=math.inf))
+    run, tickets = begin(story, "a", "b", policy=AsyncBuffer(grace_s=math.inf))
     run.accept(tickets["b"])
     assert not closed(run.wait(100))
     assert run.why() == "waits for a"
@@ -143,7 +143,7 @@ def test_an_infinite_grace_is_a_barrier(story):
 
 
 @pytest.mark.covers("L3")
-@pytest.mark.parametrize("policy", [Async(buffer=2), Async(grace_s=math.inf)], ids=["buffer", "grace"])
+@pytest.mark.parametrize("policy", [AsyncBuffer(buffer=2), AsyncBuffer(grace_s=math.inf)], ids=["buffer", "grace"])
 def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, policy):
     run, tickets = begin(story, "a", "b", policy=policy, fragments=2)
     assert not closed(run.accept(tickets["a"]))
@@ -154,14 +154,14 @@ def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, poli
 
 
 def test_waits_for_a_worker_with_another_fragment_under_way(story):
-    run, tickets = begin(story, "a", "b", policy=Async(buffer=2), fragments=2, max_inflight=2)
+    run, tickets = begin(story, "a", "b", policy=AsyncBuffer(buffer=2), fragments=2, max_inflight=2)
     run.accept(tickets["a"])
     assert not closed(run.accept(run.ticket("b", 1)))
     assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
 
 
 def test_the_first_rounds_may_be_barriers(story):
-    run, tickets = begin(story, "a", "b", policy=Async(sync_rounds_first=1))
+    run, tickets = begin(story, "a", "b", policy=AsyncBuffer(sync_rounds_first=1))
     assert not closed(run.accept(tickets["a"]))
     assert run.missing() == ("b",)
     assert closed(run.accept(tickets["b"])) == [(tickets["a"], tickets["b"])]
@@ -186,7 +186,7 @@ def test_a_run_ends_at_its_number_of_versions_and_keeps_what_was_acknowledged(st
     assert run.withheld("b") == FINISHED
     assert run.journal.tickets[tickets["b"]].state == "accepted"
     more, undone = machine.restore(
-        Rules(3, policy=Async(), rounds=2), run.journal.snapshot(), run.now_s
+        Rules(3, policy=AsyncBuffer(), rounds=2), run.journal.snapshot(), run.now_s
     )  # a start with more rounds counts it
     assert closed(undone) == [(tickets["b"],)]
     assert more.rounds[0].phase == "closing"

@@ -9,11 +9,11 @@ from harness.sim_journal import snapshot
 from round_story import Story, closed
 
 from atoll.rounds import events, machine
-from atoll.rounds.closing_policy import Async, QuorumDeadline
+from atoll.rounds.closing_policy import AsyncBuffer, QuorumDeadline
 from atoll.rounds.events import AggregatorLost, RoundReopened
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
-from atoll.rounds.transitions import Ticket
+from atoll.rounds.transitions import IssuedTicket
 
 MEMBERS = (Member("a", 1, alive=True), Member("b", 2, alive=True))
 OPEN = FragmentSnapshot(0, ("a", "b"), started=True)
@@ -54,7 +54,7 @@ def test_silence_and_deadline_start_anew(story):
 
 
 def test_the_grace_of_an_update_starts_anew_and_ends_without_another_update(story):
-    run = story("abc", policy=Async(grace_s=10))
+    run = story("abc", policy=AsyncBuffer(grace_s=10))
     run.submit("a")
     run.now_s = 9
     restart(run, now_s=100.0)
@@ -91,14 +91,14 @@ UNDONE = {
         (events.RoundOpened(0, 0, ("a", "b")), events.Woken(0)),
     ),
     "the last accept is in, the closing is not": (
-        Snapshot((OPEN,), MEMBERS, (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "accepted"))),
+        Snapshot((OPEN,), MEMBERS, (IssuedTicket(1, "b", 0, 0, "accepted"), IssuedTicket(2, "a", 0, 0, "accepted"))),
         (events.RoundClosed(0, 0, (2, 1)),),
     ),
     "the closing is in, the expiry of the other tickets is not": (
         Snapshot(
             (FragmentSnapshot(0, frozen=(1,)),),
             MEMBERS,
-            (Ticket(1, "b", 0, 0, "accepted"), Ticket(2, "a", 0, 0, "open")),
+            (IssuedTicket(1, "b", 0, 0, "accepted"), IssuedTicket(2, "a", 0, 0, "open")),
         ),
         (events.TicketsExpired((2,), "the round from version 0 closed without it"),),
     ),
@@ -106,7 +106,7 @@ UNDONE = {
         Snapshot(
             (FragmentSnapshot(1, started=True),),
             MEMBERS,
-            (Ticket(1, "a", 0, 0, "counted"),),
+            (IssuedTicket(1, "a", 0, 0, "counted"),),
         ),
         (events.RoundOpened(0, 1, ("a", "b")), events.Woken(0)),
     ),
@@ -115,11 +115,11 @@ UNDONE = {
         (events.ExpectedChanged(0, 0, ("a",)), events.Woken(0)),
     ),
     "a refusal is in, the round still expects the refused": (
-        Snapshot((OPEN,), MEMBERS, (Ticket(1, "a", 0, 0, "refused", "NaN"),)),
+        Snapshot((OPEN,), MEMBERS, (IssuedTicket(1, "a", 0, 0, "refused", "NaN"),)),
         (events.ExpectedChanged(0, 0, ("b",)), events.Woken(0)),
     ),
     "a return is in, the round does not expect it yet": (
-        Snapshot((FragmentSnapshot(0, ("a",)),), MEMBERS, (Ticket(1, "b", 0, 0, "open"),), next_lease=9),
+        Snapshot((FragmentSnapshot(0, ("a",)),), MEMBERS, (IssuedTicket(1, "b", 0, 0, "open"),), next_lease=9),
         (events.ExpectedChanged(0, 0, ("a", "b")), events.Woken(0)),
     ),
 }
@@ -231,7 +231,7 @@ def test_nothing_to_lose_changes_nothing(story):
 
 @pytest.mark.covers("P10")
 def test_the_grace_begins_with_the_first_update_that_comes_again(story):
-    run = story("abc", policy=Async(grace_s=10))
+    run = story("abc", policy=AsyncBuffer(grace_s=10))
     first, second = run.ticket("a"), run.ticket("b")
     run.accept(first)
     run.now_s = 9

@@ -12,11 +12,11 @@ from round_story import Story
 from atoll import Settings
 from atoll.rounds import machine
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen, listed
-from atoll.rounds.early_stopping import Measured, Progress, Tracking
+from atoll.rounds.early_stopping import Measurement, MetricProgress, Tracking
 from atoll.rounds.events import BestFound, RoundOpened, RunFinished, VersionCommitted
 from atoll.rounds.sampling import Sampling, aggregator_of, choose_holders, ranking
 from atoll.rounds.state import Rules
-from atoll.rounds.transitions import Ticket
+from atoll.rounds.transitions import IssuedTicket
 
 # -- sampling
 
@@ -172,7 +172,7 @@ def test_two_hold_the_newest_version_where_there_are_two() -> None:
 
 def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
     """A round that opened at 100 s from version 4; ticket n is that of the n-th letter of the alphabet."""
-    updates = tuple(Ticket(ord(site) - 96, site, 0, 4, "accepted") for site in accepted)
+    updates = tuple(IssuedTicket(ord(site) - 96, site, 0, 4, "accepted") for site in accepted)
     return RoundView(0, 4, 100.0, tuple(expected), updates, floor, "rounds.min_sites")
 
 
@@ -248,11 +248,11 @@ def best_in(effects):
 @pytest.mark.covers("X41")
 def test_a_metric_is_credited_to_the_version_that_the_workers_pulled():
     run = story()
-    assert best_in(round_of(run, 0.5)) == [Measured(version=0, round=1, value=0.5)]  # of the initial model
-    assert best_in(round_of(run, 0.7)) == [Measured(version=1, round=2, value=0.7)]
+    assert best_in(round_of(run, 0.5)) == [Measurement(version=0, round=1, value=0.5)]  # of the initial model
+    assert best_in(round_of(run, 0.7)) == [Measurement(version=1, round=2, value=0.7)]
     assert best_in(round_of(run, 0.7)) == []  # as good is not better: the first stays
     assert best_in(round_of(run, 0.6)) == []
-    assert run.state.progress == Progress(Measured(1, 2, 0.7), mark=0.7, stale=2)
+    assert run.state.progress == MetricProgress(Measurement(1, 2, 0.7), mark=0.7, stale=2)
 
 
 def test_a_version_after_lost_ones_is_credited_by_its_own_number():
@@ -260,13 +260,13 @@ def test_a_version_after_lost_ones_is_credited_by_its_own_number():
     round_of(run, 0.5)
     run.submit("a")
     run.send(VersionCommitted(0, 5, 0.6))  # 2 to 4 were lost: round 2 led from 1 to 5
-    assert best_in(round_of(run, 0.9)) == [Measured(version=5, round=3, value=0.9)]
+    assert best_in(round_of(run, 0.9)) == [Measurement(version=5, round=3, value=0.9)]
 
 
 def test_the_smallest_is_best_where_the_run_says_so():
     run = story(mode="min")
     assert [bool(best_in(round_of(run, value))) for value in (2.0, 3.0, 1.0)] == [True, False, True]
-    assert run.state.progress.best == Measured(2, 3, 1.0)
+    assert run.state.progress.best == Measurement(2, 3, 1.0)
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
@@ -275,7 +275,7 @@ def test_a_round_without_a_finite_value_says_nothing(value):
     round_of(run, 0.5)
     for _ in range(3):
         assert any(isinstance(effect, RoundOpened) for effect in round_of(run, value))
-    assert run.state.progress == Progress(Measured(0, 1, 0.5), 0.5, 0)
+    assert run.state.progress == MetricProgress(Measurement(0, 1, 0.5), 0.5, 0)
 
 
 @pytest.mark.covers("X42")

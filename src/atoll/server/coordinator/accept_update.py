@@ -134,7 +134,7 @@ class UpdateAdmission:
         """
         self._store.tickets.refuse(ticket, reason)
         self.refused += 1
-        self._ledger.apply(events.UpdateRefused(ticket, reason))
+        self._ledger.apply(events.RefusalRecorded(ticket, reason))
         presence = self._roster.setdefault(site, Presence(site))
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)

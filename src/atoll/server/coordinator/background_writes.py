@@ -23,7 +23,7 @@ from atoll.blobs.model_file import model_header, model_runs
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, Gone, StoreError, causes, transient_reason
 from atoll.posix import file_error, folder_error, replace_file, write_at
 from atoll.protocol import status_messages
-from atoll.rounds.early_stopping import Measured, Tracking
+from atoll.rounds.early_stopping import Measurement, Tracking
 from atoll.server.coordinator.persistor import Persistor
 from atoll.store.journal_tables import HistoryRow, VersionRow
 from atoll.store.store import Store
@@ -181,14 +181,14 @@ class BestVersion:
     def __init__(self, plan: Plan, store: Store, folder: Path) -> None:
         self._plan, self._store, self._folder = plan, store, folder
         self.metric = plan.settings.rounds.best_metric or ""
-        self.saved: Measured | None = self._noted()
+        self.saved: Measurement | None = self._noted()
 
     @property
     def path(self) -> Path:
         """Path of the best model."""
         return self._folder / BEST_MODEL
 
-    def save(self, measured: Measured) -> None:
+    def save(self, measured: Measurement) -> None:
         """Write both files for the best version `measured`, unless the files have this version already.
 
         Raises:
@@ -205,7 +205,7 @@ class BestVersion:
             self._write_note(measured)
         self.saved = measured
 
-    def _note(self, measured: Measured) -> str:
+    def _note(self, measured: Measurement) -> str:
         note = {
             "version": measured.version,
             "round": measured.round,
@@ -215,7 +215,7 @@ class BestVersion:
         }
         return json.dumps(note) + "\n"
 
-    def _write_note(self, measured: Measured) -> None:
+    def _write_note(self, measured: Measurement) -> None:
         temporary = self._folder / f".{BEST_NOTE}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
             file.write(self._note(measured))
@@ -224,7 +224,7 @@ class BestVersion:
         os.replace(temporary, self._folder / BEST_NOTE)
         self._store.journal.sync_folder(self._folder)
 
-    def _noted(self) -> Measured | None:
+    def _noted(self) -> Measurement | None:
         """Return the version in `best.safetensors`; None if there is none, or if it is the best by another metric.
 
         If `best.json` names another version or is damaged, write it again: the server may have been killed between
@@ -244,7 +244,7 @@ class BestVersion:
             self._write_note(measured)
         return measured
 
-    def _header(self) -> Measured | None:
+    def _header(self) -> Measurement | None:
         """Return the version that the header of `best.safetensors` names.
 
         Return None if the file is missing or damaged, or if the version is the best by another metric.
@@ -254,7 +254,7 @@ class BestVersion:
         try:
             with safe_open(self.path, "pt") as file:
                 metadata = file.metadata()
-            return Measured(int(metadata["version"]), int(metadata["round"]), float(metadata[self.metric]))
+            return Measurement(int(metadata["version"]), int(metadata["round"]), float(metadata[self.metric]))
         except (OSError, ValueError, KeyError, TypeError, SafetensorError):
             return None
 
@@ -310,7 +310,7 @@ def require_own_results(folder: Path, run: str) -> None:
         )
 
 
-def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
+def measured_of(history: list[HistoryRow], metric: str) -> list[Measurement]:
     """Return the metric's value in each round, together with the version that the value belongs to.
 
     This is the version that the round starts from, because workers measure the model that they download.
@@ -324,7 +324,7 @@ def measured_of(history: list[HistoryRow], metric: str) -> list[Measured]:
         if row.summary_json:
             summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
             if (value := value_of(summary, metric)) is not None:
-                found.append(Measured(base, summary.round, value))
+                found.append(Measurement(base, summary.round, value))
         base = row.version
     return found
 
@@ -358,7 +358,7 @@ class BackgroundWriter:
         self._metrics_in_turn = asyncio.Lock()
         self._durable_in_turn = asyncio.Lock()
         self._best_in_turn = asyncio.Lock()
-        self._measured: Measured | None = None  # the best version, as long as it can be saved
+        self._measured: Measurement | None = None  # the best version, as long as it can be saved
         self._said_unwritten = False  # whether the log says that files cannot be exported
 
     def complete_metrics(self) -> None:
@@ -442,7 +442,7 @@ class BackgroundWriter:
                 return transient_reason(error) or str(error)
         return transient_reason(error)
 
-    async def save_best(self, measured: Measured) -> None:
+    async def save_best(self, measured: Measurement) -> None:
         """Write the best version, and pass it to the user's persistor. Warn if the server no longer has the version."""
         self._measured = measured
         try:

@@ -14,16 +14,16 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 from atoll.errors import DiskFull, StoreError, transient_reason
 from atoll.rounds import events, machine
-from atoll.rounds.early_stopping import Progress
+from atoll.rounds.early_stopping import MetricProgress
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
-from atoll.rounds.transitions import Ticket
+from atoll.rounds.transitions import IssuedTicket
 from atoll.server.coordinator.roster import Presence
 from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
 
-FACTS = (events.UpdateAccepted, events.UpdateRefused, events.VersionCommitted)
+FACTS = (events.UpdateAccepted, events.RefusalRecorded, events.VersionCommitted)
 """Events about rows that are already in the journal. If the disk is full, the ledger applies such an event later."""
 
 
@@ -147,7 +147,7 @@ def record_in(
                     run_log.finish()
 
 
-def snapshot_of(store: Store, progress: Progress) -> Snapshot:
+def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
     """Return the journal's content from which the ledger restores its state: current rounds, tickets and sites."""
     run_log, tickets, fragments = store.run_log, store.tickets, []
     for fragment, head in enumerate(store.versions.heads()):
@@ -163,7 +163,7 @@ def snapshot_of(store: Store, progress: Progress) -> Snapshot:
             for row in run_log.members()
         ),
         tickets=tuple(
-            Ticket(
+            IssuedTicket(
                 row.ticket, row.site, row.fragment, row.base_version, row.state, row.reason or "", row.accepted_order
             )
             for row in tickets.to_go_on()

@@ -27,7 +27,7 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
-from atoll.rounds.early_stopping import Measured
+from atoll.rounds.early_stopping import Measurement
 from atoll.store.store import Store
 from atoll.tensors.lazy_tensors import resolve
 from atoll.tensors.module_tensors import Tensors
@@ -109,7 +109,7 @@ class Persistor:
         read = functools.partial(_tensors, plan, store, tuple(heads))
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
 
-    def save_best(self, plan: Plan, store: Store, best: Measured, path: Path, metric: str) -> None:
+    def save_best(self, plan: Plan, store: Store, best: Measurement, path: Path, metric: str) -> None:
         """Queue a call of the persistor's `save_best`. Skip the call if the file has a newer best version by then.
 
         Args:
