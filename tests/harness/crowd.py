@@ -32,8 +32,8 @@ class Crowd:
 
     def __init__(self, url: str, run: dict[str, Any], schema: dict[str, Any], train_s: float) -> None:
         self.errors: Counter[str] = Counter()
-        self._url, self._model_bytes, self._train_s = url, run["schema_bytes"], train_s
         sizes = [(4 * math.prod(entry["shape"]), 4 * TILE) for entry in schema["tensors"]]
+        self._url, self._model_bytes, self._train_s = url, sum(nbytes for nbytes, _ in sizes), train_s
         places = list(cuts(sizes, run["part_bytes"]))
         content = struct.pack("<f", 1e-3) * (places[-1][1] // 4)
         self._parts = [content[start:stop] for start, stop in places]

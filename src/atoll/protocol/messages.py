@@ -108,7 +108,6 @@ class RunInfo(Message):
     mode: Literal["sync", "async"] = Field("sync", description="Whether a round waits for its expected workers.")
     sync_rounds_first: Count = Field(0, description="Number of synchronous rounds at the start of an asynchronous run.")
     schema_digest: Hex32
-    schema_bytes: Count = Field(description="Bytes of the model's tensors.")
     fragments: int = Field(ge=1, description="Number of fragments of the model.")
     tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")

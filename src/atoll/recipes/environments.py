@@ -69,7 +69,7 @@ FAILURES: dict[int, type[AtollError]] = {
 OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
 """Variables that have a different value in each site's process."""
 
-NOT_COMPARED = {"protocol", "run", "schema_bytes", "trains", "sends_tasks", "keeps_local", "local_package"}
+NOT_COMPARED = {"protocol", "run", "trains", "sends_tasks", "keeps_local", "local_package"}
 """Fields of a server's run description that no setting decides."""
 SETTING_OF = {
     "name": "run.name",

@@ -35,7 +35,6 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         placement="swarm" if settings.swarm.enabled else "server",
         sync_rounds_first=settings.async_.sync_rounds_first,
         schema_digest=plan.schema.digest,
-        schema_bytes=plan.schema.nbytes,
         fragments=len(plan.fragments),
         tau=settings.diloco.fragment_sync_delay,
         alpha=settings.diloco.fragment_update_alpha,
