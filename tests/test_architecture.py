@@ -123,7 +123,7 @@ LINES: dict[str, int] = {
     "protocol": 1_127,
     "recipes": 797,
     "reducers": 240,
-    "rounds": 983,
+    "rounds": 982,
     "server": 603,
     "server/coordinator": 2_687,
     "server/http": 514,

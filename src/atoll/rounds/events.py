@@ -264,6 +264,4 @@ class RunFinished(Decision):
 
 @dataclass(frozen=True, slots=True)
 class Woken(Effect):
-    """The state of `fragment` has changed: wake the requests that wait for a change: they check it again."""
-
-    fragment: int
+    """The state has changed: wake the requests that wait for a change, so that they check it again."""

@@ -87,7 +87,7 @@ def _end(draft: StateDraft, sites: Iterable[str], event: str, detail: str) -> No
         seen_s = {other: last_s for other, last_s in draft.state.seen_s.items() if other != site}
         draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
         draft.effects.append(events.LeaseEnded(site, members[site].lease, members[site].why, detail))
-        draft.wake.update(range(len(draft.state.rounds)))
+        draft.wake = True
     _settle(draft)
 
 
@@ -103,7 +103,7 @@ def _submits_no_more(draft: StateDraft, site: str) -> None:
     draft.change(ending=draft.state.ending | {site})
     for fragment in range(len(draft.state.rounds)):
         _end_open(draft, fragment, "its site ends", events.ENDS, site=site)
-        draft.wake.add(fragment)
+        draft.wake = True
     _settle(draft)
 
 
@@ -205,7 +205,7 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
         # Keep acknowledged updates: the run may be started again with more rounds.
         waiting = {site: ticket for site, ticket in _pending_tickets(round_).items() if ticket.state == "accepted"}
         draft.change_round(fragment, phase=phase, expected={}, tickets=waiting, frozen=(), first_s=None)
-        draft.wake.add(fragment)
+        draft.wake = True
         if draft.state.finished:
             draft.effects.append(events.RunFinished())
     else:
@@ -236,7 +236,7 @@ def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
     )
     # Sites that have left are not expected any more.
     draft.effects.append(events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))
-    draft.wake.add(fragment)
+    draft.wake = True
     _settle(draft)
 
 
@@ -351,7 +351,7 @@ def _open_next(draft: StateDraft, fragment: int, event: str) -> None:
         first_s=draft.now_s if waits else None,
     )
     draft.effects.append(events.RoundOpened(fragment, round_.head, tuple(expected)))
-    draft.wake.add(fragment)
+    draft.wake = True
 
 
 def _revise(draft: StateDraft, fragment: int) -> None:
@@ -391,7 +391,7 @@ def _expect(draft: StateDraft, fragment: int, wanted: set[str]) -> None:
         expected = {site: round_.expected.get(site, draft.now_s) for site in sorted(wanted)}
         draft.change_round(fragment, expected=expected)
         draft.effects.append(events.ExpectedChanged(fragment, round_.head, tuple(expected)))
-        draft.wake.add(fragment)
+        draft.wake = True
 
 
 def _judge(draft: StateDraft, fragment: int) -> None:

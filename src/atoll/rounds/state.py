@@ -369,7 +369,7 @@ class StateDraft:
         state: the state so far. Each change replaces it; it is never changed in place.
         now_s: time of the step in seconds.
         effects: the effects so far.
-        wake: the fragments that have changed; requests that wait for them should check the state again.
+        wake: whether requests that wait for a change should check the state again.
     """
 
     __slots__ = ("effects", "now_s", "state", "wake")
@@ -378,11 +378,11 @@ class StateDraft:
         self.state = state
         self.now_s = now_s
         self.effects: list[Effect] = []
-        self.wake: set[int] = set()
+        self.wake = False
 
     def result(self) -> Result:
-        """Return the new state and the effects, followed by a `Woken` for each fragment in `wake`."""
-        return self.state, (*self.effects, *(Woken(fragment) for fragment in sorted(self.wake)))
+        """Return the new state and the effects, with `Woken` as the last one if `wake` is set."""
+        return self.state, (*self.effects, *([Woken()] if self.wake else []))
 
     def change(self, **fields: Any) -> None:
         """Replace the given fields of the state."""

@@ -23,7 +23,7 @@ def test_round_one_opens_when_all_sites_have_joined(story):
     run.leave("c")  # it does not count
     run.join("a", "c")
     assert run.withheld("a") == "waits for 3 sites to join, 2 have"
-    assert run.join("b")[1:] == (events.RoundOpened(0, 0, ("a", "b", "c")), events.Woken(0))
+    assert run.join("b")[1:] == (events.RoundOpened(0, 0, ("a", "b", "c")), events.Woken())
 
 
 def test_a_round_of_one_site_waits_for_a_site_in_the_singular(story):
@@ -46,7 +46,7 @@ def test_the_next_round_opens_with_the_commit_for_those_alive_then(story):
     run.submit("a", "b")
     run.join("c")
     run.leave("a")
-    assert run.commit() == (events.RoundOpened(0, 1, ("b", "c")), events.Woken(0))
+    assert run.commit() == (events.RoundOpened(0, 1, ("b", "c")), events.Woken())
 
 
 @pytest.mark.covers("F33")
@@ -85,7 +85,7 @@ def test_a_waiting_late_joiner_steps_in_when_a_death_leaves_too_few(story):
     run.join("a", "b", "z", "c")  # z joined before c, so z is asked first
     effects = run.leave("b")
     assert events.ExpectedChanged(0, 0, ("a", "z")) in effects
-    assert events.Woken(0) in effects
+    assert events.Woken() in effects
     assert run.withheld("c") == "counts from the next round on"
 
 
@@ -174,7 +174,7 @@ def test_a_refused_worker_waits_and_is_told_why(story):
 def test_a_refused_worker_may_try_again_where_the_round_cannot_close_without_it(story):
     run = story("a")
     bad = run.ticket("a")
-    assert run.refuse(bad) == (events.ExpectedChanged(0, 0, ()), events.Woken(0))
+    assert run.refuse(bad) == (events.ExpectedChanged(0, 0, ()), events.Woken())
     again = run.ask("a")
     assert again == events.TicketIssued("a", 2, 0, 0, new=True)
     assert run.state.may_submit("a", run.lease("a"), bad) == (
@@ -195,7 +195,7 @@ def test_a_round_closes_once(story):
 def test_fragments_have_rounds_of_their_own(story):
     run = story("ab", fragments=2)
     assert closed(run.submit("a", "b", fragment=1)) == [(1, 2)]
-    assert run.commit(fragment=1) == (events.RoundOpened(1, 1, ("a", "b")), events.Woken(1))
+    assert run.commit(fragment=1) == (events.RoundOpened(1, 1, ("a", "b")), events.Woken())
     assert [run.state.rounds[f].head for f in (0, 1)] == [0, 1]
     assert run.missing(0) == ("a", "b")
     run.submit("a", fragment=0)
@@ -207,10 +207,10 @@ def test_fragments_have_rounds_of_their_own(story):
 def test_the_run_is_finished_when_every_fragment_has_its_rounds(story):
     run = story("a", rounds=1, fragments=2)
     run.submit("a", fragment=0)
-    assert run.commit(0) == (events.Woken(0),)
+    assert run.commit(0) == (events.Woken(),)
     assert run.withheld("a", 0) == "finished"
     run.submit("a", fragment=1)
-    assert run.commit(1) == (events.RunFinished(), events.Woken(1))
+    assert run.commit(1) == (events.RunFinished(), events.Woken())
     assert run.state.finished
     assert run.why(1) == "is finished"
     run.join("b")
@@ -292,7 +292,7 @@ def test_a_silent_worker_is_declared_dead_and_the_barrier_is_judged_again(story)
         events.LeaseEnded("b", 2, "dead", "silent for 120 s"),
         events.ExpectedChanged(0, 0, ("a",)),
         events.RoundClosed(0, 0, (1,)),
-        events.Woken(0),
+        events.Woken(),
     )
     assert run.state.next_deadline_s == 239
 
@@ -314,7 +314,7 @@ def test_a_worker_that_leaves_or_fails_is_waited_for_no_longer(story, error, why
     assert effects[0] == events.LeaseEnded("b", 2, why, error)
     assert run.state.members["b"].why == why
     assert closed(effects) == [(1,)]
-    assert events.Woken(0) in effects
+    assert events.Woken() in effects
 
 
 @pytest.mark.parametrize("sign", ["heartbeat", "ticket request", "accepted update"])

@@ -88,7 +88,7 @@ def test_a_frozen_round_stays_closing_until_its_pass_has_run_again(story):
 UNDONE = {
     "the last worker's lease is in, the opening of round one is not": (
         Snapshot((FragmentSnapshot(0),), MEMBERS),
-        (events.RoundOpened(0, 0, ("a", "b")), events.Woken(0)),
+        (events.RoundOpened(0, 0, ("a", "b")), events.Woken()),
     ),
     "the last accept is in, the closing is not": (
         Snapshot((OPEN,), MEMBERS, (IssuedTicket(1, "b", 0, 0, "accepted"), IssuedTicket(2, "a", 0, 0, "accepted"))),
@@ -108,19 +108,19 @@ UNDONE = {
             MEMBERS,
             (IssuedTicket(1, "a", 0, 0, "counted"),),
         ),
-        (events.RoundOpened(0, 1, ("a", "b")), events.Woken(0)),
+        (events.RoundOpened(0, 1, ("a", "b")), events.Woken()),
     ),
     "a death is in, the round still expects the dead": (
         Snapshot((OPEN,), (MEMBERS[0], Member("b", 2, alive=False, why="dead"))),
-        (events.ExpectedChanged(0, 0, ("a",)), events.Woken(0)),
+        (events.ExpectedChanged(0, 0, ("a",)), events.Woken()),
     ),
     "a refusal is in, the round still expects the refused": (
         Snapshot((OPEN,), MEMBERS, (IssuedTicket(1, "a", 0, 0, "refused", "NaN"),)),
-        (events.ExpectedChanged(0, 0, ("b",)), events.Woken(0)),
+        (events.ExpectedChanged(0, 0, ("b",)), events.Woken()),
     ),
     "a return is in, the round does not expect it yet": (
         Snapshot((FragmentSnapshot(0, ("a",)),), MEMBERS, (IssuedTicket(1, "b", 0, 0, "open"),), next_lease=9),
-        (events.ExpectedChanged(0, 0, ("a", "b")), events.Woken(0)),
+        (events.ExpectedChanged(0, 0, ("a", "b")), events.Woken()),
     ),
 }
 
@@ -146,7 +146,7 @@ def test_the_last_commit_is_in_the_end_of_the_run_is_not_and_more_rounds_may_fol
     finished = replace(journal, finished=True)
     assert machine.restore(rules, finished, 0.0) == (state, ())
     state, effects = machine.restore(Rules(sites=1, rounds=5), finished, 0.0)
-    assert effects == (events.RoundOpened(0, 3, ("a",)), events.Woken(0))
+    assert effects == (events.RoundOpened(0, 3, ("a",)), events.Woken())
     assert not state.finished
 
 
