@@ -143,7 +143,7 @@ def run(demo: Demo) -> None:
             address = _address(demo.folder / "server.log", server)
             sites = _start_workers(demo, children, address)
             _watch(demo, children, sites, address, view)
-            _settle(demo, children, address, view)
+            _let_processes_end(demo, children, address, view)
             view.rounds_done(demo_summary.rounds_of(demo))
         seconds = time.monotonic() - begin
     demo_summary.show(demo, view.status, seconds)
@@ -272,7 +272,7 @@ def _status(demo: Demo, children: Children, address: str) -> status_messages.Sta
         raise
 
 
-def _settle(demo: Demo, children: Children, address: str, view: View) -> None:
+def _let_processes_end(demo: Demo, children: Children, address: str, view: View) -> None:
     """Let every process end by itself, and show what happened since the last look."""
     end = time.monotonic() + END_S
     last = None

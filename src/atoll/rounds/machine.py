@@ -3,9 +3,9 @@
     state, _ = restore(Rules(sites=3), Snapshot((FragmentSnapshot(head=0),)), now_s)
     state, effects = step(state, events.WorkerJoined("clinic-a"), now_s)
 
-The server and the simulator both run this code. After every relevant event, `_settle` updates each open round: it
-derives the expected sites from the live sites and the tickets, and asks the closing policy. A restarted server calls
-`_settle` on the state from the journal, so the same rules repair the state after a crash between two writes to
+The server and the simulator both run this code. After every relevant event, `_review_rounds` looks at each open round:
+it derives the expected sites from the live sites and the tickets, and asks the closing policy. A restarted server calls
+`_review_rounds` on the state from the journal, so the same rules repair the state after a crash between two writes to
 the journal.
 
 `now_s` is a time in seconds on a monotonic clock. With a wall clock, a change of the system time could make live
@@ -63,7 +63,7 @@ def step(state: State, event: events.Event, now_s: float) -> Result:
             _collect_again(draft, fragment, reason)
         case events.TrainingBegins():
             draft.change(rules=replace(state.rules, held=False))
-            _settle(draft)
+            _review_rounds(draft)
         case events.TimePassed():
             _end_silent(draft)
         case _:
@@ -77,7 +77,7 @@ def _join(draft: StateDraft, site: str) -> None:
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
     draft.effects.append(events.LeaseGranted(site, lease))
-    _settle(draft)
+    _review_rounds(draft)
 
 
 def _end(draft: StateDraft, sites: Iterable[str], event: str, detail: str) -> None:
@@ -88,7 +88,7 @@ def _end(draft: StateDraft, sites: Iterable[str], event: str, detail: str) -> No
         draft.change(members=members, seen_s=seen_s, ending=draft.state.ending - {site})
         draft.effects.append(events.LeaseEnded(site, members[site].lease, members[site].why, detail))
         draft.wake = True
-    _settle(draft)
+    _review_rounds(draft)
 
 
 def _end_silent(draft: StateDraft) -> None:
@@ -104,7 +104,7 @@ def _submits_no_more(draft: StateDraft, site: str) -> None:
     for fragment in range(len(draft.state.rounds)):
         _end_open(draft, fragment, "its site ends", events.ENDS, site=site)
         draft.wake = True
-    _settle(draft)
+    _review_rounds(draft)
 
 
 def _request(draft: StateDraft, site: str, fragment: int) -> None:
@@ -161,7 +161,7 @@ def _issue(draft: StateDraft, site: str, fragment: int) -> None:
     draft.change(next_ticket=number + 1)
     draft.effects.append(events.TicketIssued(site, number, fragment, head, new=True))
     if site not in draft.round(fragment).expected:  # a ticket of an expected site changes no round
-        _settle(draft)
+        _review_rounds(draft)
 
 
 def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalRecorded) -> None:
@@ -182,7 +182,7 @@ def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalReco
         draft.change_round(ticket.fragment, first_s=draft.now_s)
     if ticket.site in draft.state.seen_s:
         draft.see(ticket.site)
-    _settle(draft)
+    _review_rounds(draft)
 
 
 def _commit(draft: StateDraft, fragment: int, version: int, value: float | None) -> None:
@@ -210,7 +210,7 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
             draft.effects.append(events.RunFinished())
     else:
         _open_next(draft, fragment, "version committed")
-        _settle(draft)
+        _review_rounds(draft)
 
 
 def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
@@ -237,7 +237,7 @@ def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
     # Sites that have left are not expected any more.
     draft.effects.append(events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))
     draft.wake = True
-    _settle(draft)
+    _review_rounds(draft)
 
 
 # -- the state after a start
@@ -285,7 +285,7 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
             _expire(draft, fragment)
         elif round_.phase == "finished":
             _end_open(draft, fragment, "run finished", "the run is finished")
-    _settle(draft)
+    _review_rounds(draft)
     if draft.state.finished and not journal.finished:
         draft.effects.append(events.RunFinished())
     return draft.result()
@@ -307,7 +307,7 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Issued
 # -- rounds open, expect sites and close
 
 
-def _settle(draft: StateDraft) -> None:
+def _review_rounds(draft: StateDraft) -> None:
     """Update every round after a change of members, tickets or time, and close it when the policy says so."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):

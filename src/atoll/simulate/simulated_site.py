@@ -174,7 +174,7 @@ class SimulatedSite:
             local.algorithm_state.begin_at_zero()
             if job.counted is not None:
                 local.algorithm_state.follow(job.counted)
-        local.state.settle()
+        local.state.adopt_if_counted()
 
     def close(self) -> None:
         """Close all files. Idempotent."""

@@ -257,7 +257,7 @@ def test_refuses_a_copy_from_before_an_update_that_is_in_and_not_counted_yet(run
     with run.serve(sites=2) as server:
         run.both(server, 2)
         with Client(server.url, site="a", folder=run.workers) as client:
-            assert client.next_round() == 3  # settles what was pending
+            assert client.next_round() == 3  # adopts what was pending
         older = copy_folder(run.workers / "a", run.folder / "older")
         run.part(server)  # the round still waits for b
         with replaced(run.workers / "a", older):

@@ -51,9 +51,9 @@ def later(halfway: Halfway, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def settled(halfway: Halfway, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def without_log(halfway: Halfway, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`later`, with all that was in the journal's log in its database."""
-    folder = copy_folder(halfway.later, tmp_path_factory.mktemp("settled") / "run")
+    folder = copy_folder(halfway.later, tmp_path_factory.mktemp("without-log") / "run")
     with closing(sqlite3.connect(folder / "state" / JOURNAL)) as journal:
         journal.execute("PRAGMA journal_mode = DELETE")
     return folder
@@ -71,11 +71,11 @@ def audited(nursery: Nursery) -> Audit:
     return audit
 
 
-def database_of(settled: Path, folder: Path) -> Path:
+def database_of(without_log: Path, folder: Path) -> Path:
     """A copy in `folder` of the journal and the audit head alone; the journal's path."""
     (folder / "state" / "slots").mkdir(parents=True)
     for name in (JOURNAL, HEAD):
-        shutil.copy(settled / "state" / name, folder / "state" / name)
+        shutil.copy(without_log / "state" / name, folder / "state" / name)
     return folder / "state" / JOURNAL
 
 
@@ -125,14 +125,14 @@ def test_refuses_a_journal_of_an_earlier_epoch(later: Path) -> None:
 
 
 @pytest.mark.covers("F41")
-def test_a_changed_bit_of_any_value_of_the_journal_is_noticed(settled: Path, tmp_path: Path) -> None:
+def test_a_changed_bit_of_any_value_of_the_journal_is_noticed(without_log: Path, tmp_path: Path) -> None:
     """One bit of each column of each table, past all constraints: a start is refused, and `atoll audit` says it."""
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
     unnoticed, empty = [], []
-    for number, (table, column) in enumerate(columns(settled / "state" / JOURNAL)):
+    for number, (table, column) in enumerate(columns(without_log / "state" / JOURNAL)):
         folder = tmp_path / str(number)
-        if not flip_column(database_of(settled, folder), table, column):
+        if not flip_column(database_of(without_log, folder), table, column):
             empty.append(table)
             continue
         try:
@@ -149,16 +149,18 @@ def test_a_changed_bit_of_any_value_of_the_journal_is_noticed(settled: Path, tmp
 
 
 @pytest.mark.covers("F41")
-def test_no_changed_bit_of_the_database_file_leads_to_another_model(settled: Path, tmp_path: Path) -> None:
+def test_no_changed_bit_of_the_database_file_leads_to_another_model(without_log: Path, tmp_path: Path) -> None:
     """The 53 bytes are spread over the file's pages: a start is refused, or nothing that a start reads has changed."""
     from atoll.cli.main import app  # in this process: so often, a process each time takes long
 
-    path = settled / "state" / JOURNAL
-    before = {table: ask_journal(settled, f"SELECT * FROM {table}") for table in {table for table, _ in columns(path)}}
+    path = without_log / "state" / JOURNAL
+    before = {
+        table: ask_journal(without_log, f"SELECT * FROM {table}") for table in {table for table, _ in columns(path)}
+    }
     refused = 0
     for offset in range(29, path.stat().st_size, path.stat().st_size // 53):
         folder = tmp_path / str(offset)
-        flip_bit(database_of(settled, folder), offset, offset % 8)
+        flip_bit(database_of(without_log, folder), offset, offset % 8)
         if audited_by(app, folder):
             refused += 1
         else:

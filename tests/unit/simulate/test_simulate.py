@@ -252,7 +252,7 @@ def trained(folder: Path, ticket: int) -> None:
     turns = opened(folder)
     if not turns.found:
         turns.zero()
-    turns.settle(outcome)
+    turns.adopt_if_counted(outcome)
     turns.begin()
     turns.write("w", 0, torch.full((4,), float(ticket)))
     turns.belongs_to(ticket, ticket)
@@ -262,7 +262,7 @@ def trained(folder: Path, ticket: int) -> None:
 def value(folder: Path) -> float:
     """What counts once the pending update is counted."""
     turns = opened(folder)
-    turns.settle(outcome)
+    turns.adopt_if_counted(outcome)
     first = float(turns.read("w", 0, 4)[0])
     turns.close()
     return first

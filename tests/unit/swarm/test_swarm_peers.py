@@ -90,7 +90,7 @@ def test_other_bytes_of_a_version_do_not_count_as_having_it() -> None:
 
 @pytest.mark.covers("P10", "X3")
 def test_evicts_a_peer_unreachable_by_majority_and_the_last_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.server.swarm.peer_reachability.SETTLED_S", 0.0)
+    monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b", "c")
     report(peers, "b", 1, reached="c", unreached="a")
     report(peers, "c", 1, reached="b", unreached="a")
@@ -130,7 +130,7 @@ def test_a_restarted_worker_is_not_judged_by_earlier_attempts(monkeypatch: pytes
 
 @pytest.mark.covers("P10")
 def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.server.swarm.peer_reachability.SETTLED_S", 0.0)
+    monkeypatch.setattr("atoll.server.swarm.peer_reachability.EVICT_AFTER_S", 0.0)
     peers = some("a", "b")
     report(peers, "a", 1, unreached="b")
     report(peers, "b", 1)

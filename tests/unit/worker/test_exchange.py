@@ -167,8 +167,8 @@ def feeding_back(folder: Path) -> atoll.Server:
     return plain_server(folder, {"w": torch.zeros(2)}, codec="int8", sites=1, rounds=3)
 
 
-@pytest.mark.parametrize("settled", [False, True])
-def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, settled: bool) -> None:
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, adopted: bool) -> None:
     """The update counted, and the worker goes on from its own weights: 0.4 is sent once more, not 0.8.
 
     Whether it had heard that the update counted before it lost the server, or not.
@@ -184,18 +184,18 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, s
         following = place.exchange.ask()
         assert following.ticket is not None
         assert place.exchange.local.residuals is not None
-        if settled:
-            place.exchange.local.state.settle()
+        if adopted:
+            place.exchange.local.state.adopt_if_counted()
             assert place.exchange.local.residuals.read("w", 0, 2).tolist() == [0.0, pytest.approx(0.4)]
         place.exchange.advance_base()
         weights["w"] -= torch.tensor([127.0, 0.0])
         place.exchange.form(following.ticket, weights, info)
-        place.exchange.local.state.settle()  # it is not in
+        place.exchange.local.state.adopt_if_counted()  # it is not in
         left = place.exchange.local.residuals._files[1 - place.exchange.local.residuals.note.current]
         assert left.values(place.exchange.local.residuals._segments["w"], 0, 2).tolist() == [0.0, pytest.approx(0.4)]
 
 
-def test_settles_an_earlier_update_before_it_forms_the_next(tmp_path: Path) -> None:
+def test_adopts_what_an_earlier_update_left_before_it_forms_the_next(tmp_path: Path) -> None:
     """Tickets that came by `ask`: 0.4 and 0.4 that was left make 0.8, which is rounded to 1."""
 
     def move_(tensors: dict[str, Tensor]) -> None:

@@ -156,7 +156,7 @@ def test_what_is_lost_of_a_pending_update_matters_only_where_it_counted(
         residuals(tmp_path / "w").close()
     again = residuals(tmp_path / "w")
     assert again.read("w", 0, 2).tolist() == [1.0, 2.0]
-    again.settle(outcome(became))
+    again.adopt_if_counted(outcome(became))
     assert again.read("w", 0, 2).tolist() == left
     again.close()
 
@@ -182,7 +182,7 @@ def counted_residuals(folder: Path) -> Residuals:
     mine = residuals(folder)
     mine.write("w", 0, torch.tensor([1.0, 2.0]))
     mine.belongs_to(7, version=3)
-    mine.settle(outcome("counted"))
+    mine.adopt_if_counted(outcome("counted"))
     return mine
 
 
@@ -197,7 +197,7 @@ def test_a_server_that_went_back_takes_it_along(
     """What is left of a version that is gone, or that comes again, belongs to nothing that the server has."""
     mine = again = counted_residuals(tmp_path / "w")
     submit_next(mine)
-    mine.settle(outcome("counted"))
+    mine.adopt_if_counted(outcome("counted"))
     mine.follow(5, "a")
     assert mine.read("w", 0, 2).tolist() == [5.0, 6.0]
     if restarted:
@@ -217,7 +217,7 @@ def test_what_is_left_after_a_take_back_is_of_the_update_before(
     """Update 8, from version 4, is taken back: another one from version 4 still adds what update 7 left."""
     mine = counted_residuals(tmp_path / "w")
     submit_next(mine)
-    mine.settle(outcome("counted"))
+    mine.adopt_if_counted(outcome("counted"))
     mine.take_back(8)
     mine.follow(4, "a")
     assert mine.read("w", 0, 2).tolist() == [1.0, 2.0]
@@ -285,7 +285,7 @@ def test_a_tensor_of_which_an_update_sets_nothing_stays_as_it_is(tmp_path: Path)
         for name, values in tensors.items():
             state.write(f"atoll.momentum.{name}", 0, torch.tensor(values))
         state.belongs_to(ticket, ticket)
-        state.settle(lambda number: messages.Outcome(ticket=number, state="counted", base_version=0))
+        state.adopt_if_counted(lambda number: messages.Outcome(ticket=number, state="counted", base_version=0))
     assert state.read("atoll.momentum.w", 0, 1).tolist() == [6.0]
     assert state.read("atoll.momentum.frozen", 0, 2).tolist() == [1.0, 2.0]
     state.close()
@@ -299,7 +299,7 @@ def counted_state(folder: Path) -> AlgorithmState:
         state.begin()
         state.write(MOMENTUM, 0, torch.tensor([float(ticket)]))
         state.belongs_to(ticket, ticket - 1, str(ticket) * 64)
-        state.settle(outcome("counted"))
+        state.adopt_if_counted(outcome("counted"))
     return state
 
 
@@ -331,7 +331,7 @@ def test_the_state_steps_back_with_the_server(
     state.follow(last)
     assert state.read(MOMENTUM, 0, 1).tolist() == [value]
     assert "damaged" not in caplog.text
-    state.settle(outcome("counted"))
+    state.adopt_if_counted(outcome("counted"))
     assert state.read(MOMENTUM, 0, 1).tolist() == [counts_again]
     state.close()
 

@@ -13,7 +13,7 @@ from atoll.protocol.swarm_messages import CollectedUpdate, Held, PeerReport, Pee
 from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
 
-SETTLED_S = 10.0
+EVICT_AFTER_S = 10.0
 """Seconds after which the server evicts one of two workers, if one cannot reach the other.
 
 If the unreached worker is restarted, the time starts again.
@@ -210,7 +210,7 @@ class Peers(dict[str, Peer]):
         """Return the worker to evict because some workers cannot reach each other.
 
         Among the pairs of workers that cannot reach each other, this is the worker that is in the most pairs; in a tie,
-        the one that joined last. A pair counts only if the failure is older than `SETTLED_S` seconds, and if the
+        the one that joined last. A pair counts only if the failure is older than `EVICT_AFTER_S` seconds, and if the
         unreached worker has reported since then. Without a report it may be dead; missing heartbeats then show this.
 
         Returns:
@@ -223,7 +223,7 @@ class Peers(dict[str, Peer]):
             for address, why in self[site].unreached.items()
             if address in site_at
             and self[site_at[address]].heard_s > (tried_s := self[site].tried_s.get(address, math.inf))
-            and now_s - tried_s >= SETTLED_S
+            and now_s - tried_s >= EVICT_AFTER_S
         ]
         if not pairs:
             return None

@@ -84,7 +84,7 @@ def cross_site_evaluation(
     chosen = sorted(set(sites)) if sites is not None else sorted(run.roster)
     assert run.workflows is not None
     with ModelsToEvaluate(controller) as models:
-        sources = [ModelSource(row, location=location, settled=True) for row, location in models.of_run(versions)]
+        sources = [ModelSource(row, location=location, is_final=True) for row, location in models.of_run(versions)]
         if site_models:
             sources += [ModelSource(EvaluatedModel(name=site, kind="site"), owner=site) for site in chosen]
         matrix = EvaluationMatrix(controller, models, sources, chosen, evaluation_timeout_s)
@@ -292,15 +292,15 @@ class ModelSource:
     Attributes:
         row: description of the model.
         owner: the site that trained the model; empty for a model of the run.
-        location: where to download the model. None means "not known yet" while `settled` is False, and "there is no
+        location: where to download the model. None means "not known yet" while `is_final` is False, and "there is no
             model" when it is True.
-        settled: whether `location` is final.
+        is_final: whether `location` is final.
     """
 
     row: EvaluatedModel
     owner: str = ""
     location: ModelLocation | None = None
-    settled: bool = False
+    is_final: bool = False
 
 
 class EvaluationMatrix:
@@ -346,7 +346,7 @@ class EvaluationMatrix:
             if own_model is not None:
                 answer, error = await self._ask(site, SUBMIT, None)
                 location, error = (None, error) if error else self._models.of_site(answer)
-                self._settle(own_model, location, _one_line(error))
+                self._set_location(own_model, location, _one_line(error))
             while (source := await self._next_for(site)) is not None:
                 location = source.location
                 model = location if isinstance(location, TensorRef) or location is None else location.model_dump()
@@ -359,12 +359,12 @@ class EvaluationMatrix:
                 self._controller.note(self.progress)
         finally:
             self._working.discard(site)
-            if own_model is not None and not own_model.settled:
-                self._settle(own_model, None, "the site submitted no model")
+            if own_model is not None and not own_model.is_final:
+                self._set_location(own_model, None, "the site submitted no model")
 
-    def _settle(self, source: ModelSource, location: ModelLocation | None, error: str) -> None:
+    def _set_location(self, source: ModelSource, location: ModelLocation | None, error: str) -> None:
         """Record where a site's model can be downloaded, or why there is no model."""
-        source.location, source.settled = location, True
+        source.location, source.is_final = location, True
         digest = location.digest if location is not None else ""
         source.row = source.row.model_copy(update={"error": error, "digest": digest})
         self._run.wake()
@@ -377,10 +377,10 @@ class EvaluationMatrix:
         begin = self.sites.index(site)
         order = self.sources[begin:] + self.sources[:begin]
         while True:
-            for row in [source.row for source in order if source.settled and source.row.error]:
+            for row in [source.row for source in order if source.is_final and source.row.error]:
                 self._cells.setdefault((row.name, site), Cell(model=row.name, site=site, error=row.error))
             remaining = [source for source in order if (source.row.name, site) not in self._cells]
-            ready = next((source for source in remaining if source.settled), None)
+            ready = next((source for source in remaining if source.is_final), None)
             if ready is not None or not remaining:
                 return ready
             await self._pause(site)  # until another site has sent its model

@@ -70,8 +70,8 @@ class Exchange:
         base: the file of the version that the worker trains from.
         outbox: the file of the update that was formed last.
         refusals: number of updates of this process that were refused in a row.
-        settled: the ticket of the outbox's update, if this update is no longer part of the local progress: the base
-            includes it, or a new version was loaded. Else 0.
+        settled_ticket: the ticket of the outbox's update, if this update is no longer part of the local progress: the
+            base includes it, or a new version was loaded. Else 0.
     """
 
     session: Session
@@ -81,7 +81,7 @@ class Exchange:
     peer_server: UpdateServer | None = None
     shards: Callable[[], Shards] | None = None
     refusals: int = 0
-    settled: int = 0
+    settled_ticket: int = 0
     _warned_of_optimizer: bool = False
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Exchange:
             if isinstance(sent, Lost):
                 return sent
             if not sent:
-                self.local.state.settle()
+                self.local.state.adopt_if_counted()
                 return reply
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
@@ -509,15 +509,15 @@ class Exchange:
         return False
 
     @property
-    def unsettled(self) -> OutboxNote | None:
+    def unsettled_update(self) -> OutboxNote | None:
         """The note of the outbox's update while that update is part of the local progress (model − base); else None.
 
-        This is the case from the forming of the update until its result is loaded, or until `settle` has added it to
-        the base.
+        This is the case from the forming of the update until its result is loaded, or until `settle_update` has added
+        it to the base.
         """
         note: OutboxNote | None = self.outbox.note
         base: BaseNote | None = self.base.note
-        if note is None or base is None or note.ticket == self.settled or note.base_digest != base.digest:
+        if note is None or base is None or note.ticket == self.settled_ticket or note.base_digest != base.digest:
             return None
         return note
 
@@ -527,11 +527,11 @@ class Exchange:
         Args:
             base_step: the local step after which the current base was set.
         """
-        note = self.unsettled
+        note = self.unsettled_update
         return base_step + note.steps if note is not None and note.sent else base_step
 
-    def settle(self, retries: int | None = None) -> int | Lost | None:
-        """Ask the server for the state of the `unsettled` update.
+    def settle_update(self, retries: int | None = None) -> int | Lost | None:
+        """Ask the server for the state of the `unsettled_update`.
 
         If the server has the update, add the update to the base, so that only later training counts as local progress.
         If not, clear the outbox: the next update then includes the same local steps.
@@ -540,7 +540,7 @@ class Exchange:
             Number of local steps that no longer count as local progress; None if no update is unsettled; `Lost` if the
             server cannot be reached.
         """
-        note = self.session.ranks.from_rank0(lambda: self.unsettled, OutboxNote | None)
+        note = self.session.ranks.from_rank0(lambda: self.unsettled_update, OutboxNote | None)
         if note is None:
             return None
         outcome = self.session.outcome(note.ticket, retries)
@@ -551,7 +551,7 @@ class Exchange:
             return 0
         LOG.info("%s: the server had accepted the update of round %d", self.site, note.round)
         self.advance_base()
-        self.settled = note.ticket
+        self.settled_ticket = note.ticket
         return note.steps
 
     def advance_base(self) -> None:
@@ -576,7 +576,7 @@ class Exchange:
         The update stays in the outbox: a server that falls back to an older version may need it again.
         """
         if self.outbox.note is not None:
-            self.settled = self.outbox.note.ticket
+            self.settled_ticket = self.outbox.note.ticket
 
 
 # -- NaN in the optimizer's state after a refused update: it makes every later step NaN.

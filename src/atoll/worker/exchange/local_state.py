@@ -211,7 +211,7 @@ class TwoPhaseFile:
         """Record that the pending update is submitted again, under another ticket and for another version."""
         self._write(replace(self.note, pending=ticket, pending_version=version))
 
-    def settle(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
+    def adopt_if_counted(self, outcome_of: Callable[[int], messages.Outcome]) -> None:
         """If the pending update counted, make the values after this update the current ones.
 
         A restored server may have given the same ticket number to another update, so the digests of the updates are
@@ -261,16 +261,16 @@ class LocalState:
     def __init__(self, outcome_of: Callable[[int], messages.Outcome], *files: TwoPhaseFile | None) -> None:
         self._outcome_of, self._all = outcome_of, [each for each in files if each is not None]
 
-    def settle(self) -> None:
+    def adopt_if_counted(self) -> None:
         """In each file, switch to the values after the pending update if this update counted."""
         for file in self._all:
-            file.settle(self._outcome_of)
+            file.adopt_if_counted(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """Prepare every file for a new update with this ticket. First `settle` pending updates with other tickets."""
+        """Prepare all files for an update with this ticket. First `adopt_if_counted` for updates of other tickets."""
         for file in self._all:
             if file.note.pending != ticket:  # usually nothing is pending any more
-                file.settle(self._outcome_of)
+                file.adopt_if_counted(self._outcome_of)
             file.begin()
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:

@@ -449,7 +449,7 @@ class Synchroniser:
             the local steps will be in a later update. `Lost`: the server cannot be reached.
         """
         exchange, waited = fragment.exchange, False
-        lost = self._settle(fragment)
+        lost = self._settle_last_update(fragment)
         if lost is not None:
             return lost
         reply: Next | Lost | None = None
@@ -476,14 +476,14 @@ class Synchroniser:
             return caught_up
         return caught_up and (self._is_whole or not waited)  # after a wait, other workers have had their turns
 
-    def _settle(self, fragment: FragmentState) -> Lost | None:
+    def _settle_last_update(self, fragment: FragmentState) -> Lost | None:
         """If it is not known whether the fragment's last update counted, ask the server.
 
         If the server accepted the update, its steps no longer count as local progress. If the server has fallen back to
         an older version since it issued the fragment's ticket, drop this ticket. Return `Lost` if the server cannot be
         reached, else None.
         """
-        steps = fragment.exchange.settle(self._retries)
+        steps = fragment.exchange.settle_update(self._retries)
         if isinstance(steps, Lost):
             return steps
         if steps is not None:
