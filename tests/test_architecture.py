@@ -131,7 +131,7 @@ LINES: dict[str, int] = {
     "server/tasks": 1_428,
     "simulate": 1_447,
     "store": 2_580,
-    "tensors": 1_902,
+    "tensors": 1_907,
     "testing": 467,
     "transport": 2_455,
     "worker": 199,
@@ -139,7 +139,7 @@ LINES: dict[str, int] = {
     "worker/peer": 790,
     "worker/session": 831,
     "worker/tasks": 589,
-    "worker/training": 1_699,
+    "worker/training": 1_728,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -18,7 +18,7 @@ from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.tensors.arrays import require_model
-from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_finite, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
 from atoll.tensors.module_tensors import Marked, Tensors, named_tensors, schema_of, unwrapped
@@ -274,7 +274,7 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
                 run = torch.zeros(stop - start, dtype=torch_dtype(spec.dtype))
             else:
                 run = run_of(tensors[spec.name], start, stop).cpu()
-            if run.is_floating_point() and not bool(torch.isfinite(run.float()).all()):
+            if not is_finite(run):
                 raise ConfigError(
                     f"The initial model's tensor {spec.name!r} contains NaN or Inf.",
                     "Check how it is initialised."

@@ -133,6 +133,14 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
         yield from _blocks(tensor[last], 0, stop - last * row, base + last * row - start)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no element is NaN or Inf, in memory for `CHUNK_ELEMENTS` elements."""
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    starts = range(0, tensor.numel() if tensor.is_floating_point() else 0, CHUNK_ELEMENTS)
+    runs = (run_of(tensor, start, min(start + CHUNK_ELEMENTS, tensor.numel())) for start in starts)
+    return all(bool(torch.isfinite(run.to(wide)).all()) for run in runs)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():

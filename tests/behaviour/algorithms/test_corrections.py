@@ -206,6 +206,7 @@ def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> No
     with atoll.join() as worker:
         fl_round = worker.next_round()
         assert fl_round is not None
+        fl_round.load_into(model)
         with fl_round.correct(model, optimizer := NoRate([model.w])) as plain:
             train(model, optimizer, 1.0, steps=2)
     assert plain.steps == 2
@@ -352,6 +353,9 @@ def test_refuses_several_optimizers_with_scaffold(tmp_path: Path) -> None:
 def test_counts_the_steps_of_the_last_one_where_a_script_trains_alone(tmp_path: Path) -> None:
     model = build_model()
     optimizers = two(model)
-    with atoll.join(site="a", folder=tmp_path) as worker, next(iter(worker)).correct(model, optimizers) as correction:
-        step_all(model, optimizers, 0)
+    with atoll.join(site="a", folder=tmp_path) as worker:
+        fl_round = next(iter(worker))
+        fl_round.load_into(model)
+        with fl_round.correct(model, optimizers) as correction:
+            step_all(model, optimizers, 0)
     assert correction.steps == 1

@@ -136,7 +136,7 @@ def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Pat
 def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(TiedHead())
     with shelf_server(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-        with pytest.raises(SchemaMismatch, match=r"a ties head\.weight to table\.weight, but the server has two"):
+        with pytest.raises(SchemaMismatch, match=r"a ties head\.weight to table\.weight, but the run has two"):
             next(iter(worker)).load_into(TiedHead())
 
 

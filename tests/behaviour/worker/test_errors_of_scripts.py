@@ -291,7 +291,7 @@ def by_join(**options: bool) -> None:
     model = nn.Linear(2, 2)
     with atoll.join(**options) as worker:
         for fl_round in worker:
-            fl_round.submit(model)
+            fl_round.submit(fl_round.load_into(model))
 
 
 def by_functions(**options: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import atoll
-from atoll.errors import ConfigError, UsageError
+from atoll.errors import AtollError, ConfigError, SchemaMismatch, UpdateRefused, UsageError
 from atoll.filters import Drop
 
 ROUNDS = 2
@@ -279,10 +280,11 @@ def test_join_gives_one_round_and_says_that_nothing_was_sent(
         for fl_round in worker:
             fl_round.load_into(model)
             numbers.append(fl_round.number)
+            nn.init.zeros_(model.weight)
             fl_round.submit(model, weight=3, metrics={"loss": 0.5})
         worker.load_into(model)
     assert numbers == [1]
-    assert model.weight.unique().tolist() == [1.0]
+    assert model.weight.unique().tolist() == [0.0]
     assert caplog.messages == [BEGIN, "alone: trained without a server (loss 0.5)", END]
     assert list(tmp_path.iterdir()) == []
 
@@ -304,7 +306,9 @@ def test_a_script_alone_has_the_name_of_its_site(
     monkeypatch.setenv("ATOLL_SITE", variable or "")
     with atoll.join(site=given) as worker:
         for fl_round in worker:
-            fl_round.submit(ones())
+            model = fl_round.load_into(ones())
+            nn.init.zeros_(model.bias)
+            fl_round.submit(model)
     assert worker.site == site
     assert caplog.messages == [BEGIN, f"{site}: trained without a server", END]
 
@@ -331,6 +335,80 @@ def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:
             fl_round.submit({"0.weight": "heavy"})
         with pytest.raises(UsageError, match="Site alone submitted no update in round 1"):
             next(loop)
+
+
+SPOILT: dict[str, tuple[Callable[[nn.Linear, atoll.Round], object], type[AtollError], str]] = {
+    "nan": (
+        lambda model, fl_round: fl_round.submit({**model.state_dict(), "bias": torch.full((2,), math.nan)}),
+        UpdateRefused,
+        r"The update of a was refused: bias contains NaN or Inf\..* [Cc]heck the learning rate, the data and the loss",
+    ),
+    "missing tensor": (
+        lambda model, fl_round: fl_round.submit({"weight": model.weight}),
+        SchemaMismatch,
+        r"The model of worker a .* is not the model of the run .* the run has bias F32\[2\]",
+    ),
+    "another model": (lambda _, fl_round: fl_round.submit(nn.Linear(3, 3)), SchemaMismatch, "not the model of the run"),
+    "another optimizer": (
+        lambda model, fl_round: fl_round.correct(model, sgd(ones())),
+        UsageError,
+        "The optimizer SGD holds none of the model's parameters",
+    ),
+}
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize(("spoil", "kind", "words"), SPOILT.values(), ids=SPOILT)
+def test_an_error_of_a_run_is_raised_alone_too(
+    tmp_path: Path, spoil: Callable[..., object], kind: type[AtollError], words: str, alone: bool
+) -> None:
+    """At a server, an update that is not finite is refused five times before the script ends."""
+
+    def train(url: str) -> None:
+        with atoll.join(url, "a", folder=tmp_path / "a") as worker:
+            for fl_round in worker:
+                spoil(fl_round.load_into(ones()), fl_round)
+
+    with plain_server(tmp_path, ones()) as server, pytest.raises(kind, match=words):
+        train("" if alone else server.url)
+
+
+def test_a_model_that_was_not_loaded_is_refused_alone_too() -> None:
+    with atoll.join() as worker, pytest.raises(UsageError, match="The global model of round 1 was not downloaded"):
+        next(iter(worker)).submit(ones())
+
+
+@pytest.mark.covers("L14")
+def test_alone_a_model_that_did_not_change_is_told_as_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    with atoll.join() as worker:
+        for fl_round in worker:
+            fl_round.submit(fl_round.load_into(ones()), steps=3)
+    assert "alone: the pseudo-gradient is all zero after 3 steps. Check that the optimizer has this" in caplog.text
+
+
+def test_alone_a_model_may_be_loaded_as_a_mapping_and_submitted_as_a_module() -> None:
+    """A mapping does not say that `mask` is a buffer."""
+    model = ones()
+    model.register_buffer("mask", torch.ones(2))
+    with atoll.join() as worker:
+        for fl_round in worker:
+            fl_round.load_into(model.state_dict())
+            nn.init.zeros_(model.weight)
+            fl_round.submit(model)
+    with atoll.join() as worker:
+        for fl_round in worker:
+            fl_round.submit({name: value + 1 for name, value in fl_round.load_into(model).state_dict().items()})
+
+
+@pytest.mark.covers("L14", "X3")
+def test_diloco_alone_refuses_another_optimizer_and_a_model_that_is_not_finite(tmp_path: Path) -> None:
+    model = ones()
+    with pytest.raises(UsageError, match="holds none of the model's parameters"):
+        atoll.DiLoCo(model, sgd(ones()), server="").start()
+    with pytest.raises(UpdateRefused, match="The update of a was refused: weight contains NaN or Inf"):
+        with atoll.DiLoCo(model, sgd(model), server="", site="a"):
+            nn.init.constant_(model.weight, math.nan)
 
 
 @pytest.mark.covers("L2")

@@ -169,7 +169,7 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
             f"{info.ranks}.",
         )
     if loop.schema is not None:
-        loop.schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the server")
+        loop.schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the run")
 
 
 def _open(

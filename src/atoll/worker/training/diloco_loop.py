@@ -61,6 +61,7 @@ from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules
 from atoll.worker.training.metrics import Measured, Metrics, Reports
+from atoll.worker.training.round_backends import require_finite
 from atoll.worker.training.synchroniser import Synchroniser
 
 T = TypeVar("T")
@@ -299,12 +300,13 @@ class DiLoCo:
                 "Create a new atoll.DiLoCo(model, optimizer, ...) for each `with` block or start().",
             )
         if not self._server:
-            site_of(self._site, is_alone=True)
+            self._site = site_of(self._site, is_alone=True)
+        self._require_trains()
+        self._find_tensors()
+        if not self._server:
             LOG.info("%s", ALONE)
             self._started = True
             return self
-        self._require_trains()
-        self._find_tensors()
         try:
             site = self._ranks.from_rank0(lambda: site_of(self._site))
             self._learn(self._over_ranks(lambda: self._join(site), SyncProgress))
@@ -404,6 +406,9 @@ class DiLoCo:
 
         Args:
             error: the error that ended training, if any.
+
+        Raises:
+            UpdateRefused: without a server, the model contains NaN or Inf at the end.
         """
         self._unhook()
         joined, sync = self._joined, self._sync
@@ -412,6 +417,7 @@ class DiLoCo:
         if joined is None or sync is None:
             self._stopped = not self._server or self._progress is not None
             if not self._server and error is None:
+                require_finite(self._tensors, self._named)
                 LOG.info("%s", ALONE_ENDED)
         else:
             self._stopped = True

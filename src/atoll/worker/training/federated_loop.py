@@ -217,7 +217,8 @@ class Round:
             UsageError: an entry of the mapping is not an array; `weight`, `steps` or a metric is not a valid number; or
                 `groups` are not those that the run needs. The message names the wrong entry.
             SchemaMismatch: `model` has other tensors than the run's model.
-            UpdateRefused: the server has refused several updates in a row.
+            UpdateRefused: the server has refused several updates in a row; or, without a server, `model` contains NaN
+                or Inf.
         """
         if self.done:
             raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
@@ -502,7 +503,7 @@ def join(
         _run_of(_simulated).filters = require_filters(filters)
         return _simulated
     ensure_lines()
-    server = server_of(server, require_server=require_server)
+    server, filters = server_of(server, require_server=require_server), require_filters(filters)
     site = site_of(site, is_alone=not server)
     if not server:
         LOG.info("%s", ALONE)

@@ -14,18 +14,21 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from blake3 import blake3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.errors import UsageError
+from atoll.codecs import NoneCodec
+from atoll.errors import UpdateRefused, UsageError
 from atoll.format_text import numbers
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensor, as_tensors, require_model
+from atoll.tensors.chunks import is_finite, runs_of
 from atoll.tensors.module_tensors import Marked, Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, Schema
 from atoll.transport.http_client import Counters
-from atoll.worker.exchange.encode_update import Finish, LocalFragment
+from atoll.worker.exchange.encode_update import EncodingLosses, Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation
 from atoll.worker.log_lines import ALONE_ENDED, LOG, size
 from atoll.worker.session.leave_at_exit import last_words
@@ -142,7 +145,7 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
         named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
         tensors = {name: tensor for name, tensor in named.items() if name not in tied}
         mine = replace(schema_of(Marked(tensors, buffers)), aliases=schema.aliases)
-    mine.require_equal(schema, mine=f"worker {site}", theirs="the server")
+    mine.require_equal(schema, mine=f"worker {site}", theirs="the run")
     return tensors
 
 
@@ -232,8 +235,25 @@ class ServerBackend:
         LOG.info("%s: left the run after sending %s and receiving %s", self.site, sent, received)
 
 
+def require_finite(tensors: Tensors, site: str) -> None:
+    """Refuse the model of a script without a server in the words of a server that refuses its update.
+
+    Raises:
+        UpdateRefused: a tensor contains NaN or Inf; the message names it.
+    """
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise UpdateRefused(
+                f"The update of {site} was refused: {name} contains NaN or Inf.",
+                "Check the learning rate, the data and the loss at this site.",
+            )
+
+
 class ScriptAlone:
-    """The backend of a script without a server: one round of local training, from the model's own values."""
+    """The backend of a script without a server: one round of local training, from the model's own values.
+
+    The script gets the errors and warnings that it would get at a server.
+    """
 
     has_left = False
     local: LocalFragment | None = None
@@ -241,12 +261,15 @@ class ScriptAlone:
     def __init__(self, site: str) -> None:
         self.site, self.counters = site, Counters()
         self._model: nn.Module | Tensors | None = None
-        self._has_begun = False
+        self._schema = Schema(())
+        self._is_module = self._has_begun = False
+        self._digest = b""  # of the parameters before training; empty before the model is loaded
 
     @property
     def schema(self) -> Schema:
         """The schema (names, shapes and dtypes) of the model that the script has loaded."""
-        return schema_of(self._loaded())
+        self._loaded()
+        return self._schema
 
     def _loaded(self) -> nn.Module | Tensors:
         if self._model is None:
@@ -257,12 +280,19 @@ class ScriptAlone:
         return self._model
 
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
-        """Return the model's own tensors by name. The model becomes the global model: any model is allowed."""
+        """Return the model's own tensors by name. The model becomes the global model.
+
+        The first model may have any tensors, and later ones must have the same. The first module counts as the first
+        model, because a mapping does not say which tensors are buffers.
+        """
         if not isinstance(model, nn.Module):
             require_model(model)
             model = {name: as_tensor(name, value) for name, value in model.items()}
+        is_module = isinstance(model, nn.Module)
+        if not self._schema.tensors or (is_module and not self._is_module):
+            self._schema, self._is_module = schema_of(model), is_module
         self._model = model
-        return named_tensors(model)[0]
+        return matching(self._schema, self.site, model)
 
     def next_round(self, wait_s: float | None) -> Next | None:
         """Return the only round in the first call, and None in later calls."""
@@ -278,14 +308,23 @@ class ScriptAlone:
         for name, tensor in named_tensors(self._loaded())[0].items():
             if into[name].data_ptr() != tensor.data_ptr():
                 into[name].copy_(tensor)
+        self._digest = self._digest_of(into)
         return ticket
+
+    def _digest_of(self, tensors: Tensors) -> bytes:
+        """Return a digest of the parameters' values, to notice that training did not change them."""
+        hasher = blake3()
+        for spec in self.schema.tensors:
+            for data in runs_of(tensors[spec.name]) if spec.group == PARAMS else ():
+                hasher.update(data)
+        return hasher.digest()
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
         """Do nothing: the model has the newest values already."""
 
     def has_base(self, ticket: Ticket) -> bool:
-        """Return True: a script without a server can train any model."""
-        return True
+        """Return whether the script has loaded its model."""
+        return bool(self._digest)
 
     def global_state(self, group: str) -> dict[str, Tensor]:
         """Return zeros in the shape of each float parameter: without a server, the algorithm has no global tensors.
@@ -300,7 +339,10 @@ class ScriptAlone:
     def submit(
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Log the metrics of the update, and forget the model. Nothing is sent."""
+        """Refuse an update that a server would refuse, else log its metrics. Forget the model. Nothing is sent."""
+        require_finite(tensors, self.site)
+        losses = EncodingLosses(self.site, NoneCodec(), self.schema)
+        losses.end(self._digest_of(tensors) == self._digest, info.steps, filters=False)
         metrics = numbers(info.metrics)
         LOG.info("%s: trained without a server%s", self.site, f" ({metrics})" if metrics else "")
         self._model = None
