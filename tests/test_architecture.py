@@ -1,4 +1,5 @@
-"""The package's shape, read from its source: imports, sizes, names of files, dangerous calls, imports of torch.
+"""The package's shape, read from its source: imports, sizes, names of files, dangerous calls, imports of torch; and
+that docs/layout.md shows this shape.
 
 The checks are functions of a folder, so that the tests can also plant what they are there to find.
 """
@@ -7,19 +8,23 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from size import sizes
+from size import code_lines, sizes
 
-PACKAGE = Path(__file__).parents[1] / "src" / "atoll"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "atoll"
+LAYOUT = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 
 LAYERS: list[set[str]] = [
     {"format_text"},
@@ -171,6 +176,18 @@ def imported_modules(path: Path, text: str) -> list[tuple[int, str]]:
     return found
 
 
+def room_imports(package: Path) -> Iterator[tuple[str, str]]:
+    """(room, another room that it imports) of every import, without those that MAY_IMPORT allows."""
+    for path, text in sources(package):
+        room = room_of(*path.parts)
+        for _, name in imported_modules(path, text):
+            first, _, rest = name.partition(".")
+            target = room_of(*rest.split("."))
+            known = first == "atoll" and room in LEVEL and target in LEVEL
+            if known and target != room and (str(path), target) not in MAY_IMPORT:
+                yield room, target
+
+
 def wrong_imports(package: Path) -> list[str]:
     """Every import that points down or sideways, as "path:line: what"."""
     found = []
@@ -285,6 +302,71 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
         if module not in number:
             visit(module)
     return sorted(found)
+
+
+def listed_files(page: str) -> list[str]:
+    """The files in the section "Files" of docs/layout.md, in its order."""
+    found, folder = [], ""
+    for line in page.partition("## Files")[2].partition("\n## ")[0].splitlines():
+        if heading := re.match(r"\*\*`(.+/)`\*\*", line):
+            folder = heading[1].removeprefix("atoll/")
+        elif row := re.match(r"\| `(.+?)` \|", line):
+            found.append(f"{folder}{row[1]}.py")
+    return found
+
+
+def wrong_list(package: Path, page: str) -> list[str]:
+    """Files of the package that the page does not list, and lines of it without a file. `__init__` may have no line."""
+    files = {path.as_posix() for path, text in sources(package) if path.name != "__init__.py" or code_lines(text)}
+    listed = Counter(listed_files(page))
+    return [
+        *(f"{name}: has no line" for name in sorted(files - listed.keys())),
+        *(f"{name}: there is no such file" for name in sorted(listed.keys() - files)),
+        *(f"{name}: has several lines" for name in sorted(name for name, count in listed.items() if count > 1)),
+    ]
+
+
+def wrong_names(page: str) -> list[str]:
+    """Paths that the page names although they do not exist, and names that are not in the file which the page says."""
+    found = []
+    for name in re.findall(r"`([\w.]+/[\w./]*)`", page):
+        if not any(
+            (folder / f"{name.rstrip('/')}{end}").exists()
+            for folder in (PACKAGE, ROOT, ROOT / "src")
+            for end in ("", ".py")
+        ):
+            found.append(name)
+    pairs = [*re.findall(r"`([\w/]+)` \(`([\w.]+)`", page)]
+    pairs += [(file, name) for name, file in re.findall(r"`([\w.]+)` in `([\w/]+)`", page)]
+    for file, name in pairs:
+        path = PACKAGE / f"{file}.py"
+        if not path.exists() or not re.search(rf"\b{name.rpartition('.')[2]}\b", path.read_text(encoding="utf-8")):
+            found.append(f"{file}: {name}")
+    return found
+
+
+def wrong_diagram(package: Path, page: str) -> list[str]:
+    """Rooms that the page's diagram lacks, imports that run along none of its arrows, and arrows without an import."""
+    rooms: dict[str, list[str]] = {}
+    arrows: set[tuple[str, str]] = set()
+    for line in page.partition("```mermaid")[2].partition("```")[0].splitlines()[2:]:
+        sides = [[*map(str.strip, side.split("&"))] for side in line.split("-->")]
+        for node in (node for side in sides for node in side):
+            name, label = re.fullmatch(r'(\w+)(?:\["(.+)"\])?', node).groups()  # type: ignore[union-attr]
+            if label or name not in rooms:
+                rooms[name] = label.split(" · ") if label else [name]
+        names = [[node.partition("[")[0] for node in side] for side in sides]
+        arrows |= {(a, b) for left, right in pairwise(names) for a in left for b in right}
+    node_of = {room: node for node, inside in rooms.items() for room in inside}
+    used = {(node_of.get(target, target), node_of.get(room, room)) for room, target in room_imports(package)}
+    reached = set(arrows)
+    while further := {(a, d) for a, b in reached for c, d in arrows if b == c} - reached:
+        reached |= further
+    return [
+        *(f"{room} is not drawn" for room in sorted(LEVEL.keys() ^ node_of.keys())),
+        *(f"{b} imports {a}, which no arrows show" for a, b in sorted(used - reached) if a != b),
+        *(f"{b} does not import {a}" for a, b in sorted(arrows - used)),
+    ]
 
 
 def plant(folder: Path, name: str, text: str) -> Path:
@@ -438,3 +520,39 @@ def test_what_a_quick_command_imports_is_light(module: str) -> None:
     outcome = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert set(outcome.stdout.split()) & LIGHT[module] == set()
+
+
+def test_the_layout_page_lists_every_file_and_names_only_what_exists(tmp_path: Path) -> None:
+    assert wrong_list(PACKAGE, LAYOUT) == []
+    assert wrong_names(LAYOUT) == []
+    plant(tmp_path, "errors.py", "")
+    plant(tmp_path, "store/__init__.py", '"""The store."""')
+    plant(tmp_path, "store/journal.py", "")
+    lines = ("## Files", "**`atoll/`**", "| `errors` | a |", "| `errors` | b |", "**`store/`**", "| `tickets` | c |")
+    page = "\n".join([*lines, "## Words", "| `x` | d |"])
+    assert wrong_list(tmp_path, page) == [
+        "store/journal.py: has no line",
+        "store/tickets.py: there is no such file",
+        "errors.py: has several lines",
+    ]
+    assert wrong_names("`rounds/leases` (`silent`), `State.why` in `rounds/state`, `tests/README.md`, `store/`") == []
+    assert wrong_names("`rounds/leasing`, `rounds/leases` (`loud`)") == ["rounds/leasing", "rounds/leases: loud"]
+
+
+def test_the_layout_page_has_the_folders_in_the_order_of_their_imports() -> None:
+    headings = re.findall(r"^\*\*`(.+)/`\*\*$", LAYOUT, re.MULTILINE)
+    assert headings == re.findall(r"^\| `(.+)/` \|", LAYOUT, re.MULTILINE)
+    assert headings[0] == "atoll"
+    assert sorted(headings[1:]) == sorted(LINES.keys() - {"."})
+    levels = [LEVEL[room_of(*folder.split("/"))] for folder in headings[1:]]
+    assert levels == sorted(levels)
+
+
+def test_the_diagram_of_the_layout_page_shows_every_import(tmp_path: Path) -> None:
+    assert wrong_diagram(PACKAGE, LAYOUT) == []
+    plant(tmp_path, "store/journal.py", "from atoll.rounds import state")
+    page = LAYOUT.replace(" & objects", "")
+    complaints = wrong_diagram(tmp_path, page)
+    assert "objects is not drawn" in complaints
+    assert "store imports rounds, which no arrows show" in complaints
+    assert "store does not import blobs" in complaints
