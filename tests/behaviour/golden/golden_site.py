@@ -45,7 +45,7 @@ def main(how: dict[str, str]) -> None:
         for name, state in states.items():
             save_file(state, out / f"{site}-{name}.safetensors")
     dist.barrier()
-    os._exit(0)  # DDP's destructor waits for gloo's threads with the GIL held: now and then for ever
+    os._exit(0)  # DDP that ends after its process group waits, now and then for ever (pytorch issue 56297)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def rank_of_a_site(site: str, folder: Path) -> None:
     steps = {f"{step:03d}/{name}": each for step, named in enumerate(trace) for name, each in named.items()}
     save_file(steps, folder / f"{site}-{rank}.safetensors")
     dist.barrier()
+    del model  # DDP that ends after its process group waits, now and then for ever (pytorch issue 56297)
     dist.destroy_process_group()
 
 
