@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,15 @@ def test_a_removed_file_of_the_best_version_is_written_again_after_the_next_roun
         assert best_of(server.exports) == before
 
 
+@contextmanager
+def set_at_the_end(event: threading.Event) -> Iterator[None]:
+    """Else the server of a test that fails would wait for what the event holds up."""
+    try:
+        yield
+    finally:
+        event.set()
+
+
 def test_no_version_is_made_while_the_best_one_is_being_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow disk the next commits would drop it before it is a file."""
     may, export_model = threading.Event(), background_writes.export_model
@@ -123,12 +134,12 @@ def test_no_version_is_made_while_the_best_one_is_being_saved(tmp_path: Path, mo
         return export_model(*given, **more)
 
     monkeypatch.setattr(background_writes, "export_model", late)
-    with best_server(tmp_path) as server:
+    with best_server(tmp_path) as server, set_at_the_end(may):
         sites = Threads(lambda: run_rounds(server, tmp_path, 0.9, 0.1, 0.1, 0.1))
 
         def is_closed() -> bool:
             now = server.status().fragments[0]
-            return (now.version, now.phase) == (1, "closing")
+            return now.version > 1 or (now.version, now.phase) == (1, "closing")
 
         wait_until(is_closed, "round 2 is closed")
         assert not may.wait(0.2)
@@ -149,13 +160,32 @@ def test_a_run_is_finished_when_the_last_rounds_metrics_are_written(
         append(*given)
 
     monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
-    with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server:
+    with best_server(tmp_path, **{"rounds.total": 1, "rounds.best_metric": None}) as server, set_at_the_end(may):
         run_rounds(server, tmp_path, 0.9)
         wait_until((server.exports / "model.safetensors").exists, "the result")
         assert not server.wait(0.5)
         may.set()
         assert server.wait(60)
         assert len((server.exports / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_run_is_finished_when_its_best_version_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier best version is a file already."""
+    may, export_model = threading.Event(), background_writes.export_model
+
+    def late(plan: Any, store: Any, target: Path, *more: Any) -> Path:
+        if target.name == background_writes.BEST_MODEL and target.exists():
+            assert may.wait(60)
+        return export_model(plan, store, target, *more)
+
+    monkeypatch.setattr(background_writes, "export_model", late)
+    with best_server(tmp_path, **{"rounds.total": 2}) as server, set_at_the_end(may):
+        run_rounds(server, tmp_path, 0.1, 0.9)
+        wait_until((server.exports / "model.safetensors").exists, "the result")
+        assert not server.wait(0.5)
+        may.set()
+        assert server.wait(60)
+        assert best_of(server.exports)[1] == [1.0, 1.0]
 
 
 def test_the_metrics_of_rounds_are_written_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +198,7 @@ def test_the_metrics_of_rounds_are_written_in_their_order(tmp_path: Path, monkey
         append(exports, summary, at)
 
     monkeypatch.setattr(background_writes.Exports, "append_metrics", late)
-    with best_server(tmp_path, **{"rounds.best_metric": None}) as server:
+    with best_server(tmp_path, **{"rounds.best_metric": None}) as server, set_at_the_end(may):
         run_rounds(server, tmp_path, 0.9, 0.1, 0.1)
         wait_until(lambda: server.status().fragments[0].version == 3, "three versions")
         assert not may.wait(0.2)

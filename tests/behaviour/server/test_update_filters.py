@@ -594,7 +594,7 @@ def test_a_part_that_is_replaced_while_the_filter_is_at_it_is_not_counted(tmp_pa
             assert hangs.wait(30)
             other = site.train(move(3.0)).push()  # under the same ticket
             go.set()
-            assert answer.result(30)[1]["code"] == "conflict"
+            assert answer.result(30)[1].get("code") == "conflict"
         assert other.complete()[0] == 200
         assert server.wait(30)
         assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]

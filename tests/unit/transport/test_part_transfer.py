@@ -584,6 +584,14 @@ def test_the_error_of_a_call_has_the_network_error_as_its_cause() -> None:
     assert told.value.__cause__ is not None
 
 
+def test_the_error_of_a_transfer_has_the_network_error_as_its_cause(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, f"http://127.0.0.1:{free_port()}")
+    part = LAYOUT.parts[0]
+    with contextlib.closing(writer), pytest.raises(ServerUnreachable) as told:
+        writer.parts.push(path_of, writer.fd, [part], {part.index: writer.write(part)})
+    assert told.value.__cause__ is not None
+
+
 # -- a file that cannot be written
 
 

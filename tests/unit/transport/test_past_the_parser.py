@@ -612,11 +612,13 @@ def test_a_cancelled_request_waits_for_its_thread() -> None:
             task = asyncio.create_task(in_thread(pool, work))
             while not begun.is_set():
                 await asyncio.sleep(0.001)
-            for _ in range(2):
-                task.cancel()
-                done, _ = await asyncio.wait([task], timeout=0.05)
-                assert not done
-            may_end.set()
+            try:
+                for _ in range(2):
+                    task.cancel()
+                    done, _ = await asyncio.wait([task], timeout=0.05)
+                    assert not done
+            finally:
+                may_end.set()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
