@@ -118,7 +118,7 @@ LINES: dict[str, int] = {
     "aggregation": 1_112,
     "algorithms": 840,
     "blobs": 438,
-    "cli": 1_850,
+    "cli": 1_851,
     "cli/templates": 80,
     "codecs": 448,
     "config": 1_155,
@@ -144,7 +144,7 @@ LINES: dict[str, int] = {
     "worker/peer": 790,
     "worker/session": 831,
     "worker/tasks": 589,
-    "worker/training": 1_728,
+    "worker/training": 1_733,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -206,16 +206,21 @@ COLUMNS = (
 
 
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
-    """Return the cells of one worker, in the order of `COLUMNS`."""
+    """Return the cells of one worker, in the order of `COLUMNS`. A dash is a value that is unknown or has no meaning.
+
+    A script may count no steps. Staleness has a meaning only while a site trains or submits: else it gets the newest
+    version next, or none.
+    """
+    is_training = worker.state.startswith("alive") and worker.doing.startswith(("training", "submitting"))
+    pace = f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else "")
     cells = [
         worker.site,
         worker.state,
         worker.doing,
-        str(worker.step),
-        f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else ""),
+        *((str(worker.step), pace) if worker.step else ("-", "-")),
         str(worker.rounds),
         str(worker.version),
-        str(worker.staleness),
+        str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),
         size(worker.bytes_down),
         f"{worker.retries}" + (f" (+{worker.reconnections} reconnections)" if worker.reconnections else ""),

@@ -26,7 +26,7 @@ class WorkerStatus(Message):
     joined_at: str = ""
     last_heartbeat_s: float = Field(0.0, description="Seconds since the last request, or since the server restarted.")
     heard: bool = Field(True, description="Whether the site sent a request since the server restarted.")
-    step: Count = 0
+    step: Count = Field(0, description="Local steps of the site's newest process; 0: it has reported none.")
     steps_per_s: float = 0.0
     rounds: Count = Field(0, description="Number of the site's counted updates.")
     version: Count = 0

@@ -20,7 +20,7 @@ import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import FederatedSites, ForkedServer, serve
-from kit.servers import new_server
+from kit.servers import new_server, plain_server
 from kit.tls import write_certificate
 from kit.wire import WireSite
 from torch import nn
@@ -64,6 +64,49 @@ def test_plain_lines_name_the_awaited_and_align_the_workers(canned, atoll_comman
     assert second.endswith("no heartbeat for 120 s")
     assert lines[-1] == "round 2: version 2 from 2 updates (clinic-a, clinic-b), 8.0 MB, aggregated in 0.25 s; loss 2.5"
     assert "\x1b" not in outcome.stdout
+
+
+@pytest.mark.covers("L13")
+@pytest.mark.parametrize(
+    ("changes", "step", "pace", "stale"),
+    [
+        ({}, "7", "4.50", "2"),
+        ({"step": 0, "steps_per_s": 0.0}, "-", "-", "2"),
+        ({"doing": "submitting to round 3"}, "7", "4.50", "2"),
+        ({"doing": "waiting for the round"}, "7", "4.50", "-"),
+        ({"state": "left", "doing": "left"}, "7", "4.50", "-"),
+        ({"state": "dead"}, "7", "4.50", "-"),
+    ],
+)
+def test_a_dash_says_that_no_steps_were_reported_or_that_a_site_trains_from_no_version(
+    known, lines, changes: dict[str, Any], step: str, pace: str, stale: str
+) -> None:
+    worker = known["workers"][0] | {"step": 7, "steps_per_s": 4.5, "local_steps": 0, "staleness": 2} | changes
+    shown = lines(known | {"workers": [worker]})
+    head = next(line for line in shown if line.startswith("site"))
+    row = shown[shown.index(head) + 1]
+    cells = {column: row[head.index(column) :].split()[0] for column in ("step", "steps/s", "stale")}
+    assert cells == {"step": step, "steps/s": pace, "stale": stale}
+
+
+@pytest.mark.covers("L13")
+def test_steps_of_a_federated_loop_are_added_up(tmp_path) -> None:
+    """Three in round 1, told by the script; none in round 2; two in round 3, counted by the hook."""
+    model = nn.Linear(2, 2)
+    with plain_server(tmp_path, model, rounds=3) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "a") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                if fl_round.number == 3:
+                    hooks = fl_round.correct(model, sgd := torch.optim.SGD(model.parameters(), lr=0.1))
+                    for _ in range(2):
+                        model(torch.ones(1, 2)).sum().backward()
+                        sgd.step()
+                    assert hooks.steps == 2
+                fl_round.submit(model, steps=3 if fl_round.number == 1 else 0)
+        found = server.status().workers[0]
+    assert found.step == 5
+    assert found.steps_per_s > 0
 
 
 @pytest.mark.covers("L16")

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -157,7 +158,7 @@ class ServerBackend:
         self.counters, self.local = participation.session.counters, participation.exchange.local
         self.schema = participation.session.schema.model
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
-        self._recovered = False
+        self._recovered, self._pulled_s = False, 0.0
 
     @property
     def has_left(self) -> bool:
@@ -196,6 +197,7 @@ class ServerBackend:
             latest = {"base_version": reply.head.number, "base_digest": reply.head.digest}
             ticket = reply.ticket if isinstance(reply, Open) else ticket.model_copy(update=latest)
         self.participation.session.tell(state="training", version=ticket.base.number)
+        self._pulled_s = time.monotonic()
         return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
@@ -214,6 +216,9 @@ class ServerBackend:
         """Send the update. Return when the server has recorded it on disk or refused it, or when it came too late."""
         session, exchange = self.participation.session, self.participation.exchange
         session.optimizers = optimizers
+        if info.steps:
+            rate = info.steps / max(time.monotonic() - self._pulled_s, 1e-9)
+            session.tell(step=session.heartbeat.step + info.steps, steps_per_s=rate)
         if self.local.info.keeps_local and not self.local.filters:
             keep_local(self.participation, tensors, ticket.round)
         if require(exchange.is_over(ticket)):
