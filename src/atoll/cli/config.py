@@ -131,7 +131,7 @@ def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
         build_outer(algorithm.outer, algorithm.outer_options, settings.algorithm.outer_lr_of)
 
 
-def _chosen_by(algorithm: ResolvedAlgorithm, settings: Settings) -> dict[str, Any]:
+def chosen_by(algorithm: ResolvedAlgorithm, settings: Settings) -> dict[str, Any]:
     """Return the values that an algorithm gives to settings: `group.key` → value in effect."""
     from atoll.rounds.state import Rules
 
@@ -151,7 +151,7 @@ def show(run_file: RunFile = None, sets: Sets = None) -> None:
     """Print the settings in effect as a run file, each with its source: a file, a variable or the command line."""
     settings = read_settings(run_file, sets)
     algorithm = _require_accepted(settings)
-    chosen = _chosen_by(algorithm, settings) if algorithm is not None else {}
+    chosen = chosen_by(algorithm, settings) if algorithm is not None else {}
     _, source = collected(run_file, _settings_given(sets, {}))
     values = settings.by_key() | chosen
     group = ""

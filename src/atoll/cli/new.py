@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from atoll import registry
+from atoll.algorithms.resolve import resolve
+from atoll.cli.config import chosen_by
 from atoll.cli.text import require_short
-from atoll.config import DEFAULT_PORT, FIELDS, GROUPS, default_of, to_toml
+from atoll.config import DEFAULT_PORT, FIELDS, GROUPS, Settings, default_of, to_toml
 from atoll.config.settings import Choice
 from atoll.errors import StoreError, UsageError
 
@@ -115,8 +117,8 @@ def next_commands(directory: Path, algorithm: str) -> str:
 def run_file(algorithm: str, name: str) -> str:
     """Return the text of a run file for an algorithm.
 
-    Settings that `atoll new` chooses are written with their values. Other frequent settings are added as comments, with
-    their defaults.
+    Settings that `atoll new` chooses are written with their values. Other frequent settings and all options of the
+    algorithm are added as comments, with their defaults.
     """
     is_diloco = algorithm == "diloco"
     chosen = {
@@ -133,18 +135,24 @@ def run_file(algorithm: str, name: str) -> str:
         "# environment variable (ATOLL_ROUNDS__TOTAL=10). A line that is commented out shows the default. These are",
         "# the usual settings; `atoll config show run.toml` lists all.",
     ]
-    usual = {*USUAL, *(LOW_COMMUNICATION if is_diloco else SIMULATED)}
+    settings = Settings.build(chosen)
+    defaults = {key: default_of(key) for key in FIELDS} | chosen_by(resolve(settings), settings)
+    defaults["rounds.min_sites"] = None  # it depends on rounds.sites
+    usual = {*USUAL, *(LOW_COMMUNICATION if is_diloco else SIMULATED), *(defaults.keys() - FIELDS)}
     for group in GROUPS:
-        keys = [key for key in FIELDS if key.startswith(f"{group}.") and key in usual]
+        keys = [key for key in defaults if key.startswith(f"{group}.") and key in usual]
         lines += ["", "", f"[{group}]"] if keys else []
         for key in keys:
-            lines += ["", *_setting(key, chosen)]
+            lines += ["", *_setting(key, chosen, defaults[key])]
     return "\n".join(lines) + "\n"
 
 
-def _setting(key: str, chosen: dict[str, Any]) -> list[str]:
-    comment = [f"# {line}" for line in textwrap.wrap(FIELDS[key].description or "", 98)]
-    name, default = key.partition(".")[2], default_of(key)
+def _setting(key: str, chosen: dict[str, Any], default: Any) -> list[str]:
+    algorithm = chosen["algorithm.name"]
+    option = f"Option of {algorithm}: docs/algorithms/{algorithm}.md."
+    text = FIELDS[key].description if key in FIELDS else option
+    comment = [f"# {line}" for line in textwrap.wrap(text or "", 98)]
+    name = key.partition(".")[2]
     if key in chosen:
         return [*comment, f"{name} = {to_toml(chosen[key])}"]
     if default is None or default == Choice():

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 from harness.processes import Nursery, wait_until
@@ -185,23 +184,44 @@ def test_new_files_are_simulated_to_the_same_bits_on_any_number_of_processes(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("algorithm", ["fedavg", "diloco"])
-def test_new_writes_the_real_defaults_as_comments(atoll_command, tmp_path: Path, algorithm: str) -> None:
-    """Uncommenting every line that shows a value changes nothing."""
+ADAPTIVE = "lr = 0.01, betas = [0.9, 0.99], eps = 0.001"
+OPTIONS = {
+    "fedavg": ['outer_optimizer = {name = "sgd", lr = 1.0, momentum = 0.0}'],
+    "diloco": [
+        'outer_optimizer = {name = "sgd", lr = 0.7, momentum = 0.9, nesterov = true}',
+        'upload_codec = {name = "bf16"}',
+        "num_fragments = 1",
+    ],
+    "fedprox": ["mu = 0.01"],
+    "scaffold": ['outer_optimizer = {name = "sgd", lr = 1.0, momentum = 0.0}'],
+    "fednova": ['upload_codec = {name = "none"}'],
+    "fedavgm": ['outer_optimizer = {name = "sgd", lr = 1.0, momentum = 0.9}'],
+    "fedadagrad": ['outer_optimizer = {name = "adagrad", lr = 0.01, initial_accumulator_value = 1e-06, eps = 0.001}'],
+    "fedadam": [f'outer_optimizer = {{name = "adam", {ADAPTIVE}}}'],
+    "fedyogi": [f'outer_optimizer = {{name = "yogi", {ADAPTIVE}}}'],
+}
+
+
+@pytest.mark.parametrize(("algorithm", "options"), OPTIONS.items(), ids=OPTIONS)
+def test_new_writes_the_real_defaults_as_comments(
+    atoll_command, tmp_path: Path, algorithm: str, options: list[str]
+) -> None:
+    """Those of the algorithm, too. Uncommenting every line that shows a value changes nothing."""
     atoll_command("new", "x", "--algorithm", algorithm)
-    text = (tmp_path / "x" / "run.toml").read_text()
-    assert ("# num_fragments = 1" in text) == (algorithm == "diloco")
-    setting = re.compile(r"^# (\w+ =.*)$", re.MULTILINE)
-    values = tomllib.loads(setting.sub(r"\1", text))
-    chosen: dict[str, Any] = {
-        "run.name": "x",
-        "model.source": "train:build",
-        "rounds.sites": 2,
-        "algorithm.name": algorithm,
-        "rounds.total": 10,
-    }
-    chosen |= {"diloco.sync_every": 20} if algorithm == "diloco" else {"run.script": "train.py"}
-    assert Settings.build(values) == Settings.build(chosen)
+    file = tmp_path / "x" / "run.toml"
+    text = file.read_text()
+    assert {f"# {line}" for line in options} <= set(text.splitlines())
+    for line in ("mu = 0.01", "num_fragments = 1"):
+        assert (f"# {line}" in text) == (line in options)
+
+    def in_effect() -> list[str]:
+        shown = atoll_command("config", "show", str(file))
+        assert shown.returncode == 0, shown.stderr
+        return [line.split("  # ")[0] for line in shown.stdout.splitlines()]
+
+    before = in_effect()
+    file.write_text(re.sub(r"^# (\w+ =.*)$", r"\1", text, flags=re.MULTILINE))
+    assert in_effect() == before
 
 
 def test_new_overwrites_nothing(atoll_command, tmp_path: Path) -> None:
