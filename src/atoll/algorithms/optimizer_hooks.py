@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -211,6 +213,7 @@ class StepHooks:
     Attributes:
         steps: number of optimizer steps so far.
         rate_sum: Σ η, the sum of the learning rates of these steps.
+        under_way: optimizers in a step that has started and not ended.
 
     Raises:
         UsageError: the rule keeps tensors between rounds, but `version` is given without `site_state`.
@@ -237,7 +240,7 @@ class StepHooks:
             zeros = _Zeros()
             self.correction = rule.start(LocalContext(self.parameters, version or zeros.read, site_state or zeros))
         self._followed: list[_Followed] = []
-        self._unended = False  # whether the hooks were removed during a step of the last optimizer
+        self.under_way: set[Optimizer] = set()
 
     @property
     def changes_training(self) -> bool:
@@ -297,7 +300,6 @@ class StepHooks:
         """Remove all hooks from the optimizers. Idempotent."""
         for each in self._followed:
             each.close()
-            self._unended |= each.is_under_way and each is self._followed[-1]
         self._followed.clear()  # breaks a reference cycle that would keep the model in memory after the round
 
     def __enter__(self) -> StepHooks:
@@ -317,10 +319,10 @@ class StepHooks:
         """
         if self.correction is None:
             return
-        if self._unended or (self._followed and self._followed[-1].is_under_way):
+        if self.under_way:
             raise UsageError(
                 "The last optimizer.step() has not returned, or has failed, so its step is not corrected.",
-                "Submit the round after optimizer.step() has returned.",
+                "Submit the round after optimizer.step() has returned. If it failed, call correct() and step() again.",
             )
         if not self.steps:
             raise UsageError(
@@ -382,16 +384,14 @@ class _Followed:
         optimizer: the optimizer to which the hooks are added.
         names: names of the parameters that are corrected at this optimizer's steps.
         is_counted: whether this optimizer's steps are counted as the round's steps.
-
-    Attributes:
-        is_under_way: whether a step has started and not ended.
     """
 
     def __init__(self, hooks: StepHooks, optimizer: Optimizer, names: Collection[str], *, is_counted: bool) -> None:
         self._hooks, self._optimizer, self._names, self._is_counted = hooks, optimizer, names, is_counted
         self._rate = 0.0
-        self.is_under_way = self._is_formed = False  # _is_formed: the current step has had a gradient
+        self._is_formed = False  # whether the current step has had a gradient
         self._depth = 0  # reaches 2 if step() of a class calls its parent's step(): torch calls the hooks for both
+        self._call: FrameType | None = None  # torch's function around the current step, which calls the hooks
         self._handles = [
             optimizer.register_step_pre_hook(outside_compiled(self._begin)),
             optimizer.register_step_post_hook(outside_compiled(lambda *_: self._after())),
@@ -400,6 +400,7 @@ class _Followed:
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
+        self._call = None
 
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -409,10 +410,14 @@ class _Followed:
         `args[0]` is the optimizer. torch calls the step with the returned arguments, or with `args` and `kwargs` if the
         result is None.
         """
-        self._depth += 1
+        running = [call for call, _ in traceback.walk_stack(sys._getframe())]
+        self._depth = self._depth + 1 if self._call in running else 1  # torch calls no post-hook after a failed step
         if self._depth > 1:
             return None
-        self.is_under_way, self._is_formed = True, False
+        around = getattr(type(optimizer).step, "__code__", None)
+        self._call = next((call for call in running if call.f_code is around), running[-1])
+        self._is_formed = False
+        self._hooks.under_way.add(optimizer)
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._corrected(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -441,11 +446,12 @@ class _Followed:
 
     @contextmanager
     def _a_failed_step_has_ended(self) -> Iterator[None]:
-        """If the block raises, reset the depth of nested steps: torch calls no post-hook after a failed step."""
+        """If the block raises before the step has a gradient, the step has ended, and moved nothing."""
         try:
             yield
         except BaseException:
-            self._depth = 0
+            if not self._is_formed:
+                self._hooks.under_way.discard(self._optimizer)
             raise
 
     def _before(self) -> None:
@@ -459,7 +465,8 @@ class _Followed:
         self._depth = max(0, self._depth - 1)
         if self._depth:
             return
-        self.is_under_way = False
+        self._call = None
+        self._hooks.under_way.discard(self._optimizer)
         if not (self._is_formed or self._has_gradients()):  # step() may have cleared them
             return  # without a gradient the step moved nothing
         if self._hooks.correction is not None:

@@ -127,6 +127,18 @@ class Calls(SGD):
         return super().step(closure)
 
 
+class BreaksOff(SGD):
+    """Its step fails behind the gradient while it is `broken`; whole, it calls its parent's."""
+
+    broken = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        return fails() if self.broken else super().step()
+
+
 def fails() -> None:
     raise ValueError("no more records")
 
@@ -153,9 +165,36 @@ def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
 
 
 @pytest.mark.covers("S8")
-@pytest.mark.parametrize("another", [False, True])
-def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(another: bool) -> None:
-    """The closure of the second step fails: whether weights have moved is not known until a step has ended again."""
+@pytest.mark.parametrize("by_closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(by_closure: bool, refused: bool) -> None:
+    """Whether weights have moved is not known until a step has ended again: w = 0 + 0.1 − 0.1·4, Δc = 0.3/0.1 − 4."""
+    model = One()
+    optimizer = BreaksOff(model.parameters(), lr=ETA)
+    scaffold = atoll.Scaffold(model, controls(4.0), controls(0.0))
+    closure = closure_of(model, optimizer, 1.0, lambda loss: loss)
+
+    def step() -> None:
+        if not by_closure:
+            closure()
+        optimizer.step(closure if by_closure else None)
+
+    scaffold.correct(optimizer)
+    with pytest.raises(ValueError, match="no more records"):
+        step()
+    if refused:
+        with pytest.raises(UsageError, match=r"has not returned, or has failed.*call correct\(\) and step\(\) again"):
+            scaffold.finish()
+        scaffold.correct(optimizer)
+    optimizer.broken = False
+    step()
+    assert (scaffold.steps, model.w.item()) == (1, pytest.approx(-0.3))
+    assert scaffold.finish()["w"].item() == pytest.approx(-1.0)
+
+
+@pytest.mark.covers("S8")
+def test_a_step_is_none_if_its_closure_fails_before_it_gives_a_gradient() -> None:
+    """As at the end of the data: no weight has moved."""
     model = One()
     optimizer = sgd(model)
     scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
@@ -163,13 +202,23 @@ def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(anot
     train(model, optimizer, 1.0, steps=1)
     with pytest.raises(ValueError, match="no more records"):
         optimizer.step(fails)  # type: ignore[arg-type]
-    if not another:
+    assert scaffold.steps == 1
+    assert scaffold.finish()["w"].item() == pytest.approx(-0.1 / 0.1)
+
+
+@pytest.mark.covers("S8")
+def test_a_line_search_that_breaks_off_is_refused(tmp_path: Path) -> None:
+    """The closure fails at its second call, where the weights have moved."""
+    with first_round(tmp_path, "fedprox") as fl_round:
+        model = fl_round.load_into(One())
+        optimizer = torch.optim.LBFGS([model.w], line_search_fn="strong_wolfe")
+        fl_round.correct(model, optimizer)
+        calls = iter([closure_of(model, optimizer, -1.0, lambda loss: loss)])
+        with pytest.raises(ValueError, match="no more records"):
+            optimizer.step(lambda: next(calls, fails)())
+        assert model.w.item() != 0.0
         with pytest.raises(UsageError, match="has not returned, or has failed"):
-            scaffold.finish()
-        return
-    train(model, optimizer, 1.0, steps=1)
-    assert scaffold.steps == 2
-    assert scaffold.finish()["w"].item() == pytest.approx(-0.19 / 0.2)
+            fl_round.submit(model)
 
 
 @pytest.mark.covers("L2")
