@@ -109,12 +109,13 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
     if not missing and head.epoch <= epoch:
         return
     boot = boot_id()
+    lost = (
+        f"The journal in {directory} has lost its end: its audit log has {entries} entries (epoch {epoch}), "
+        f"but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
+    )
     if head.durability != "process" or (boot and boot == head.boot):
         raise StateCorrupt(
-            (
-                f"The journal in {directory} has lost its end: its audit log has {entries} entries (epoch {epoch}), "
-                f"but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
-            )
+            lost
             + (
                 "The machine has not lost power since."
                 if head.durability == "process"
@@ -125,9 +126,8 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
         )
     start.lost, start.lost_entries = head, missing
     start.warnings.append(
-        f"the journal's audit log has lost its last {missing} entries: with disk.durability = 'process', a power "
-        f"loss can do this. The run continues from entry {entries}; workers submit their later "
-        "updates again"
+        f"{lost}With disk.durability = 'process', a power loss can do this. The run continues from entry {entries}; "
+        "workers submit their later updates again."
     )
 
 

@@ -238,12 +238,23 @@ def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epo
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(folder, **{"network.port": halfway.port}) as server:
-        assert any("lost its last 1 entries" in line for line in caplog.messages)
+        assert any("lost its end" in line for line in caplog.messages)
         assert server.status().epoch == 8
         FederatedSites(server.url, folder).join()
     assert digest_of(exported(folder)) == halfway.digest, "a submits again from its outbox"
     assert ask_journal(folder, "SELECT count(*) FROM audit WHERE what = 'lost'") == [(1,)]
     assert audited(folder) == ""
+
+
+@pytest.mark.covers("F41", "F42")
+def test_says_what_a_power_loss_took_if_only_the_epoch_tells(later: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It was the server's last start, which adds no entry to the audit log."""
+    ((entries,),) = ask_journal(later, "SELECT count(*) FROM audit")
+    rewrite_note(later / "state" / HEAD, boot="of the start before the power loss", epoch=7)
+    with serve(later) as server:
+        assert server.status().epoch == 8
+    (told,) = [line for line in caplog.messages if HEAD in line]
+    assert f"has {entries} entries (epoch 1), but audit.head says that it had {entries} (epoch 7)" in told
 
 
 @pytest.mark.covers("F41", "F42")
