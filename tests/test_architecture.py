@@ -114,14 +114,14 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_080,
+    ".": 1_082,
     "aggregation": 1_112,
     "algorithms": 849,
     "blobs": 438,
     "cli": 1_859,
     "cli/templates": 80,
     "codecs": 448,
-    "config": 1_155,
+    "config": 1_154,
     "filters": 283,
     "integrations": 947,
     "outer_optimizers": 398,

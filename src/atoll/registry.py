@@ -213,7 +213,9 @@ def _load_file(path: Path) -> ModuleType:
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
         return known
     if not path.is_file():
-        raise ConfigError(f"There is no file {str(path)!r}.", "A path in a run file is relative to the run file.")
+        here = f"The path is relative to the working directory, {str(Path.cwd())!r}."
+        there = "In a run file, a path is relative to the run file."
+        raise ConfigError(f"There is no file {str(path)!r}.", there if path.is_absolute() else here)
     if known is not None:
         name = f"{name}_at_{abs(hash(path.resolve())):x}"  # another module already has the name
     spec = importlib.util.spec_from_file_location(name, path.resolve())

@@ -65,10 +65,11 @@ OTHER_KEYS = {
 
 FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
 CODE = ("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor")
+FUNCTIONS = ("algorithm.path", "workflow.function", "run.script", "model.source", "async.staleness_weight")
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")
-"""Settings with paths. FOLDERS: paths of files and folders. CODE: tables with a `path` of code. FILTERS, TABLES: lists
-of tables with a `path`."""
+"""Settings with paths. FOLDERS: paths of files and folders. CODE: tables with a `path` of code. FUNCTIONS: paths of
+code. FILTERS, TABLES: lists of tables with a `path`. The path of a codec is looked up by every site, so it stays."""
 
 
 # -- keys and values
@@ -307,8 +308,6 @@ def moved(key: str, value: Any, move: Move) -> Any:
         value = value.model_dump(exclude_defaults=True)
     if key in CODE and isinstance(value, Mapping) and "path" in value:
         return {**value, "path": _code(value["path"], move)}
-    if key == "algorithm.path" or (key == "workflow.function"):
-        return _code(value, move)
     if key in TABLES and isinstance(value, list | tuple):
         return [_moved_table(key, each, move) for each in value]
     if isinstance(value, str) and (
@@ -316,7 +315,7 @@ def moved(key: str, value: Any, move: Move) -> Any:
         or (key == "model.source" and (value.endswith(".safetensors") or Path(move(value)).is_dir()))
     ):
         return str(move(value))
-    return _code(value, move) if key == "run.script" else value
+    return _code(value, move) if key in FUNCTIONS else value
 
 
 def _code(target: Any, move: Move) -> Any:

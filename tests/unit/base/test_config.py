@@ -206,6 +206,17 @@ def test_an_empty_source_of_the_model_is_refused_by_its_name(tmp_path: Path) -> 
     assert "model.source = ''" in error.message
 
 
+@pytest.mark.parametrize("key", ["model.source", "run.script", "algorithm.path", "workflow.function"])
+def test_code_in_a_file_is_relative_to_the_run_file_that_names_it(tmp_path: Path, key: str) -> None:
+    (tmp_path / "run").mkdir()
+    group, _, name = key.partition(".")
+    path = write(tmp_path / "run", f'[{group}]\n{name} = "mine.py:it"\n')
+    assert Settings.read(path, None, {}).at(key) == f"{tmp_path / 'run' / 'mine.py'}:it"
+    assert Settings.read(None, {key: "mine.py:it"}, {}).at(key) == "mine.py:it"  # a flag: in the working directory
+    path.write_text('[async]\nenabled = true\nstaleness_weight = "mine.py:weight"\n')
+    assert Settings.read(path, None, {}).async_.staleness_weight == f"{path.parent / 'mine.py'}:weight"
+
+
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize(("value", "part"), [("int8", "name"), ("own.py:Mine", "path")])
 def test_a_name_in_place_of_a_table_gets_a_remedy_that_fits_its_source(tmp_path: Path, value: str, part: str) -> None:
