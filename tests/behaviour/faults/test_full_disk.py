@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -21,7 +22,7 @@ from kit.wire import WireSite
 from kit.workflows import workflow_server
 from small_disk_site import Zeros
 
-from atoll.errors import StoreError
+from atoll.errors import DiskFull, StoreError
 from atoll.server.coordinator import background_writes
 from atoll.testing.run import failpoints
 from atoll.worker.session import session
@@ -191,14 +192,36 @@ def test_exports_that_cannot_be_written_stop_no_round_and_are_written_in_the_end
         last = "metrics.jsonl" if name == "metrics.jsonl" else "the result"
         wait_until(lambda: f"{last} could not be saved" in quick.text, "a word at the end")
         assert server.status().fragments[0].version == ROUNDS
+        awaited = [line for line in server.status().warnings if line.startswith(f"{last} could not be saved: ")]
+        assert "The server ends only after that, or with Ctrl-C." in awaited[0]
+        export = f" Or: atoll export model.safetensors --dir {tmp_path / 'state'}."
+        assert awaited[0].endswith("its next start writes the file." + (last == "the result") * export)
         assert quick.text.count("not all files of version 1 could be written") == 1
         assert f"{exports / name} cannot be {'used' if name else 'made'} (" in quick.text
         (exports / name).rmdir() if name else exports.unlink()
         run_to_end(server, sites)
+        assert server.status().warnings == []
     assert rounds_in(exports / "metrics.jsonl") == list(range(1, ROUNDS + 1))
     result = Result(tmp_path)
     assert result.without_exports == undisturbed.without_exports
     assert result.exports["model.safetensors"] == undisturbed.exports["model.safetensors"]
+
+
+def test_what_is_tried_again_is_told_less_and_less_often(
+    quick: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 1, 2, 4, 8 and 16 of 20 attempts."""
+    failures = iter(range(20))
+
+    async def attempt() -> str:
+        if next(failures, None) is not None:
+            raise DiskFull("No space.")
+        return "done"
+
+    monkeypatch.setattr(background_writes, "RETRY_S", 0.0)
+    assert asyncio.run(background_writes.until_passed(attempt, "it could not be saved", then=" All wait.")) == "done"
+    said = "it could not be saved: the disk is full: No space. Trying again every 0 s. All wait."
+    assert [line for line in quick.messages if "saved" in line] == [said] * 5
 
 
 def test_the_best_version_waits_for_exports_that_can_be_written(

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -347,9 +348,16 @@ def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
 
 T = TypeVar("T")
 
+LAST = " The server ends only after that, or with Ctrl-C. Then nothing is lost: its next start writes the file."
+"""Text about a file that is written after the last round."""
+
 
 class BackgroundWriter:
-    """Writes files in the background after commits. Call it on the event loop; slow work runs in pool threads."""
+    """Writes files in the background after commits. Call it on the event loop; slow work runs in pool threads.
+
+    Attributes:
+        unsaved: file that the writer tries to write again → why it could not be written.
+    """
 
     def __init__(self, plan: Plan, store: Store, io: Executor, persistor: Persistor) -> None:
         self._plan, self._settings, self._store, self._io, self.persistor = plan, plan.settings, store, io, persistor
@@ -359,6 +367,7 @@ class BackgroundWriter:
         self._durable_in_turn = asyncio.Lock()
         self._best_in_turn = asyncio.Lock()
         self._measured: Measurement | None = None  # the best version, as long as it can be saved
+        self.unsaved: dict[str, str] = {}
         self._said_unwritten = False  # whether the log says that files cannot be exported
 
     def complete_metrics(self) -> None:
@@ -467,21 +476,28 @@ class BackgroundWriter:
         """
         if self._plan.is_swarm:
             return "each site writes it to its own folder"
-        path = await self._saved("the result", self.exports.save)
+        elsewhere = f" Or: atoll export model.safetensors --dir {shlex.quote(str(self._settings.disk.state_dir))}."
+        path = await self._saved("the result", self.exports.save, LAST + elsewhere)
         heads = self._store.versions.heads()
         await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
 
     async def save_metrics(self) -> None:
         """At the end of the run: write the metrics file again, because lines may be missing."""
-        await self._saved(METRICS, self.exports.rewrite_metrics)
+        await self._saved(METRICS, self.exports.rewrite_metrics, LAST)
 
-    async def _saved(self, what: str, save: Callable[[], T]) -> T:
+    async def _saved(self, what: str, save: Callable[[], T], then: str = "") -> T:
         """Run `save` in a thread. Repeat it while space, file descriptors or a usable export folder are lacking."""
-        loop = asyncio.get_running_loop()
-        return await until_passed(
-            lambda: loop.run_in_executor(self._io, save), f"{what} could not be saved", why=self._why_unwritten
+        loop, problem = asyncio.get_running_loop(), f"{what} could not be saved"
+
+        def note(reason: str) -> None:
+            self.unsaved[what] = f"{problem}: {reason}{then}"
+
+        saved = await until_passed(
+            lambda: loop.run_in_executor(self._io, save), problem, note, why=self._why_unwritten, then=then
         )
+        self.unsaved.pop(what, None)
+        return saved
 
 
 async def until_passed(
@@ -489,15 +505,20 @@ async def until_passed(
     problem: str,
     note: Callable[[str], None] = lambda reason: None,
     why: Callable[[BaseException], str | None] = transient_reason,
+    then: str = "",
 ) -> T:
     """Return the result of `attempt`. While disk space or file descriptors are lacking, log the problem and retry.
+
+    The log repeats the problem at intervals that double: after 1, 2, 4, 8 … attempts.
 
     Args:
         attempt: function to call.
         problem: the start of the log line, such as "the result could not be saved".
         note: callback with the reason, before each retry.
         why: function that returns the reason; None if the error is to be raised.
+        then: further text for the log line: what waits for the attempt.
     """
+    count = 0
     while True:
         try:
             return await attempt()
@@ -506,7 +527,9 @@ async def until_passed(
             if reason is None:
                 raise
             note(reason)
-            LOG.error("%s: %s Trying again in %g s.", problem, reason, RETRY_S)
+            count += 1
+            if count & (count - 1) == 0:  # a power of two
+                LOG.error("%s: %s Trying again every %g s.%s", problem, reason, RETRY_S, then)
             await asyncio.sleep(RETRY_S)
 
 

@@ -72,6 +72,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         durable_version=min(durable) if len(durable) == len(found) else None,
         warnings=[
             *filter(None, dict.fromkeys([*run.trouble.values(), run.no_space])),
+            *run.background.unsaved.values(),
             *run.advice,
             *run.attendance.warnings(run.state),
             *run.stale.warnings,
