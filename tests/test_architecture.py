@@ -114,7 +114,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_082,
+    ".": 1_084,
     "aggregation": 1_112,
     "algorithms": 849,
     "blobs": 438,
@@ -135,16 +135,16 @@ LINES: dict[str, int] = {
     "server/swarm": 586,
     "server/tasks": 1_428,
     "simulate": 1_447,
-    "store": 2_580,
+    "store": 2_591,
     "tensors": 1_907,
     "testing": 467,
     "transport": 2_455,
     "worker": 199,
-    "worker/exchange": 2_066,
+    "worker/exchange": 2_067,
     "worker/peer": 790,
     "worker/session": 831,
     "worker/tasks": 589,
-    "worker/training": 1_733,
+    "worker/training": 1_736,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

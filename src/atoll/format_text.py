@@ -40,6 +40,11 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
+def of_fragment(number: int | None) -> str:
+    """Return " of fragment 2" as the end of a name such as "version 3"; empty for None: the run has one fragment."""
+    return "" if number is None else f" of fragment {number}"
+
+
 def numbers(metrics: Mapping[str, float]) -> str:
     """Return metrics as text: "loss 2.31, tokens_per_s 4.1e+03"."""
     return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from atoll.format_text import counted, numbers, size
+from atoll.format_text import counted, numbers, of_fragment, size
 from atoll.protocol.messages import Count, Message
 
 KEPT = "status.json"
@@ -80,7 +80,7 @@ class RoundSummary(Message):
 
     def line(self, *, has_fragments: bool = False) -> str:
         """Return the round as one line of text; if the run has several fragments, the line names the fragment."""
-        of = f" of fragment {self.fragment}" if has_fragments else ""
+        of = of_fragment(self.fragment if has_fragments else None)
         updates = counted(len(self.workers), "update")
         instead = f" instead of {self.expected}" if len(self.workers) < self.expected else ""
         behind = f", {', '.join(map(str, self.staleness))} behind" if any(self.staleness) else ""

@@ -24,6 +24,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from atoll.errors import ConfigError, UsageError
+from atoll.format_text import of_fragment
 from atoll.posix import file_error, usable, write_at
 from atoll.runtime import failpoint
 from atoll.store.journal import Journal
@@ -356,10 +357,11 @@ class Slots:
         for fragment, kind in sorted(known.keys() | wanted.keys()):
             before, after = known.get((fragment, kind)), wanted.get((fragment, kind))
             if before != after:
+                of = of_fragment(fragment if len({each for each, _ in known}) > 1 else None)
                 sizes = [f"{value[0]} bytes" if value else "no file" for value in (before, after)]
                 raise ConfigError(
                     f"The run in {self.folder.parent} was started with another model, codec or outer optimizer. "
-                    f"Its files of kind {kind!r} for fragment {fragment}: {sizes[0]}. With these settings: "
+                    f"Its files of kind {kind!r}{of}: {sizes[0]}. With these settings: "
                     f"{sizes[1]}{', but other tensors' if sizes[0] == sizes[1] else ''}.",
                     "Use the settings that the run was started with, or set another disk.state_dir for a new run.",
                 )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed, transient_reason
+from atoll.format_text import of_fragment
 from atoll.posix import FULL
 from atoll.runtime import failpoint
 from atoll.store import journal_tables
@@ -252,6 +253,10 @@ class Journal:
         """Return the first column of a query's first row; None if there is no row."""
         row = self.row(sql, *values)
         return row[0] if row else None
+
+    def of(self, fragment: int) -> str:
+        """Return " of fragment 2", for messages; empty if the run has one fragment."""
+        return of_fragment(fragment if self.value("SELECT count(*) FROM heads") > 1 else None)
 
     def count(self, name: str, by: int = 1) -> None:
         """Add `by` to the counter `name`, one of the run's totals. Call it inside a transaction."""

@@ -74,7 +74,7 @@ class Recovery:
         good = next((row for row in rows if self._verifies(row)), None)
         if good is None:
             raise StateCorrupt(
-                f"All versions of fragment {fragment} in {self._slots.folder.parent} are damaged (their "
+                f"All versions{self._journal.of(fragment)} in {self._slots.folder.parent} are damaged (their "
                 f"digests differ): {', '.join(str(row.version) for row in rows)}.",
                 NEW_RUN,
             )
@@ -122,7 +122,7 @@ class Recovery:
         Returns:
             A sentence about the loss.
         """
-        reason = f"version {head} of fragment {fragment} was lost; the run continues from version {version}"
+        reason = f"version {head}{self._journal.of(fragment)} was lost; the run continues from version {version}"
         with self._journal.transaction():
             lost = self._tickets.select(
                 "fragment = ?1 AND (base_version >= ?2 OR version > ?2) AND state IN ('open', 'accepted', 'counted')",

@@ -165,7 +165,7 @@ class RunLog:
                 "ON CONFLICT (fragment, base_version) DO UPDATE SET expected = excluded.expected WHERE state = 'open'",
             )
             if not changed:
-                raise _not_open(fragment, base_version)
+                raise self._not_open(fragment, base_version)
 
     def freeze(self, fragment: int, base_version: int, tickets: Sequence[int], *, keep_weights: bool = False) -> None:
         """Close a round. If it is closed with the same tickets already, change nothing.
@@ -193,7 +193,7 @@ class RunLog:
             )
             if not tickets or fit != len(tickets):
                 raise StoreError(
-                    f"The round from version {base_version} of fragment {fragment} cannot close with the "
+                    f"The round from version {base_version}{self._journal.of(fragment)} cannot close with the "
                     f"tickets {list(tickets)}: only {fit} of them have an accepted update for this round."
                 )
             changed = self._journal.execute(
@@ -204,7 +204,7 @@ class RunLog:
                 base_version,
             )
             if not changed:
-                raise _not_open(fragment, base_version)
+                raise self._not_open(fragment, base_version)
             if keep_weights:
                 self._weigh(fragment, base_version, tickets)
 
@@ -310,6 +310,5 @@ class RunLog:
         with self._journal.transaction():
             self._journal.execute("DELETE FROM workflows WHERE place >= ?", index)
 
-
-def _not_open(fragment: int, base_version: int) -> StoreError:
-    return StoreError(f"The round from version {base_version} of fragment {fragment} is not open.")
+    def _not_open(self, fragment: int, base_version: int) -> StoreError:
+        return StoreError(f"The round from version {base_version}{self._journal.of(fragment)} is not open.")

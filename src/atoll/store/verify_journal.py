@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StateCorrupt
+from atoll.format_text import of_fragment
 from atoll.json_files import NoteDamaged
 from atoll.store.audit_log import (
     NAME,
@@ -154,13 +155,17 @@ class _Comparison:
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
         versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
         heads = rows("SELECT fragment, version FROM heads WHERE version IS NOT NULL ORDER BY fragment")
+        self._count = rows("SELECT count(*) FROM heads")[0][0]
         # text that names a row without an entry so far → the digest or version that the entry must have
         self._open: dict[str, Any] = {f"the accepted ticket {ticket}": None for (ticket,) in accepted}
-        self._open |= {f"version {version} of fragment {fragment}": digest for fragment, version, digest in versions}
-        self._open |= {f"the head of fragment {fragment}": version for fragment, version in heads}
+        self._open |= {f"version {version}{self._of(fragment)}": digest for fragment, version, digest in versions}
+        self._open |= {f"the head{self._of(fragment)}": version for fragment, version in heads}
         self._history: Iterator[tuple[Any, ...]] = _paged(
             rows, "SELECT seq, fragment, version, digest FROM history WHERE seq < ? ORDER BY seq DESC"
         )
+
+    def _of(self, fragment: int) -> str:
+        return of_fragment(fragment if self._count > 1 else None)
 
     def problem(self) -> str:
         """Compare entries and rows. Return a text about the first difference; empty if there is none."""
@@ -261,23 +266,23 @@ class _Comparison:
             A text about the difference; empty if there is none.
         """
         fragment, version = detail["fragment"], detail["version"]
-        head = self._open.pop(f"the head of fragment {fragment}", version)
+        head = self._open.pop(f"the head{self._of(fragment)}", version)
         return (
             ""
             if head == version
-            else f"fragment {fragment} has the head {head}, but entry {seq} of the audit log has {version}"
+            else f"the head{self._of(fragment)} is version {head}, but entry {seq} of the audit log has {version}"
         )
 
     def _committed(self, detail: Mapping[str, Any], seq: int) -> str:
         key = detail["fragment"], detail["version"]
         _, *history = next(self._history, (0, None, None, None))
         for table, digest in (
-            ("version", self._open.pop(f"version {key[1]} of fragment {key[0]}", detail["digest"])),
+            ("version", self._open.pop(f"version {key[1]}{self._of(key[0])}", detail["digest"])),
             ("row of the history of version", history[2] if (history[0], history[1]) == key else None),
         ):
             if digest != detail["digest"]:
                 return (
-                    f"the {table} {key[1]} of fragment {key[0]} has the digest {digest!r}, but entry {seq} of "
+                    f"the {table} {key[1]}{self._of(key[0])} has the digest {digest!r}, but entry {seq} of "
                     f"the audit log has {detail['digest']!r}"
                 )
         return ""

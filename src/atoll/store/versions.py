@@ -278,7 +278,7 @@ class Versions:
         head, following = self._head_number(fragment), self.next_number(fragment)
         if version != following:
             raise StoreError(
-                f"Version {version} of fragment {fragment} cannot be begun: the newest version is {head}, and the "
+                f"Version {version}{self._journal.of(fragment)} cannot be begun: the newest version is {head}, and the "
                 f"next one is {following}."
             )
         return head
@@ -289,7 +289,7 @@ class Versions:
         round_ = None if head is None else self._run_log.round(fragment, head)
         if round_ is None or round_.state != "frozen" or round_.tickets != tuple(tickets):
             raise StoreError(
-                f"Version {version} of fragment {fragment} was made from the tickets {list(tickets)}, but the "
+                f"Version {version}{self._journal.of(fragment)} was made from the tickets {list(tickets)}, but the "
                 f"round's state and tickets in the journal are {round_ and (round_.state, list(round_.tickets))}."
             )
         rows = [self._tickets.get(ticket) for ticket in tickets]
@@ -340,7 +340,7 @@ class Versions:
             head = self._head_number(fragment)
             what = "does not exist" if head is None or version > head else "is no longer kept"
             raise Gone(
-                f"Version {version} of fragment {fragment} {what}.",
+                f"Version {version}{self._journal.of(fragment)} {what}.",
                 f"The newest version is {head}; disk.export_every keeps older ones as files in exports/.",
             )
         return row
@@ -397,7 +397,9 @@ class Versions:
         with self._journal.lock, contextlib.ExitStack() as pinned:
             pin, row = pinned.enter_context(self.pin(fragment, version)), self.delta(fragment, version)
             if row is None:
-                raise Gone(f"Version {version} of fragment {fragment} has no delta.", "Download the whole version.")
+                raise Gone(
+                    f"Version {version}{self._journal.of(fragment)} has no delta.", "Download the whole version."
+                )
             pool = self._slots.pool(DELTA, fragment)
             slot = pool[row.slot]
 

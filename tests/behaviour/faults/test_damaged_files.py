@@ -233,7 +233,7 @@ def finish_from_version_1(
         gate.open()
         sites.join()
         assert again.kept.wait() == 0
-        assert "Version 2 of fragment 0 was lost; the run continues from version 1" in again.log.read_text()
+        assert "Version 2 was lost; the run continues from version 1" in again.log.read_text()
     result = Result(server.folder)
     assert (result.exports, result.digests) == (undisturbed.exports, undisturbed.digests)
     return result
@@ -274,7 +274,7 @@ def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_st
         gate.open()
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
-        assert last.startswith("atoll: Version 2 of fragment 0 was damaged on disk while the server was running: The ")
+        assert last.startswith("atoll: Version 2 was damaged on disk while the server was running: The ")
         assert "start the server again: it continues from the newest undamaged version" in last
     finish_from_version_1(nursery, server, sites, gate, undisturbed)
 
@@ -287,9 +287,7 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
     with ServerProcess(nursery, tmp_path) as server:
         assert server.kept.wait() == 7
         last = server.kept.now.output().splitlines()[-1]
-    assert last.startswith(
-        f"atoll: All versions of fragment 0 in {tmp_path / 'state'} are damaged (their digests differ)"
-    )
+    assert last.startswith(f"atoll: All versions in {tmp_path / 'state'} are damaged (their digests differ)")
     assert "Restore the whole directory from a backup" in last
 
 

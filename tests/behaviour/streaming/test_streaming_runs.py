@@ -316,7 +316,9 @@ def test_error_feedback_is_kept_for_each_fragment(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("L11", "F12")
-def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path: Path) -> None:
+def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The head of fragment 1 is damaged while the server is down; the numbers go on as if nothing had been."""
     options: dict[str, Any] = {"K": 2, "H": 4, "tau": 1, "alpha": 0.5, "rounds": 3}
     right = expected(["a", "b"], options)
@@ -326,6 +328,7 @@ def test_one_fragment_falls_back_alone_and_is_served_from_the_outboxes(tmp_path:
     flip_bit(tmp_path / f"state/slots/version-1-{slot}.safetensors", -1)
     with new_server(tmp_path, **options) as server:
         assert versions(server) == [1, 0]
+        assert "Version 1 of fragment 1 was lost; the run continues from version 0" in caplog.text
         gate.open()
         run_to_end(server, workers)
     assert len(workers.traces["a"]) >= len(right["a"])

@@ -302,11 +302,11 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
         ("UPDATE tickets SET state = 'expired', version = NULL WHERE ticket = 1", "ticket 1 has the state 'expired'"),
         ("DELETE FROM tickets WHERE ticket = 1", "ticket 1 is missing"),
         ("UPDATE tickets SET ticket = 99 WHERE ticket = 1", "ticket 1 is missing"),
-        ("UPDATE history SET digest = 'd' WHERE version = 1", "version 1 of fragment 0 has the digest 'd'"),
-        ("DELETE FROM history WHERE version = 1", "version 1 of fragment 0"),
-        ("UPDATE versions SET digest = 'd' WHERE version = 2", "version 2 of fragment 0 has the digest 'd'"),
+        ("UPDATE history SET digest = 'd' WHERE version = 1", "version 1 has the digest 'd'"),
+        ("DELETE FROM history WHERE version = 1", "version 1"),
+        ("UPDATE versions SET digest = 'd' WHERE version = 2", "version 2 has the digest 'd'"),
         ("UPDATE heads SET version = 1", "version 2 is above the head"),
-        ("UPDATE heads SET version = 3", "fragment 0 has the head 3"),
+        ("UPDATE heads SET version = 3", "the head is version 3, but entry"),
         ("UPDATE meta SET finished = 1", "the run is finished"),
         (
             "INSERT INTO tickets (ticket, site, fragment, base_version, state, digest, weight, version) "
@@ -315,7 +315,7 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
         ),
         (
             "INSERT INTO history (fragment, version, digest, summary_json, created_at) VALUES (0, 0, '', '', '')",
-            "version 2 of fragment 0",
+            "version 2",
         ),
     ],
 )

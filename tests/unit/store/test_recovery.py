@@ -102,7 +102,7 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     store, lost = begin(tmp_path)
     assert store.versions.head().version == 1
     # Tickets 3 and 4 went into version 2, ticket 5 was based on it.
-    assert lost[0].startswith("Version 2 of fragment 0 was lost; the run continues from version 1: 3 updates")
+    assert lost[0].startswith("Version 2 was lost; the run continues from version 1: 3 updates")
     assert [store.tickets.get(ticket).state for ticket in (1, 2, 3, 4, 5)] == ["counted"] * 2 + ["expired"] * 3
     assert "was lost" in store.tickets.get(3).reason
     assert store.run_log.rounds() == ()
@@ -114,7 +114,7 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
     freeze(store, 1, {6: "a", 7: "b"})
     with pytest.raises(
-        StoreError, match=r"Version 2 of fragment 0 cannot be begun: the newest version is 1, and the next one is 3\."
+        StoreError, match=r"Version 2 cannot be begun: the newest version is 1, and the next one is 3\."
     ):
         store.versions.begin(0, 2)
     assert write_version(store, 3, (6, 7)).version == 3
@@ -233,8 +233,8 @@ def test_a_ticket_without_its_file_starts_from_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shapes", "complaint"),
     [
-        (replace(SHAPES, update_bytes=23), "'spool' for fragment 0: 24 bytes. With these settings: 23 bytes"),
-        (replace(SHAPES, state=None), "'state' for fragment 0: 20 bytes. With these settings: no file"),
+        (replace(SHAPES, update_bytes=23), "'spool': 24 bytes. With these settings: 23 bytes"),
+        (replace(SHAPES, state=None), "'state': 20 bytes. With these settings: no file"),
         (replace(SHAPES, version=FileShape(40, b"other:::", SHAPES.version.regions)), "40 bytes, but other tensors"),
     ],
 )

@@ -152,8 +152,8 @@ class LocalRounds:
                 draft.abandon()
                 if isinstance(error, BaseDamaged):
                     raise StateCorrupt(
-                        f"Version {base_version} of fragment {fragment} was damaged on disk while the server was "
-                        f"running: {error.message}",
+                        f"Version {base_version}{store.journal.of(fragment)} was damaged on disk while the server "
+                        f"was running: {error.message}",
                         f"Check the disk of {store.slots.folder}, then start the server again: it continues from "
                         "the newest undamaged version.",
                     ) from error

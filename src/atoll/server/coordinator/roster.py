@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
-from atoll.format_text import visible
+from atoll.format_text import of_fragment, visible
 from atoll.protocol import messages, status_messages
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
@@ -266,9 +266,8 @@ class Attendance:
         """Record the sites that a round waits for. Sites that the round no longer waits for stay in the record."""
         fragment, sites = effect.fragment, effect.expected
         if isinstance(effect, events.RoundOpened):
-            LOG.debug(
-                "round %d of fragment %d is open for %s", state.rounds[fragment].number, fragment, ", ".join(sites)
-            )
+            of = of_fragment(fragment if len(state.rounds) > 1 else None)
+            LOG.debug("round %d%s is open for %s", state.rounds[fragment].number, of, ", ".join(sites))
             self._expected[fragment] = set()
         self._expected.setdefault(fragment, set()).update(sites)
 

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
+from atoll.format_text import of_fragment
 from atoll.json_files import read_note, write_note
 from atoll.protocol import messages, routes
 from atoll.protocol.messages import VersionRef
@@ -308,8 +309,8 @@ class Puller:
             else:
                 self._from_workers(self.sources, version, pull)
 
-        of = "" if self.number is None else f" of fragment {self.number}"
-        with progress(f"{session.site}: pulling version {version}{of}", sum(part.nbytes for part in missing)) as bar:
+        what = f"pulling version {version}{of_fragment(self.number)}"
+        with progress(f"{session.site}: {what}", sum(part.nbytes for part in missing)) as bar:
             session.patiently(fetch, retries, f"pull version {version}")
 
     def _from_workers(self, peers: Sources, version: int, pull: Callable[[Ranges, str], None]) -> None:

@@ -35,6 +35,7 @@ from atoll.algorithms.optimizer_hooks import (
 )
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
+from atoll.format_text import of_fragment
 from atoll.protocol.messages import VersionRef
 from atoll.protocol.values import UpdateInfo
 from atoll.tensors.arrays import require_model
@@ -817,8 +818,9 @@ def require_agrees(state: Mapping[str, Any], joined: Participation) -> None:
     for fragment, (then, now) in enumerate(zip(state["versions"], current["versions"], strict=False)):
         if now < then:
             has = f"version {now}" if now >= 0 else "no version"
+            of = of_fragment(fragment if len(current["versions"]) > 1 else None)
             raise UsageError(
-                f"The checkpoint was written when the site trained from version {then} of fragment {fragment}, but "
+                f"The checkpoint was written when the site trained from version {then}{of}, but "
                 f"the site's folder {str(joined.folder)!r} has {has}. So this is another folder, or an older backup "
                 "of it.",
                 f"Use the folder that the site had when the checkpoint was written. {WITHOUT}",

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from atoll.errors import is_transient
+from atoll.format_text import of_fragment
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Accepted, Finished, Lost, Next, Open, Refused, TooLate, UpdateInfo, Wait, require
 from atoll.runtime import Latch
@@ -363,9 +364,9 @@ class Synchroniser:
         for pending in list(self._pending):
             if not pending.done.wait(max(0.0, end_s - time.monotonic())):
                 LOG.warning(
-                    "%s: the new version of fragment %d did not arrive within %g s; the model does not contain it",
+                    "%s: the new version%s did not arrive within %g s; the model does not contain it",
                     self._session.site,
-                    pending.fragment.index,
+                    of_fragment(pending.fragment.exchange.local.number),
                     DRAIN_S,
                 )
                 self.abandon()
@@ -725,7 +726,7 @@ class Synchroniser:
         Raises:
             UpdateRefused: too many updates in a row were refused.
         """
-        of = "" if self._is_whole else f" of fragment {fragment.index}"
+        of = of_fragment(fragment.exchange.local.number)
         LOG.warning("%s: refused: the steps%s since version %d are lost", self._session.site, of, fragment.version)
         fragment.exchange.refused(refusal)
 
