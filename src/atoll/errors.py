@@ -438,13 +438,14 @@ def _print_and_exit(kind: type[BaseException], error: BaseException, trace: Trac
         raise SystemExit(error.exit_code)
 
 
-_PACKAGES = {"site-packages", "dist-packages"}
-"""Folders of installed packages. Frames in them, such as torch's between a script and a hook, are skipped."""
+_PACKAGES, _LIBRARY = {"site-packages", "dist-packages"}, Path(traceback.__file__).parent
+"""Folders of installed packages, and of Python's library. Frames in them, such as torch's between a script and a hook,
+are skipped."""
 
 
 def _last_place_of_user_code(trace: TracebackType | None) -> str:
-    """Return the last place in a traceback outside of Atoll and installed packages, such as `train.py, line 7`."""
-    inside = str(Path(__file__).parent)
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(inside)]
-    frames = [each for each in frames if _PACKAGES.isdisjoint(Path(each.filename).parts)] or frames
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    """Return the last place in a traceback outside of Atoll, packages and Python's library: `train.py, line 7`."""
+    frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(trace)]
+    frames = [(path, line) for path, line in frames if not path.is_relative_to(Path(__file__).parent)]
+    own = [each for each in frames if _PACKAGES.isdisjoint(each[0].parts) and not each[0].is_relative_to(_LIBRARY)]
+    return "{}, line {}".format(*(own or frames)[-1]) if frames else ""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +177,32 @@ def test_an_error_in_a_hook_of_the_optimizer_names_the_line_of_the_script_not_to
     with pytest.raises(SystemExit):
         sys.excepthook(UsageError, raised.value, raised.tb)
     assert capsys.readouterr().err.rstrip().endswith(f"({__file__}, line {line})")
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    "enter",
+    [
+        lambda stack, loop: stack.enter_context(loop),
+        lambda stack, loop: stack.enter_context(ThreadPoolExecutor()).submit(loop.start).result(),
+    ],
+    ids=["exit stack", "thread pool"],
+)
+def test_an_error_below_a_function_of_python_names_the_line_of_the_script(
+    tmp_path: Path,
+    enter: Callable[[ExitStack, atoll.DiLoCo], object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    model = nn.Linear(8, 4)
+    loop = atoll.DiLoCo(model, torch.optim.SGD(model.parameters()), server=NO_SERVER, site="a", folder=tmp_path)
+    with pytest.raises(ServerLost) as raised, ExitStack() as stack:
+        enter(stack, loop)
+    last = [each.lineno for each in traceback.extract_tb(raised.tb) if each.filename == __file__][-1]
+    with pytest.raises(SystemExit):
+        sys.excepthook(raised.type, raised.value, raised.tb)
+    assert capsys.readouterr().err.rstrip().endswith(f"({__file__}, line {last})")
 
 
 @pytest.mark.usefixtures("at_once")
