@@ -31,7 +31,7 @@ TEMPORARY, FOLDER = "/tmp", "atoll-ray-"
 """If the simulation starts Ray: where to create the folder of Ray's files, and the prefix of the folder's name. The
 paths of Ray's sockets must be short."""
 ACTOR = "atoll-actor-"
-"""Prefix of the name of an actor's folder; the actor's process id follows."""
+"""Prefix of the name of an actor's folder; its host and its process id follow."""
 END_S = 2.0
 """Seconds that an idle actor gets to remove its files before it is killed."""
 INSTALL = "Install it with pip install 'atoll[ray]', or use the engine 'local', which does not need Ray."
@@ -47,9 +47,9 @@ class Actor:
 
     def __init__(self, beginning: dict[str, Any], folder: str | None) -> None:
         os.dup2(2, 1)  # the script's output must not mix with a summary on standard output
-        temporary = folder or tempfile.gettempdir()
-        remove_left_behind(temporary, ACTOR)
-        self._folder = tempfile.TemporaryDirectory(dir=temporary, prefix=f"{ACTOR}{os.getpid()}-")
+        temporary, prefix = folder or tempfile.gettempdir(), f"{ACTOR}{socket.gethostname()}_"  # machines may share it
+        remove_left_behind(temporary, prefix)
+        self._folder = tempfile.TemporaryDirectory(dir=temporary, prefix=f"{prefix}{os.getpid()}-")
         begun = Beginning.model_validate({**beginning, "sites": self._folder.name})
         self._error: AtollError | None = None
         self._base, self._spool = (nameless_file(Path(self._folder.name)) for _ in range(2))

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,3 +181,26 @@ def test_what_a_killed_simulation_has_left_of_its_ray_is_removed() -> None:
         assert alive.exists()
     finally:
         alive.rmdir()
+
+
+def test_an_actor_removes_what_killed_ones_of_its_own_machine_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines share the folder of temporary files; a process runs on the other one alone."""
+    from atoll.simulate import ray_actors
+
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(ray_actors, "Beginning", SimpleNamespace(model_validate=lambda _: None))
+    monkeypatch.setattr(ray_actors, "SiteTrainer", lambda _: None)
+    monkeypatch.setattr(os, "getpid", lambda: 2**22 + 1)  # no process has a number above 2²²
+    actors = {}
+    for host in ("node-1", "node-2", "node-2"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        actors[host] = ray_actors.Actor({}, str(tmp_path))  # node-2's first is never told to end
+    assert sorted(path.name.partition("_")[0] for path in tmp_path.iterdir()) == [
+        "atoll-actor-node-1",
+        "atoll-actor-node-2",
+    ]
+    for actor in actors.values():
+        actor.end()
+    assert list(tmp_path.iterdir()) == []
