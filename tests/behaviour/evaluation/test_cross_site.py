@@ -25,7 +25,7 @@ from evaluation_world import (
     start_site,
 )
 from harness.processes import Nursery, Process, free_port, wait_until
-from kit import ForkedServer, together, write_run_file
+from kit import ForkedServer, Threads, together, write_run_file
 from kit.processes import url_of
 from kit.servers import PLAIN_DILOCO
 from safetensors.torch import save_file
@@ -233,6 +233,27 @@ def test_sends_each_model_to_the_server_once(tmp_path: Path) -> None:
     assert 3 * nbytes <= run.bytes_up < 3.03 * nbytes
     assert 8 * nbytes <= run.bytes_down < 9.09 * nbytes
     assert list((tmp_path / "state" / "objects").glob("*")) == []
+
+
+@pytest.mark.covers("P9")
+@pytest.mark.parametrize("name", ["", "cross_site_evaluation.md"])
+def test_an_evaluation_waits_for_exports_that_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """A file takes the place of the folder, or a folder that of a file in it: nothing is evaluated again."""
+    monkeypatch.setattr("atoll.server.coordinator.background_writes.RETRY_S", 0.05)
+    big_models(tmp_path, 4, "a")
+    with evaluation_server(tmp_path, **ALONE, **{"rounds.sites": 1}, has_model=False) as server:
+        server.exports.rename(tmp_path / "away")
+        (server.exports / name).mkdir(parents=True) if name else server.exports.write_text("")
+        site = Threads(partial(evaluate_big, server, tmp_path, "a"))
+        said = f"the evaluation could not be saved: {server.exports / name} cannot be used ("
+        said = said if name else f"the evaluation could not be saved: The folder {server.exports} cannot be made ("
+        wait_until(lambda: said in caplog.text, "a word at the end")
+        (server.exports / name).rmdir() if name else server.exports.unlink()
+        server.run()
+        site.join()
+    assert losses(matrix_of(tmp_path)) == {"a": {"a": 0.0}}
 
 
 @pytest.mark.covers("P9", "D1")

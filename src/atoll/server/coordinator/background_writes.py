@@ -456,7 +456,7 @@ class BackgroundWriter:
         self._measured = measured
         try:
             async with self._best_in_turn:
-                await self._saved("the best version", functools.partial(self.best.save, measured))
+                await self.saved("the best version", functools.partial(self.best.save, measured))
             self.persistor.save_best(self._plan, self._store, measured, self.best.path, self.best.metric)
         except Gone:
             self._measured = None
@@ -477,16 +477,16 @@ class BackgroundWriter:
         if self._plan.is_swarm:
             return "each site writes it to its own folder"
         elsewhere = f" Or: atoll export model.safetensors --dir {shlex.quote(str(self._settings.disk.state_dir))}."
-        path = await self._saved("the result", self.exports.save, LAST + elsewhere)
+        path = await self.saved("the result", self.exports.save, LAST + elsewhere)
         heads = self._store.versions.heads()
         await asyncio.wrap_future(self.persistor.save(self._plan, self._store, heads, final=True))
         return path
 
     async def save_metrics(self) -> None:
         """At the end of the run: write the metrics file again, because lines may be missing."""
-        await self._saved(METRICS, self.exports.rewrite_metrics, LAST)
+        await self.saved(METRICS, self.exports.rewrite_metrics, LAST)
 
-    async def _saved(self, what: str, save: Callable[[], T], then: str = "") -> T:
+    async def saved(self, what: str, save: Callable[[], T], then: str = "") -> T:
         """Run `save` in a thread. Repeat it while space, file descriptors or a usable export folder are lacking."""
         loop, problem = asyncio.get_running_loop(), f"{what} could not be saved"
 

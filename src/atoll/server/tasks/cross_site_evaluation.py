@@ -34,7 +34,7 @@ from atoll.config.workflow_settings import file_name_of
 from atoll.errors import AtollError, ConfigError, Gone, RunFailed
 from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, ObjectKey, markdown
-from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model
+from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model, made
 from atoll.server.tasks.task_queue import TaskPayload
 from atoll.server.tasks.workflow_controller import Controller, Progress, progress_of, why_gone
 from atoll.tensors.lazy_tensors import LazyState
@@ -93,7 +93,8 @@ def cross_site_evaluation(
         controller.ask(matrix.fill())
     evaluation = matrix.so_far(finished=True)
     run.workflows.evaluated = lambda: evaluation
-    _export(evaluation, run.background.exports.folder, controller.name)
+    folder = run.background.exports.folder
+    controller.ask(run.background.saved("the evaluation", lambda: _export(evaluation, folder, controller.name)))
     return evaluation
 
 
@@ -482,14 +483,15 @@ def _export(evaluation: Evaluation, folder: Path, workflow: str) -> None:
     """Write the matrix as JSON and as Markdown, each file atomically.
 
     Raises:
+        StoreError: the export folder cannot be made or written.
         RunFailed: no evaluation gave a value.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     name = file_name_of(workflow)
-    for suffix, text in ((".json", evaluation.model_dump_json(indent=2) + "\n"), (".md", markdown(evaluation))):
-        temporary = folder / f".{name}{suffix}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / f"{name}{suffix}")
+    with made(folder):
+        for suffix, text in ((".json", evaluation.model_dump_json(indent=2) + "\n"), (".md", markdown(evaluation))):
+            temporary = folder / f".{name}{suffix}.tmp"
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, folder / f"{name}{suffix}")
     values = sum(bool(cell.metrics or cell.not_finite) for cell in evaluation.cells)
     LOG.info("%d of %d evaluations have a result, see %s", values, len(evaluation.cells), folder / f"{name}.md")
     if not values:
