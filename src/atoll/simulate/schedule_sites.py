@@ -163,7 +163,7 @@ class SiteScheduler:
             AtollError: the run or the engine failed.
         """
         await self._join()
-        watching = [asyncio.ensure_future(each) for each in (self._watch(), self._free_processes())]
+        watching = [self._run.spawn(each) for each in (self._watch(), self._free_processes())]
         try:
             while not self._run.finished.is_set():
                 self._news.clear()

@@ -330,6 +330,19 @@ def test_simulated_sites_that_never_return_do_not_keep_the_processes(
     assert "site-0000 did not return within 1 s" in caplog.text
 
 
+@pytest.mark.covers("V2")
+def test_a_bug_in_what_frees_the_processes_ends_the_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: Any) -> None:
+        raise KeyError("w")
+
+    monkeypatch.setattr(schedule_sites, "LEAST_PATIENCE_S", 0.1)
+    monkeypatch.setattr(Engine, "free", bug)
+    rules = {"rounds.quorum": 3, "rounds.deadline_s": 0.5}
+    simulated = simulation(tmp_path, doing("        __import__('time').sleep(100000)\n"), **rules)
+    with pytest.raises(RunFailed, match=r"The server failed: KeyError\('w'\)"):
+        together(simulated.run, timeout_s=60)
+
+
 @pytest.mark.covers("V5", "X3")
 @pytest.mark.parametrize(
     ("flags", "settings", "why"),
