@@ -195,13 +195,13 @@ class Listener:
 
     async def _accept(self) -> None:
         while True:
-            await self._connection_waits()
             try:
+                await self._connection_waits()
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
             except (ConnectionError, BlockingIOError, InterruptedError):  # the peer closed before the accept
                 continue
-            except OSError as error:  # no descriptor left
+            except OSError as error:  # no descriptor left, or the system can watch no more of them
                 self._say("a connection could not be accepted: %s", error.strerror)
                 await asyncio.sleep(PAUSE_S)
                 continue

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import http.client
 import json
 import logging
+import os
 import resource
 import socket
 import ssl
@@ -74,6 +77,26 @@ def test_connected_clients_stay_and_others_come_in_when_there_is_room(
         for one in silent:
             one.close()
         wait_until_let_in(lambda: http.client.HTTPConnection("127.0.0.1", server.port, timeout=30))
+
+
+def test_accepts_connections_again_after_the_system_could_not_watch_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the limit of a user's epoll watches is reached."""
+    add_reader, failed = asyncio.SelectorEventLoop.add_reader, list[int]()
+
+    def fails_once(loop: asyncio.SelectorEventLoop, file: Any, *call: Any) -> None:
+        if not failed:
+            failed.append(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        add_reader(loop, file, *call)
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_reader", fails_once)
+    with plain_server(tmp_path, nn.Linear(2, 2)) as server:
+        worker = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        assert healthy(worker)
+        worker.close()
+    assert "a connection could not be accepted: No space left on device" in caplog.text
 
 
 def test_as_many_files_as_the_system_allows_may_be_open() -> None:
