@@ -1,4 +1,4 @@
-"""HTTP client for requests with pydantic models as messages. `part_transfer.py` uploads and downloads tensors.
+"""HTTP client for messages that are pydantic models. Tensors are uploaded and downloaded by `part_transfer.py`.
 
 If the server answers with an error, the client raises an error of the same class. A failure of the network becomes
 `ServerUnreachable` or `TransferStalled`. This module never retries a request.
@@ -65,9 +65,9 @@ class Response(http.client.HTTPResponse):
 
 
 class _HeaderLines:
-    """A stream of header lines that raises `IncompleteRead` if it ends within a line, or before the last line.
+    """A stream of header lines that raises `IncompleteRead` if it ends before the blank line that ends the headers.
 
-    A stream that ends before its first byte returns b"", as other streams do.
+    If the stream is empty, it raises no error and returns b"", as other streams do.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -84,16 +84,17 @@ class _HeaderLines:
         self._stream.close()
 
 
-# -- A watch that ends calls on a network that silently drops packets. There, no error of the connection would end them.
+# -- A watch that ends calls on a network that silently drops packets. On such a network, a connection reports no error,
+# so without the watch a call would wait forever.
 #
-# While a call is unanswered, the watch sends heartbeats. If the server answers them, the call may go on waiting: the
-# server waits for other sites. If two heartbeats in a row stay unanswered, the network is lost, and the watch ends
-# every call that began before them.
+# While a call is unanswered, the watch sends heartbeats. If the server answers the heartbeats, the call may go on
+# waiting: the server waits for other sites. If two heartbeats in a row stay unanswered, the network is lost, and the
+# watch ends every call that has moved no byte since the first of the two.
 #
 # After one unanswered heartbeat, older connections may be dead, because a firewall may have forgotten them during the
 # outage. The server would then answer heartbeats on new connections, but never the old call. So when a later heartbeat
-# is answered, the watch ends every call that is older than the unanswered heartbeat. The caller tries again on a new
-# connection.
+# is answered, the watch ends every call that has moved no byte since the unanswered heartbeat. The caller tries again
+# on a new connection.
 
 
 class Call(Protocol):
@@ -101,7 +102,10 @@ class Call(Protocol):
 
     @property
     def moved_s(self) -> float:
-        """When the last byte was sent or received, by `time.monotonic`; before the first byte, when the call began."""
+        """Time at which a transfer last sent or received a byte, by `time.monotonic`.
+
+        For a request, and for a transfer before its first byte, this is the time at which the call began.
+        """
         ...
 
     def give_up(self) -> None:
@@ -133,8 +137,8 @@ class Watch:
         """Start the thread that watches the calls.
 
         Args:
-            answers: function that sends a heartbeat, and returns within `every_s` whether the server has answered it.
-                If not, the function also calls `missed`.
+            answers: function that sends a heartbeat, and returns within `every_s` seconds whether the server has
+                answered. If the server has not answered, the function also calls `missed`.
             every_s: seconds that a call may stay unanswered before a heartbeat is sent.
         """
         if self._thread is None:
@@ -188,7 +192,7 @@ class Watch:
             self._give_up(begin_s)
 
     def _wait_for_quiet(self) -> bool:
-        """Wait until a call has been unanswered for `every_s` seconds. Return False if the watch is closed first."""
+        """Wait until a heartbeat is due: a call has moved no byte for `every_s` seconds. If closed, return False."""
         with self._changed:
             while not self._closed:
                 if not self._calls:
@@ -208,7 +212,8 @@ class Watch:
     def _try(self, begin_s: float) -> bool:
         """Send a heartbeat.
 
-        Return True if the server has answered since `begin_s`, or if no call is waiting any more.
+        Return True if the server has answered since `begin_s`, if every call has ended or moved a byte since then, or
+        if the watch is closed.
         """
         end_s = time.monotonic() + self._every_s
         if self._answers():
@@ -361,7 +366,7 @@ class Http:
         self._pool.close()
 
     def drop_idle(self) -> None:
-        """Record an unanswered heartbeat. Do not use the idle connections any more, because they may be dead."""
+        """Record an unanswered heartbeat, and use no idle connection any more: all of them may be dead."""
         self.watch.missed()
         self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 
@@ -443,7 +448,7 @@ class Http:
         except ValidationError as error:
             raise VersionSkew(
                 f"The answer of {self.server} is not a valid {reply.__name__}: {error.errors()[0]['msg']}.",
-                "Check that an Atoll server of the same version as this worker runs there.",
+                "Check that the address is that of an Atoll server, and use the same version of Atoll on both sides.",
             ) from error
 
 

@@ -26,7 +26,8 @@ from atoll.transport.tls import accept_tls
 LOG = logging.getLogger("atoll.server")
 
 MOST_FILES = 2**16
-"""Highest limit of open files that Atoll sets. With a higher one, each child process would take long to close them."""
+"""Highest limit of open files that Atoll sets. With a higher limit, each child process would take long to close all
+descriptors up to the limit."""
 RESERVED_FILES = 256
 """Number of descriptors reserved for tensor files, journal and exports, and for the program that embeds the server."""
 FILES_OF_ONE = 2
@@ -40,7 +41,10 @@ SAY_S = 60.0
 
 
 def raise_files_limit() -> int:
-    """Raise this process's limit of open files to `MOST_FILES`, or to the system's limit if it is lower. Return it."""
+    """Raise this process's limit of open files to `MOST_FILES`, or to the hard limit if that is lower.
+
+    Return the limit that is now in effect.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -66,11 +70,11 @@ def listen(host: str, ports: Sequence[int], *, setting: str, remedy: str) -> soc
     Args:
         host: an address of this machine.
         ports: the ports to try, in this order; 0: any free port.
-        setting: name of the setting that has `host`, for error messages.
+        setting: name of the setting or argument that `host` comes from, for error messages.
         remedy: advice for the error message if no port is free.
 
     Raises:
-        PortInUse: other programs use the ports.
+        PortInUse: none of the ports can be used: other programs use them, or this user is not allowed to.
         ConfigError: the address does not belong to this machine.
     """
     try:
@@ -117,7 +121,7 @@ def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, 
         read_bufsize=read_bytes,
         max_line_size=routes.HEADER_BYTES // 2,
         max_field_size=routes.HEADER_BYTES // 2,
-        auto_decompress=False,  # no worker compresses a body; a broken one would write a traceback into the log
+        auto_decompress=False,  # no worker compresses bodies; an invalid one would put a traceback into the log
         keepalive_timeout=KEEPALIVE_S,
         shutdown_timeout=linger_s,
     )
@@ -184,7 +188,7 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _connection_waits(self) -> None:
-        """Wait until a connection can be accepted. A cancelled `loop.sock_accept` could lose one, so it is not used."""
+        """Wait until a connection can be accepted. `loop.sock_accept` is not used: if cancelled, it can lose one."""
         loop = asyncio.get_running_loop()
         heard = asyncio.Event()
         loop.add_reader(self._listener, heard.set)

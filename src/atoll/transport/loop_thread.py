@@ -90,7 +90,7 @@ class LoopThread:
             self._calls.discard(answer)
 
     def stop(self) -> None:
-        """Set `stopping`, and wait until the thread has ended. Do not wait if called in this thread. Idempotent."""
+        """Set `stopping`, and wait until the thread has ended. If called by that thread, do not wait. Idempotent."""
         if self._loop is None:
             return
         with contextlib.suppress(RuntimeError):

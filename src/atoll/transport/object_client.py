@@ -58,7 +58,7 @@ LOOK_S = 0.05
 
 
 def chunk_sizes(default: ChunkSizes | None = None) -> ChunkSizes:
-    """Return the sizes in bytes of the parts of published objects.
+    """Return the part sizes of published objects, in bytes.
 
     The environment variables ATOLL_WORKFLOW__TENSOR_PART_BYTES and ATOLL_WORKFLOW__ARRAY_PART_BYTES override `default`.
 
@@ -267,8 +267,9 @@ def publish(
             `ATOLL_WORKFLOW__TENSOR_PART_BYTES` for torch tensors and `ATOLL_WORKFLOW__ARRAY_PART_BYTES` for NumPy
             arrays, else 8 MiB.
         expires_s: seconds until the object expires. A server may expire it earlier.
-        server: address of an Atoll server that is to keep the object. Use it if receivers cannot connect to this
-            process. By default, this process serves the object on loopback. For another address, use `Publisher`.
+        server: address of an Atoll server that is to keep the object, for receivers that cannot connect to this
+            process. By default, this process serves the object on loopback. To serve it on another address, use
+            `Publisher`.
         abort: event that ends the upload to a server.
         idle_timeout_s: seconds without a byte after which the upload fails. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
@@ -445,8 +446,8 @@ def fetch(
         ref: the reference that `atoll.objects.publish` returned, or its text.
         idle_timeout_s: seconds without a byte after which a connection fails. Default:
             `ATOLL_NETWORK__IDLE_TIMEOUT_S`, else 60.
-        optional: whether to return None if `ref` is None, if the object has expired or was withdrawn, or if its process
-            has ended.
+        optional: whether to return None if `ref` is None, if the object has expired or was withdrawn, or if the process
+            that serves it does not answer.
         abort: event that ends the transfer.
         to_disk: True, or a folder, to download to an unnamed file, and read each tensor at its first use. The file is
             deleted with the last value that uses it. A flat dict of tensors becomes a `LazyState`. In any other object,
@@ -469,7 +470,7 @@ def fetch(
     if ref is None:
         if optional:
             return None
-        raise UsageError("fetch got None instead of a reference.", "Pass optional=True if it may be missing.")
+        raise UsageError("fetch got None instead of a reference.", "If there may be no reference, pass optional=True.")
     if into is not None and to_disk:
         raise UsageError("fetch got both into and to_disk.", "Use only one of them.")
     ref = ref if isinstance(ref, TensorRef) else TensorRef.parse(ref)
@@ -624,7 +625,7 @@ class _Fetching:
         self._pull(self._data_parts(), [], scatter)
 
     def _pull(self, parts: Sequence[Part], sinks: Sequence[Sink], into: Memory | None = None) -> None:
-        """Download parts, and retry until all are complete. If the manifest has the object's bytes, copy them."""
+        """Download parts, and retry until all are complete. If the manifest contains the bytes, copy them from it."""
         inline = self._inline
         if inline is not None:
             for part in parts:
@@ -681,7 +682,7 @@ class _Fetching:
         """
         keys = self._contents.by_key()
         if keys is None:
-            raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Fetch it without the argument into.")
+            raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Call fetch without into=….")
         for one, other, where in ((targets, keys, "only the target has"), (keys, targets, "only the object has")):
             lacking = next((name for name in one if name not in other), None)
             if lacking is not None:
@@ -714,14 +715,14 @@ class _Fetching:
             )
         if isinstance(error, AuthError):
             return AuthError(
-                f"The publisher of reference {ref.name} refuses its secret.",
+                f"The publisher refuses the secret of reference {ref.name}.",
                 "Use the reference exactly as its publisher gave it.",
             )
         if isinstance(error, ServerUnreachable):
             return ServerUnreachable(
                 f"The publisher of reference {ref.name} does not answer: {error.message}",
-                "An object exists only while its publisher runs: restart it, and publish again. Or let the "
-                "server keep the object: publish(..., server=...).",
+                "An object exists only while its publisher runs. Start the publisher again, and publish again. Or let "
+                "the server keep the object: publish(..., server=...).",
             )
         if isinstance(error, PartCorrupt | BadRequest | TransferStalled) and ref.name not in error.message:
             return type(error)(f"Reference {ref.name} cannot be fetched: {error.message}", error.remedy)
@@ -770,5 +771,5 @@ def _writable(name: str, value: Any) -> Any:
 
 def _mismatch(what: str, how: str) -> SchemaMismatch:
     return SchemaMismatch(
-        f"{what} does not fit: {how}.", "Pass a target with the published names, dtypes and shapes, or leave into out."
+        f"{what} does not fit: {how}.", "Pass a target with these names, dtypes and shapes, or fetch without into=…."
     )

@@ -7,7 +7,7 @@ part, the error is raised.
 Ctrl-C interrupts only the main thread, usually while it waits in this module. An interrupted call ends all its
 transfer threads before it returns: they must not use files that the caller is about to close, and must not keep the
 process alive on a stalled network. After a second interrupt, a thread may remain. Such a thread has its own copy
-of the file descriptor, so it never reads another file that has got the same number.
+of the file descriptor, so it never reads a file that was opened later and got the same descriptor number.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the body of a part: to aiohttp, this request has no body, and a pool thread rece
 thread receives the bytes that have arrived, waits a moment for more, and returns the socket to the event loop. So a
 stalled peer blocks no thread, and all connections are served in turn.
 
-A body is kept from aiohttp only if it is certain where each request ends. That requires that the connection has sent
+A body bypasses aiohttp only if it is certain where each request ends. That requires that the connection has sent
 only GETs without a body and parts with a Content-Length, in plain HTTP/1.1. After any other request, all bytes of the
 connection go to aiohttp. With TLS the socket carries encrypted bytes, so bodies come from aiohttp's streams.
 `receive_part` handles both cases alike, through the protocol `Body`.
@@ -57,7 +57,7 @@ Fill = Callable[[memoryview], int]
 
 
 class PartSink(Protocol):
-    """The destination of the bytes of one part, which come in order."""
+    """The destination of one part. It gets the bytes of the part in order."""
 
     @property
     def complete(self) -> bool:
@@ -199,7 +199,7 @@ def break_off(request: web.Request) -> None:
 
 @asynccontextmanager
 async def _body_of(request: web.Request) -> AsyncIterator[Body]:
-    """Yield the body of a request. It comes from the socket if the interceptor has kept it from aiohttp."""
+    """Yield the body of a request: from the socket if the body bypasses aiohttp, else from aiohttp's stream."""
     interceptor = interceptor_of(request)
     if interceptor is not None and interceptor.body_bytes:
         with interceptor.dup_socket() as sock:
@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Yield the number of bytes to read at once: `WIDE_BYTES`, or `NARROW_BYTES` if `WIDE` parts use `WIDE_BYTES`."""
+    """Yield the number of bytes to read at once: `WIDE_BYTES`, or `NARROW_BYTES` if `WIDE` others use `WIDE_BYTES`."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -262,7 +262,7 @@ def _run_bytes() -> Iterator[int]:
 
 
 class _SocketBody:
-    """A body that the interceptor keeps from aiohttp. It is received directly from the socket."""
+    """A body that bypasses aiohttp: it is received directly from the socket."""
 
     def __init__(self, interceptor: BodyInterceptor, sock: socket.socket) -> None:
         self._interceptor, self._socket = interceptor, sock
@@ -342,7 +342,7 @@ _NOT_PLAIN = frozenset(
 
 
 class BodyInterceptor(asyncio.Protocol):
-    """Stands between a connection and aiohttp. Keeps the bodies of parts from aiohttp: threads receive them.
+    """Stands between a connection and aiohttp. The bodies of parts bypass aiohttp: pool threads receive them.
 
     Args:
         inner: aiohttp's protocol for this connection.
@@ -492,7 +492,7 @@ class BodyInterceptor(asyncio.Protocol):
 
     @property
     def body_bytes(self) -> int:
-        """Number of bytes of a part's body that a thread has to receive; 0 if no body is kept from aiohttp."""
+        """Number of bytes of a part's body that a thread has still to receive; 0 if no body bypasses aiohttp."""
         return self._body_left
 
     def dup_socket(self) -> socket.socket:
@@ -507,7 +507,7 @@ class BodyInterceptor(asyncio.Protocol):
         return found.dup()
 
     def filler(self, sock: socket.socket) -> Fill:
-        """Return a function that receives bytes of a part, for at most `SLICE_S` seconds. Then others get a turn."""
+        """Return a function that receives bytes of a part. After `SLICE_S` seconds it returns 0: others get a turn."""
         until_s = time.monotonic() + SLICE_S
 
         def fill(room: memoryview) -> int:

@@ -79,7 +79,7 @@ def test_what_is_withdrawn_is_gone_and_its_disk_given_back() -> None:
 @pytest.mark.parametrize(
     ("field", "error", "words"),
     [
-        ("secret", AuthError, "refuses its secret"),
+        ("secret", AuthError, "refuses the secret of reference"),
         ("object", Gone, "is no longer valid"),
         ("digest", PartCorrupt, "is not the expected one"),
     ],
