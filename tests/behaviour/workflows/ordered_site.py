@@ -8,7 +8,6 @@ rounds. `bare`: it has no handlers.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 import atoll
+from atoll.testing.run import wait_until
 
 server, site, *words = sys.argv[1:]
 net, rounds = nn.Linear(1, 1, bias=False), []
@@ -27,13 +27,8 @@ def count(payload: Any) -> dict[str, int]:
 
 def hold(payload: Any) -> str:
     Path(f"{site}.holds").touch()
-    wait_for("hold.go")
+    wait_until(Path("hold.go").exists, "hold.go", 60.0)
     return "held"
-
-
-def wait_for(name: str) -> None:
-    while not Path(name).exists():
-        time.sleep(0.01)
 
 
 with atoll.join(server, site) as worker:
