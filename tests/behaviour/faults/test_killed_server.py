@@ -278,7 +278,7 @@ def test_a_finished_run_that_is_started_again_stays_as_it_is_and_says_how_to_go_
         server.run()
     assert Result(tmp_path).bits == undisturbed.bits
     assert metrics.read_text() == before != ""
-    assert "this run had ended. To train on, raise rounds.total" in caplog.text
+    assert "this run has ended. To train further, raise rounds.total" in caplog.text
 
 
 MORE_MB = 100.0

@@ -167,7 +167,7 @@ def test_a_persistor_that_fails_ends_its_own_call_and_not_the_server(
         ({"w": 1}, {}, "must return a dict of tensors, but returned a dict"),
         (None, {}, "The run has no initial model"),
         (START, {"model.persistor.shelves": 3}, "Write its keyword arguments next to the path in model.persistor"),
-        (START, {"model.persistor.path": "json:loads"}, "is a function without load, save and save_best"),
+        (START, {"model.persistor.path": "json:loads"}, "is a function with none of load, save and save_best"),
     ],
 )
 def test_a_persistor_that_cannot_be_used_ends_the_start(

@@ -17,7 +17,7 @@ from atoll.store.store import Store
 LOG = logging.getLogger("atoll.server")
 
 REFUSALS = 5
-"""Number of refused updates in a row after which the server ends the site's lease, so that it stops training."""
+"""Number of refused updates in a row after which the server ends the site's lease, so that the site stops training."""
 LOOK = "check the learning rate, the data and the loss at this site."
 STEPS = "report the number of steps: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
 
@@ -52,7 +52,7 @@ class UpdateAdmission:
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
-        """Accept an update that is completely on disk, and return its ticket. Call `require_plausible` before.
+        """Accept an update that is completely on disk, and return its ticket. Call `require_plausible` first.
 
         Args:
             site: name of the site.
@@ -63,7 +63,7 @@ class UpdateAdmission:
         Raises:
             Conflict: parts are missing, or another update was accepted for this ticket.
             TicketClosed, UpdateRefused: the ticket has expired or was refused.
-            DiskFull: nothing has changed.
+            DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed, and the server ends.
         """
         try:
@@ -84,10 +84,10 @@ class UpdateAdmission:
         return row
 
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
-        """Replace the weight in a site's message by the weight of the site's first update, if the run needs that.
+        """Return a site's message with the weight of the site's first update, if a reducer needs constant weights.
 
-        A run needs that if one of its reducers uses the total weight of all sites, because earlier versions were
-        computed with the first weights. In other runs, return the message unchanged.
+        A reducer needs them if it uses the total weight of all sites: earlier versions were computed with the first
+        weights. In other runs, return the message unchanged.
         """
         kept_weight = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
         if not kept_weight or message.weight == kept_weight:
@@ -154,7 +154,7 @@ def staleness(head: int, version: int, lost: Sequence[int]) -> int:
 
     Args:
         head: number of the newest version.
-        version: number of the version.
+        version: number of an older version.
         lost: numbers of lost versions.
     """
     return max(0, head - version - sum(number > version for number in lost))

@@ -114,7 +114,7 @@ class LocalRounds:
 
         Raises:
             RunFailed: the user's aggregator failed, or the result is not finite; the round stays closed.
-            DiskFull: nothing is lost; the same call can be repeated.
+            DiskFull: the disk is full. Nothing is lost; the same call can be repeated.
             StateCorrupt: the file of the base version is damaged. The next start uses the newest intact version.
             StoreError: the disk failed.
             SyncFailed: fsync failed; the server must end.

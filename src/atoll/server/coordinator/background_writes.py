@@ -272,7 +272,7 @@ def require_files(folder: Path, *, best: bool) -> None:
     """
     for path in [folder / name for name in (MODEL, METRICS, *((BEST_MODEL, BEST_NOTE) if best else ()))]:
         if path.exists() and not path.is_file():
-            raise StoreError(f"{path} is a folder, or a named pipe.", "Move it away, then restart the server.")
+            raise StoreError(f"{path} exists, but is not a plain file.", "Move it away, then restart the server.")
 
 
 def require_no_results(folder: Path) -> None:
@@ -340,7 +340,7 @@ def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
     """Return the warning for a round without a finite value of the metric that `rounds.best_metric` names."""
     has = ", ".join(sorted(summary.metrics)) or "none"
     return (
-        f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so it is "
+        f"round {summary.round} has no finite value of {tracking.metric!r} (its metrics: {has}), so the round is "
         "ignored for the best version and for rounds.early_stop_after. Report the metric: submit(model, "
         f"metrics={{{tracking.metric!r}: …}})"
     )
@@ -371,7 +371,7 @@ class BackgroundWriter:
         self._said_unwritten = False  # whether the log says that files cannot be exported
 
     def complete_metrics(self) -> None:
-        """Write the metrics file again. If the disk is full, leave that to the first round after which it has space.
+        """Write the metrics file again. If the disk is full, a later round writes the file.
 
         Raises:
             StoreError: the export folder cannot be made or written.
@@ -515,7 +515,7 @@ async def until_passed(
         attempt: function to call.
         problem: the start of the log line, such as "the result could not be saved".
         note: callback with the reason, before each retry.
-        why: function that returns the reason; None if the error is to be raised.
+        why: function (error) → the reason to retry, or None if the error is to be raised.
         then: further text for the log line: what waits for the attempt.
     """
     count = 0
@@ -534,6 +534,6 @@ async def until_passed(
 
 
 async def wait_for_end(*tasks: asyncio.Task[None] | None) -> None:
-    """Wait until these tasks have ended, with or without an error. An argument can also be None."""
+    """Wait until these tasks have ended, with or without an error. Arguments that are None are skipped."""
     if begun := [task for task in tasks if task is not None]:
         await asyncio.wait(begun)

@@ -17,7 +17,7 @@ from atoll.server.coordinator.roster import Presence
 LOG = logging.getLogger("atoll.server")
 
 HISTORY = 20
-"""A status has this many of the last rounds. The file `metrics.jsonl` has all rounds."""
+"""Maximum number of rounds in a status: the last ones. The file `metrics.jsonl` has all rounds."""
 
 
 @functools.lru_cache(maxsize=4 * HISTORY)

@@ -105,8 +105,8 @@ class Workflows(Protocol):
 class Coordinator:
     """The server's side of a run.
 
-    It has the methods for the operations of rounds, leases and updates that `protocol/openapi.py` lists. Those for
-    bytes are in `server/http`, those for tasks in `server/tasks`.
+    Its methods carry out the operations on rounds, leases and updates that `protocol/openapi.py` lists. Operations that
+    transfer bytes are in `server/http`, operations on tasks in `server/tasks`.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class Coordinator:
         self.stale, self.advice = StalenessCounter(plan), advice(plan)
         self.time_left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
-        self.no_space = ""  # why uploads are refused now, because the disk has too little space
+        self.no_space = ""  # why uploads are refused: the disk has too little space; else empty
         self.bytes_up = self.bytes_down = 0
         self.started_s, self.address = time.monotonic(), ""
-        self.watched_s: float | None = None  # last status request of a client that is not a site
+        self.watched_s: float | None = None  # time of the last status request of a client that is no site
 
         self.failed: AtollError | None = None
         self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -205,7 +205,7 @@ class Coordinator:
         self.background.complete_metrics()
         if self.state.finished:
             if self.workflows is None:
-                LOG.info("this run had ended. To train on, raise rounds.total; for a new run, use another folder")
+                LOG.info("this run has ended. To train further, raise rounds.total; for a new run, use another folder")
             self.spawn(self._finish())
         else:
             self.background.save_initial()
@@ -250,7 +250,7 @@ class Coordinator:
     def _act(self, effect: events.Effect) -> None:
         """Carry out an effect of an event: for example, aggregate a closed round.
 
-        The journal has recorded the effect already.
+        If the effect is a decision, the journal has recorded it already.
         """
         match effect:
             case events.LeaseEnded():
@@ -284,7 +284,7 @@ class Coordinator:
             raise Busy("The server is stopping.", "Try again after the server has restarted.")
 
     def require_space(self) -> None:
-        """Raise an error if the disk has less than `disk.min_free_bytes` left. Log when this begins, and when it ends.
+        """Raise an error if the disk has less than `disk.min_free_bytes` left. Log when this state begins and ends.
 
         Raises:
             DiskFull: the disk has too little space; the request can be repeated later.
@@ -392,7 +392,7 @@ class Coordinator:
         """
         lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
-        # after a crash of the server's host, two processes may have the same number; only the later has the secret
+        # after a crash of the server's host, leases of two processes may have the same number, but not the same secret
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
             reason = f"lease {lease.number} of {lease.site!r} is unknown to this server"
             self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
@@ -506,7 +506,7 @@ class Coordinator:
     def local_steps(self, sites: Iterable[str]) -> dict[str, int]:
         """Return site → number of local steps between two synchronisations, computed from the site's speed (DyLU).
 
-        Return 0 if dynamic local steps are off. Then the number in the settings applies.
+        If dynamic local steps are off, the number is 0 for each site, and the number in the settings applies.
         """
         diloco = self.settings.diloco
         if not diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
@@ -521,7 +521,7 @@ class Coordinator:
     def _unpulled(self, fragment: int) -> Collection[int]:
         """Return the base versions of open tickets that the sites have probably not downloaded yet.
 
-        Return none for a synchronous fragment: its open tickets start from the newest version, which is kept anyway.
+        For a synchronous fragment, the result is empty: its tickets start from the newest version, which is kept.
         """
         if not self.state.is_async(fragment):
             return ()
@@ -601,14 +601,19 @@ class Coordinator:
     def record_part(
         self, lease: Lease, ticket: int, part: int, stats: PartStats, writer: PartWriter | None = None
     ) -> None:
-        """Record a part of an update that was checked and written to disk. If the check failed, refuse the update.
+        """Record that a part of an update was checked and written to disk. If the check failed, refuse the update.
 
         Args:
             lease: lease of the site.
             ticket: number of the ticket.
             part: number of the part.
             stats: result of the check.
-            writer: writer of the part's bytes. If another writer has begun the part since, raise `WriterCancelled`.
+            writer: writer of the part's bytes.
+
+        Raises:
+            WriterCancelled: another request has begun to write the same part in the meantime.
+            UpdateRefused: the check failed.
+            LeaseLost, Superseded, TicketClosed: as for `require_open`.
         """
         self.require_open(lease, ticket)
         if stats.bad is not None:
@@ -626,7 +631,8 @@ class Coordinator:
             BadRequest: in a swarm, the message lacks the address from which other workers can download the update.
             TicketClosed: the ticket is over or belongs to another site, or its base version is not the run's.
             Conflict: parts are missing, or do not match the digest.
-            UpdateRefused: the update has an implausible value, a filter refused it, or the ticket was refused before.
+            UpdateRefused: the weight, the norm or the number of steps is implausible, a filter failed, or an earlier
+                update for this ticket was refused.
         """
         row = self.store.tickets.get(ticket)
         if row.site != lease.site:
@@ -641,7 +647,7 @@ class Coordinator:
         if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
             raise TicketClosed(
                 f"The update for ticket {ticket} was trained from a version {row.base_version} that differs "
-                "from the run's version with this number.",
+                f"from the run's version {row.base_version}.",
                 "The server's state was probably restored from a backup. Ask for the next ticket.",
             )
         message = self.admission.with_kept_weight(lease.site, message)
@@ -671,7 +677,7 @@ class Coordinator:
     # -- swarms
 
     async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
-        """Let other workers of a swarm download an update. Wait for this, for at most `LONG_POLL_S` seconds."""
+        """Let other workers of a swarm download an update. Wait until it is accepted, at most `LONG_POLL_S` seconds."""
         if message.source is None:
             raise BadRequest(
                 f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
@@ -701,7 +707,7 @@ class Coordinator:
         return swarm_messages.SwarmPlan(settings=swarm_settings(self.plan.settings))
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
-        """Record a worker's report. Return what the worker has to do when that changes, or after `wait_s` seconds.
+        """Record a worker's report. Return the worker's work as soon as the work changes, or after `wait_s` seconds.
 
         Raises:
             ConfigError: the run is not a swarm.

@@ -134,7 +134,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
 
 
 def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return the base version and the digest of the site's last aggregated update.
+    """Return the base version and the digest of the site's last aggregated update; without one, an empty message.
 
     The site's local state must include this update.
     """

@@ -62,7 +62,7 @@ class Ledger:
         self._carry_out(effects)
 
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event: find its effects, write the decisions among them to the journal, then carry out all of them.
+        """Apply an event: find its effects, write the decisions among them to the journal, then carry out all effects.
 
         An event in `FACTS` reports something that is in the journal already. If the disk is full, such an event is
         applied later. Until then, all other events except `WorkerSeen` fail, because decisions from the old state would

@@ -1,7 +1,7 @@
 """An event for requests that wait at the server (long polls). It wakes them one at a time.
 
 A new version wakes hundreds of waiting requests. If all woke at once, the event loop would answer all of them before
-the next heartbeat. So the loop handles other work between two wake-ups.
+the next heartbeat. With this event, the loop handles other requests between two wake-ups.
 """
 
 from __future__ import annotations

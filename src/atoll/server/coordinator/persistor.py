@@ -45,7 +45,7 @@ class Persistor:
     """Calls the user's own object that loads and saves models (setting `model.persistor`). Without one, does nothing.
 
     Raises:
-        ConfigError: the persistor is not found, cannot be created, or has no `load`, `save` or `save_best`.
+        ConfigError: the persistor is not found, cannot be created, or has none of `load`, `save` and `save_best`.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -63,8 +63,8 @@ class Persistor:
             )
         if not any(callable(getattr(found, method, None)) for method in METHODS):
             raise ConfigError(
-                f"The persistor {self.name!r} is a {type(found).__name__} without load, save and save_best.",
-                "Use a class that has at least one of them.",
+                f"The persistor {self.name!r} is a {type(found).__name__} with none of load, save and save_best.",
+                "Use a class that has at least one of these methods.",
             )
         self._user = found
 
@@ -100,7 +100,7 @@ class Persistor:
         Args:
             plan: plan of the run.
             store: store of the run.
-            heads: for each fragment, the version to save. The persistor gets the smallest of these numbers.
+            heads: for each fragment, the version to save. The persistor gets the smallest number.
             final: whether the version is the run's result.
 
         Returns:

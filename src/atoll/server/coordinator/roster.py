@@ -1,7 +1,7 @@
 """What the server knows about each site, for the status and for warnings: missing sites, staleness, remaining time.
 
-Rounds depend on few of these facts: leases, the number of refused updates in a row, and the speeds for DyLU. Most of
-the others were reported by a worker, and may be wrong.
+Rounds depend on only three of these facts: leases, the number of refused updates in a row, and the speeds for DyLU.
+Workers report most of the other facts, which may be wrong.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class Presence:
         self.beat = beat
 
     def hangs_s(self, patience_s: float) -> float:
-        """Return the seconds since training last made progress if they are unusually many, else 0.
+        """Return for how many seconds training has made no progress, if this time is unusually long; else 0.
 
-        They are unusually many if they exceed both `patience_s` and `STILL` times the longest earlier pause.
+        It is unusually long if it exceeds both `patience_s` and `STILL` times the longest earlier pause.
         """
         # a script may report no steps, and its first round may be long
         known = self.beat.step > 0 or self.longest_s > 0
@@ -200,7 +200,7 @@ class Lease:
 
 
 def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]]) -> dict[str, Presence]:
-    """Return site → what the server knows about its worker, for every site in the journal, at a server's start.
+    """Return the records of all sites in the journal, when a server starts: site → what is known about its worker.
 
     Args:
         members: the journal's rows of the sites.
@@ -333,7 +333,7 @@ class Attendance:
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
-"""The error of a site with another model begins like this. Such a site needs the run's model first."""
+"""Beginning of the error of a site with another model. To start such a site again, the user has to change its model."""
 
 
 def short_of(state: State, roster: Mapping[str, Presence]) -> str:
@@ -404,8 +404,8 @@ class StalenessCounter:
 QUIET_BEATS = 2.5
 """A site that has sent nothing for this many heartbeat intervals is reported as silent."""
 HANGS_S = 120.0
-"""Seconds, in place of `network.heartbeat_timeout_s` if that is 0. Training that makes no progress for twice this time
-is reported."""
+"""Seconds to use in place of `network.heartbeat_timeout_s` if this setting is 0. Training that makes no progress for
+twice this time is reported."""
 
 
 def why_silent(

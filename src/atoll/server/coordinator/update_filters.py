@@ -37,7 +37,7 @@ from atoll.tensors.schema import PARAMS, TensorSpec
 LOG = logging.getLogger("atoll.server")
 
 _Key = tuple[int, str | None]
-"""(ticket, digest of its update). The digest is needed because a site may send another update until one is accepted."""
+"""(ticket, digest of its update). Until an update is accepted, the site may send another one under the same ticket."""
 
 HOLDER = "filters"
 """Kind of hold (see `Slot.holds`) on the file of an update while filters read it."""
@@ -87,7 +87,7 @@ class Filtering:
             number: number of the round.
 
         Raises:
-            FilterRefused: a filter failed, or its output is not finite; the message names the filter and the tensor.
+            FilterRefused: a filter failed, or its output is not finite; the message says why.
             DiskFull: no space for the file.
             TicketClosed, Gone: the round is over.
         """
@@ -105,7 +105,7 @@ class Filtering:
         self._done[_key(row)] = await self._aside.run(work, what, f"from {row.site}")
 
     async def refusal(self, row: TicketRow, number: int) -> str:
-        """Filter an update as `prepare` does. Return the reason if a filter fails; empty if none does."""
+        """Filter an update as `prepare` does. If a filter fails, return the reason, else an empty text."""
         try:
             await self.prepare(row, number)
         except FilterRefused as error:
@@ -134,7 +134,9 @@ class Filtering:
                 ) from error.__cause__
 
     def source(self, row: TicketRow) -> UpdateInput:
-        """Return the file to aggregate for an accepted update: the filtered file or, without filters, the original.
+        """Return the file to aggregate for an accepted update, and the update's norm.
+
+        This is the filtered file or, if the site has no filters, the original file.
 
         Any thread may call this.
         """

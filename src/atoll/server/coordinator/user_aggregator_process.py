@@ -1,8 +1,8 @@
 """The server's side of a user's aggregator, which runs in a separate process and combines a round's updates.
 
-The process reads the files of the updates. The server does not reuse such a file until the process reports that it no
-longer needs it, or until the process ends: user code may keep tensors that are read from the file later. The result is
-an unnamed file in the state directory, which is lost when the server ends. The next start aggregates the round again.
+The process reads the files of the updates. The server does not reuse such a file until the process releases the file
+or ends: user code may keep tensors that are read from the file later. The result is an unnamed file in the state
+directory, which is lost when the server ends. The next start aggregates the round again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ START_S = 120.0
 END_S = 5.0
 """Seconds after which a process that does not end is killed."""
 LOOK_S = 0.2
-"""Seconds between two checks whether the server is stopping."""
+"""Seconds between two checks of whether the server is stopping."""
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Aggregator:
 
     Args:
         plan: plan of the run.
-        on_failed: callback, in any thread, with an error of the aggregator while the server waits for no result.
+        on_failed: callback with an error of the aggregator, for the time when the server is not waiting for a result.
+            It is called in another thread.
         filtering: the server's filters of updates. Its `source` returns the filtered file of an update.
 
     Raises:

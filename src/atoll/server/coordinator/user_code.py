@@ -29,7 +29,7 @@ Function = Callable[[Any], Any]
 """A workflow's function: it takes a `Controller`."""
 
 SAY_S = 30.0
-"""Seconds after which the log names a call that has not ended, and another call may start."""
+"""Seconds after which the log names a call that has not ended, and the call no longer counts for `AT_ONCE`."""
 AT_ONCE = 8
 """Maximum number of running calls that began less than `SAY_S` seconds ago. Each needs memory for tensor values."""
 LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
@@ -146,7 +146,7 @@ class Components:
     """The components of a run: objects that the run file refers to as `@id`. They are created when they are needed.
 
     Raises:
-        ConfigError: the tables of the run file are wrong.
+        ConfigError: a component's table in the run file is malformed, or two components have the same id.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -183,7 +183,7 @@ class Components:
         except TypeError as error:
             raise ConfigError(
                 f"{where} cannot be called with args {sorted(args)}: {error}.",
-                "Write a function that takes the controller and then args by name.",
+                "Write a function that takes the controller, and these args as keyword arguments.",
             ) from None
         require = getattr(found, "require", None)
         if require is not None:
