@@ -105,8 +105,8 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
     Args:
         metrics: metric name → number.
         site: the site's name, for warnings.
-        warned: names of metrics for which a warning was already logged. Another warning is logged only after the metric
-            was finite again. Updated in place.
+        warned: names of metrics for which a warning was already logged; updated in place. Another warning is logged
+            only after the metric was finite again. None: log a warning each time.
 
     Raises:
         UsageError: `metrics` is not a mapping or has too many entries, or an entry has an invalid name or value.

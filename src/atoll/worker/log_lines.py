@@ -72,7 +72,9 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 
 
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
-    """Describe why a synchronisation was skipped, and whether its local steps go into the next update.
+    """Return why a synchronisation was skipped.
+
+    If its round has closed, but the next update contains its local steps, say so, too.
 
     Args:
         error: the error that caused the skip.
@@ -86,7 +88,7 @@ def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
 
 
 def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
-    """Return a log line for a waiting worker: the seconds waited, why it waits, and the run's remaining time.
+    """Return a text for the log of a waiting worker: the seconds waited, the reason, and the run's remaining time.
 
     Args:
         waited_s: seconds waited so far.

@@ -44,7 +44,7 @@ The status is written when the worker leaves, because the server may be gone aft
 UNNOTED = "the server notices only after heartbeat_timeout_s."
 
 GOODBYE_S = 5.0
-"""Seconds to wait for the server when leaving. After this time, missing heartbeats tell the server."""
+"""Seconds to wait for the server's answer when leaving. Without an answer, the server notices missing heartbeats."""
 
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that raise `EndedBySignal` in the script. Under nohup, SIGHUP stays ignored."""
@@ -164,8 +164,8 @@ def what_ends() -> BaseException | None:
 class _Replaced:
     """A function of `sys` that is replaced while a worker is joined.
 
-    Each call of `replace` makes a new replacement. Other code may have wrapped the previous replacement; if this were
-    put into `sys` again, it and its wrapper would call each other without end.
+    `replace` never uses an earlier replacement again: other code may have wrapped that one, and then the two would call
+    each other without end.
 
     Args:
         name: the function's name in `sys`.
@@ -203,10 +203,10 @@ def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -
 def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
     """Return a `sys.unraisablehook` that sends a signal again if Python has dropped the signal's exception.
 
-    The signal's exception can be the dropped exception itself, or one in its chain of contexts.
+    The dropped exception can be the signal's own, or can have the signal's exception in its chain of `__context__`.
 
     Args:
-        before: the hook to call for all other exceptions.
+        before: the hook to call for each dropped exception that is not the signal's own.
     """
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
@@ -255,9 +255,8 @@ def _send_again(number: int) -> None:
 def _unwind_at_the_first(number: int) -> None:
     """Make the next signal with this number raise an exception in the script, and a second one end the process.
 
-    The second one ends the process even if native code hangs.
-
-    glibc's `sysv_signal` makes the kernel reset the handler after one call. Without glibc, the handler stays set.
+    The second one ends the process even if native code hangs: glibc's `sysv_signal` makes the kernel reset the handler
+    after one call. Without glibc, only Python resets the handler, and it cannot do so during a hang.
     """
     signal.signal(number, _unwind)
     with contextlib.suppress(AttributeError, OSError):
@@ -389,7 +388,7 @@ def note_lease(site: str, server: str, lease: str) -> None:
 def forget_lease(site: str, lease: str) -> None:
     """Remove the file of a lease after the worker has left. If the file already has a newer process's lease, keep it.
 
-    If it was the last file in its folder, remove the folder, too.
+    If the folder is empty then, remove the folder, too.
     """
     if folder := os.environ.get(LEASES):
         path = Path(folder, site)
@@ -416,7 +415,7 @@ def keep_last_status(http: Http) -> None:
 
 
 def leave_for(folder: Path, why: str) -> list[str]:
-    """After a process has ended, leave the run in place of its sites. Return the names of the sites that have left.
+    """After a process has ended, make its sites leave their run. Return the names of the sites that have left.
 
     Args:
         folder: the folder that `ATOLL_LEASES` named for the process, with a file for each lease.

@@ -25,7 +25,7 @@ RankMessage = dict[str, Any]
 
 
 class RankGroup:
-    """The processes of one worker, which train one model together with `torch.distributed`; often only one process.
+    """The processes of one worker, which use `torch.distributed` to train one model together; often only one process.
 
     Args:
         rank: rank of this process.
@@ -101,8 +101,8 @@ class RankGroup:
             work: the function; its result must consist of JSON values.
 
         Raises:
-            AtollError: `work` failed at one of the ranks. Every rank raises the error. If several ranks failed, a
-                refused update is raised first, and a lost lease last.
+            AtollError: `work` failed at one of the ranks. Every rank raises the error. If several ranks failed, every
+                rank raises `UpdateRefused` if it is among the errors, and `LeaseLost` only if there is no other error.
         """
         if not self.is_distributed:
             return [work()]
@@ -133,7 +133,7 @@ class RankGroup:
         """Send the values of one rank to all ranks. Return them at every rank, on the group's device.
 
         Args:
-            values: the values to send at that rank; elsewhere a tensor of the same shape and dtype.
+            values: at the sending rank, the values to send; at other ranks, any tensor of the same shape and dtype.
             rank: the rank that sends its values.
         """
         on_device = values.to(self._device).contiguous()
@@ -225,7 +225,7 @@ def _message_of(error: BaseException) -> RankMessage:
 
 
 def _result(rank: int, message: RankMessage) -> Any:
-    """Return the value in a rank's message. If it reports an error, return (do not raise) an exception of that class.
+    """Return the value in a rank's message. If the message reports an error, return (do not raise) that error.
 
     Args:
         rank: the number of the rank, for the text of the exception.

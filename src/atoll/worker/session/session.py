@@ -71,7 +71,7 @@ SAY_EVERY_S = 15.0
 def give_up_s() -> float:
     """Return for how many seconds a worker keeps trying to reach a server that does not answer.
 
-    The number is `ATOLL_GIVE_UP_S` if that is set, else `GIVE_UP_S`. A value of 0 becomes infinity.
+    The number is `ATOLL_GIVE_UP_S` if that is set, else `GIVE_UP_S`. The value 0 means no limit: return infinity.
 
     Raises:
         ConfigError: `ATOLL_GIVE_UP_S` is not a number of seconds.
@@ -89,8 +89,8 @@ def give_up_s() -> float:
 class OutageTimer:
     """Measures for how long the server has not answered one worker. Thread-safe.
 
-    The time begins with the first failed attempt after the last answer. So the time during which this process itself
-    was stopped (SIGSTOP, a sleeping laptop) does not count.
+    The time begins with the first failed attempt after the last answer, not with the last answer itself: this process
+    may have been stopped in between (SIGSTOP, a sleeping laptop).
 
     Args:
         server: address of the server, for messages.
@@ -124,12 +124,12 @@ class OutageTimer:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the server has not answered for `ATOLL_GIVE_UP_S` seconds, so that the worker gives up."""
+        """Whether the worker gives up, because the server has not answered for `ATOLL_GIVE_UP_S` seconds."""
         return self.seconds >= self._most_s
 
     @property
     def patience(self) -> str:
-        """A sentence that says how long the worker waits for the server."""
+        """A sentence that says for how long the worker keeps trying to reach the server."""
         upto = "" if math.isinf(self._most_s) else f" for up to {duration(self._most_s)}"
         return f"This worker keeps trying{upto} (ATOLL_GIVE_UP_S)."
 
@@ -137,9 +137,9 @@ class OutageTimer:
         """Return the error to raise when the worker gives up trying to reach the server."""
         return ServerLost(
             f"{self._server} has not answered for {duration(self.seconds)}; this worker stops trying.",
-            "If the run has ended, its model is in the server's exports. Else start the server, then this "
-            "worker again: it continues from its files. ATOLL_GIVE_UP_S sets how long a worker tries, in "
-            "seconds; 0: without limit.",
+            "If the run has ended, its model is in the server's exports. Otherwise start the server, then this "
+            "worker again, which continues from its files. ATOLL_GIVE_UP_S sets for how many seconds a worker "
+            "keeps trying; 0 means no limit.",
         )
 
 
@@ -162,8 +162,8 @@ class Session:
         durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
             server.
         peer_address: in a swarm, the address where other workers reach this one; else empty.
-        state_fields: returns the fields of the join message about the state that the algorithm keeps at the site; empty
-            if it keeps none.
+        state_fields: returns the join message's fields about the state that the algorithm keeps at the site; an empty
+            dict if the algorithm keeps none.
         before_leave: called first when the worker leaves.
         cleanup: the exit stack that is closed after the worker has left.
 
@@ -308,10 +308,10 @@ class Session:
         """Join the run, and start the heartbeats.
 
         Args:
-            sync_every: the number of local steps between synchronisations that the script expects; None: that of the
-                run. The server refuses a value that differs from the run's.
-            num_fragments: the number of fragments that the script expects; None: that of the run. The server refuses a
-                value that differs from the run's.
+            sync_every: the script's own number of local steps between synchronisations; None: the run's number. The
+                server refuses a value that differs from the run's.
+            num_fragments: the script's own number of fragments; None: the run's number. The server refuses a value that
+                differs from the run's.
         """
         self._sync_every, self._num_fragments = sync_every, num_fragments
         every_s = self.info.waiting_heartbeat_s
@@ -496,7 +496,9 @@ class Session:
                 attempts.failed(error)
 
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
-        """Wait for the next round. Return the ticket (permission to submit an update), or that the run is finished.
+        """Wait for a fragment's next round. Return `Open`, which contains the ticket (permission to submit an update).
+
+        Return `Finished` if there is no further round, and a plain `Next` if this worker submits no more updates.
 
         Args:
             fragment: the fragment's number.
@@ -624,7 +626,8 @@ class _Attempts:
         Raises:
             TRANSIENT: the last retry failed.
             ServerLost: the server has not answered for `ATOLL_GIVE_UP_S`.
-            LeaseLost: the site cannot join again.
+            LeaseLost: this worker cannot join again, because it has never joined or is not rank 0.
+            AtollError: the error that has ended this session, such as `Superseded`.
         """
         session = self._session
         while True:
