@@ -161,7 +161,7 @@ def test_a_site_without_the_control_that_the_run_counts_on_is_refused(
     for _ in range(2):  # what the first attempt leaves in the folder does not pass for a control
         with pytest.raises(ConfigError, match=said):
             run.part(server)
-    damaged = f"{names[0]} is damaged, because its digest differs, and is not used. Check the disk."
+    damaged = f"{names[0]} is damaged (its digest differs) and is not used. Check the disk."
     assert lose is not damage or damaged in caplog.text
     if said == CURRENT:
         assert [worker.state for worker in server.status().workers] == ["left"]  # it did not join

@@ -295,7 +295,7 @@ def test_sites_that_are_two_rounds_ahead_are_refused_as_real_ones_are(
 def test_a_residual_that_is_two_rounds_ahead_is_set_to_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ahead_of_journal(tmp_path, INT8, by=2)
     assert simulation(tmp_path, **INT8).run().failed == {}
-    assert "site-0000: the server went back to version 1; the error of earlier compressions is set" in caplog.text
+    assert "site-0000: the server went back to version 1; the encoding error of earlier updates is set" in caplog.text
 
 
 @pytest.mark.covers("F25")

@@ -207,7 +207,7 @@ def test_a_server_that_went_back_takes_it_along(
     caplog.set_level(logging.WARNING)
     again.follow(4, "a")
     assert again.read("w", 0, 2).tolist() == [0.0, 0.0]
-    assert "a: the server went back to version 4; the error of earlier compressions is set to zero" in caplog.text
+    assert "a: the server went back to version 4; the encoding error of earlier updates is set to zero" in caplog.text
     again.close()
 
 
@@ -255,7 +255,7 @@ def test_only_what_the_site_left_in_this_run_undamaged_is_believed(
     found = residuals(tmp_path / "w", owner)
     assert found.read("w", 0, 2).tolist() == [0.0, 0.0]
     found.close()
-    damage = "residual-1.bin is damaged, because its digest differs, and is not used"
+    damage = "residual-1.bin is damaged (its digest differs) and is not used"
     assert (damage in caplog.text) is (case == "damaged")
 
 

@@ -282,7 +282,7 @@ def _data_from(fd: int, offset: int, nbytes: int) -> int:
 
 
 class PartsFile(ScratchFile):
-    """A preallocated file that is divided into parts. If it holds only the parts of one rank, the rest is a hole.
+    """A preallocated file that is divided into parts. It can hold only one rank's parts; the others take no disk space.
 
     Args:
         path: the file's path.
@@ -325,7 +325,7 @@ class BaseFile(PartsFile):
         """Return whether the file holds every byte of the version with this digest.
 
         If an earlier process wrote the file, this process first checks all bytes, once. After a power loss, the note
-        may be on disk although some bytes of the file are not. A failing disk may also have damaged them.
+        may be on disk although some bytes of the file are not. A failing disk may also have damaged some bytes.
         """
         note: BaseNote | None = self.note
         if note is None or not note.complete or (note.run, note.digest) != (run, digest):
@@ -567,8 +567,8 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
     Args:
         current: the folder in use, which stays.
         site: the site's name.
-        share: (rank, number of ranks) if the model is sharded, else None. The ranks divide the folders among them by
-            rank number.
+        share: (rank, number of ranks) if the model is sharded, else None. The rank decides which old folders to remove
+            here, so that no two ranks remove the same one.
     """
     count = freed_bytes = 0
     for parent in (current.parent, *_other_divisions(current, share)):

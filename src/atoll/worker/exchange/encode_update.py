@@ -79,7 +79,7 @@ class Filtered:
         return self._chain.sends(name)
 
     def change(self, name: str, start: int, stop: int) -> Tensor:
-        """Return base − local after the filters, for elements [start, stop) of a float tensor; zeros if it is dropped.
+        """Return elements [start, stop) of a float tensor's base − local after the filters; zeros if a filter drops it.
 
         Raises:
             UsageError: a filter breaks its contract; the message names the filter and the tensor.
@@ -202,8 +202,7 @@ class EncodingLosses:
     def warnings(self) -> list[str]:
         """The current warnings, to be shown in the server's status.
 
-        A warning about an all-zero update is dropped with the next update. A warning about changes that encoding lost
-        stays.
+        A warning about an all-zero update lasts until the next update. A warning about changes lost by encoding stays.
         """
         return [error_text(text) for text in (self._told_zero, self._told_lost) if text]
 
@@ -317,8 +316,8 @@ class UpdateFormer:
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: all codecs that the layout uses, by name.
-        runs: the byte runs of the update, the same for every update. Each is encoded at once, and holds at most
-            `CHUNK_ELEMENTS` elements.
+        runs: the division of every update into byte runs. A run has at most `CHUNK_ELEMENTS` elements; they are encoded
+            at once.
         extra: for each group of tensors that the algorithm sends in addition to the model, such as SCAFFOLD's control
             variates, a function that returns the values for a parameter.
         filtered: the filtered values that are sent in place of `tensors`; None: the site has no filters.
@@ -473,7 +472,7 @@ class UpdateFormer:
 
 
 def _is_zero(delta: Tensor) -> bool:
-    """Return whether all elements are zero. Check 64 elements first: usually that is enough to find another value."""
+    """Return whether all elements are zero. Check 64 elements first: usually one of them is not zero."""
     return not (bool(delta[:64].any()) or bool(delta.any()))
 
 
@@ -490,7 +489,7 @@ class Layouts:
         update: layout of an update; if the model is sharded, only the parts of one rank.
         codec: the codec of parameters.
         codecs: all codecs that `update` uses, by name.
-        runs: the byte runs of an update; each is encoded at once.
+        runs: the division of an update into byte runs; the elements of a run are encoded at once.
         downlink: encodes a download as the difference from the previous version; None: versions are downloaded whole.
     """
 
@@ -522,7 +521,10 @@ class Layouts:
 
 
 Finish = Callable[[ChangeReader], Mapping[str, ElementReader]]
-"""Function: the model's change → the update's values for each further group. Also writes the algorithm's state."""
+"""A function: takes the model's change, and returns the update's values for each group that the algorithm adds.
+
+It also writes the new values of the state that the algorithm keeps at the site.
+"""
 
 
 @dataclass(eq=False)
@@ -536,7 +538,7 @@ class LocalFragment:
         info: the run's description.
         layouts: layouts and codecs of the fragment.
         base: the file of the version that the site trains from.
-        outcome_of: returns the state of a ticket's update: whether it was counted, refused or lost.
+        outcome_of: returns the state of a ticket's update: accepted, counted, refused or expired.
         losses: checks whether encoding loses changes of tensors.
         rule: the algorithm's correction of local training; None: no correction.
         number: the fragment's number; None: the run has one fragment.
@@ -595,11 +597,11 @@ class LocalFragment:
         return dict.fromkeys(groups, self.parameter_shapes) if groups else {}
 
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return a group of tensors that the algorithm adds to the base: parameter name → new tensor of its shape."""
+        """Return a group of tensors that the algorithm adds to the global model: parameter name → new tensor."""
         return _read(group, self.groups.get(group, {}), self.base.values_of)
 
     def own_state(self, group: str) -> dict[str, Tensor]:
-        """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor of its shape."""
+        """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor."""
         if self.algorithm_state is None or self.rule is None or group not in self.rule.state_groups:
             return {}
         return _read(group, self.parameter_shapes, self.algorithm_state.read)

@@ -148,14 +148,17 @@ class Exchange:
         return outcome.state == "expired" or outcome.base_version != ticket.base.number
 
     def _resubmit(self, ticket: Ticket, previous: messages.Outcome | None) -> bool | Lost:
-        """Send the outbox's update under this ticket if `resend_note` allows it. Return whether it is allowed."""
+        """Send the outbox's update under this ticket if `resend_note` allows it.
+
+        Return whether it is allowed; `Lost` if the server cannot be reached.
+        """
         note = self._agreed_note()
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
         if again is None:
             return False
         message = "%s: the server fell back to version %d; submitting this site's update again"
         if self.peer_server is not None:
-            message = "%s: the updates for version %d are collected again; submitting this site's update again"
+            message = "%s: the updates against version %d are collected again; submitting this site's update again"
         LOG.info(message, self.site, ticket.base.number)
         if not self._takes(again, check=False):
             self.outbox.clear()
@@ -293,7 +296,7 @@ class Exchange:
         self.transfer.break_off()
 
     def rebase(self, version: VersionRef, tensors: Tensors, *, retries: int | None = None) -> Pulled | Lost:
-        """Replace the base with another version, and add the model's changes since the old base to the new one.
+        """Replace the base with another version, and keep the local progress: model ← new base + (model − old base).
 
         If the server no longer keeps the version, use the newest one instead.
         """
@@ -482,8 +485,8 @@ class Exchange:
         """Send the update that an earlier process of this worker left in the outbox.
 
         Returns:
-            Whether the server has accepted the update. False if the outbox is empty or damaged, or the update is
-            refused or comes too late.
+            Whether the server has accepted the update. False if the outbox is damaged or has no update of this run, or
+            if the update is refused or comes too late.
 
         Raises:
             TRANSIENT: the server could not be reached.
@@ -512,8 +515,8 @@ class Exchange:
     def unsettled_update(self) -> OutboxNote | None:
         """The note of the outbox's update while that update is part of the local progress (model − base); else None.
 
-        This is the case from the forming of the update until its result is loaded, or until `settle_update` has added
-        it to the base.
+        An update is part of the local progress from the time when it is formed until a new version is loaded or
+        `settle_update` has added the update to the base.
         """
         note: OutboxNote | None = self.outbox.note
         base: BaseNote | None = self.base.note
@@ -525,7 +528,7 @@ class Exchange:
         """Return the last local step that is included in an update at the server, as far as this worker knows.
 
         Args:
-            base_step: the local step after which the current base was set.
+            base_step: the last local step that the current base includes.
         """
         note = self.unsettled_update
         return base_step + note.steps if note is not None and note.sent else base_step
@@ -557,8 +560,9 @@ class Exchange:
     def advance_base(self) -> None:
         """Set base ← base − dec(update). So the local steps in this update are not sent twice.
 
-        Here dec(update) is the outbox's update as the server decodes it. The encoding error of this update is then
-        still in model − base, and will be sent. So the stored error is reset to its value before the update.
+        Here dec(update) is the outbox's update as the server decodes it. Afterwards, model − base still contains the
+        encoding error of this update, so the next update sends it. Therefore the residual goes back to its values
+        before this update.
         """
         if self.local.residuals is not None and self.outbox.note is not None:
             self.local.residuals.take_back(self.outbox.note.ticket)

@@ -57,8 +57,8 @@ class TwoPhaseNote:
         run: id of the run that the files belong to.
         update: digest of the update that counted last; empty if not known.
         pending_update: digest of the pending update; empty if not known.
-        before_version: says which earlier state is in the file that is not current: the state after the counted update
-            that was formed against this version. -1: the state before any update counted. `NOTHING`: the file has no
+        before_version: which earlier state the file that is not current holds: the state after the counted update that
+            was formed against this version. -1: the state before any update counted. `NOTHING`: the file holds no
             earlier state.
         before_update: digest of the last counted update in this earlier state; empty if not known.
     """
@@ -77,7 +77,7 @@ class TwoPhaseNote:
     before_update: str = ""
 
     def pending_counted(self) -> TwoPhaseNote:
-        """Return the note to write after the pending update has counted: the file with its state becomes current."""
+        """Return the note to write when the pending update has counted: the state after this update is now current."""
         return TwoPhaseNote(
             1 - self.current,
             counted=self.pending,
@@ -160,7 +160,7 @@ class TwoPhaseFile:
         file = self._files[index]
         if note.digests[index] == file.content_digest():
             return True
-        LOG.warning("%s is damaged, because its digest differs, and is not used. Check the disk.", file.path)
+        LOG.warning("%s is damaged (its digest differs) and is not used. Check the disk.", file.path)
         return False
 
     def zero(self) -> None:
@@ -194,7 +194,7 @@ class TwoPhaseFile:
         self._files[1 - self.note.current].write(segment.offset + start * segment.spec.item_bytes, bytes_of(values))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Record that all new values are written, and the update to which they belong.
+        """Record that all new values are written, and which update they belong to.
 
         Args:
             ticket: ticket of the update.
@@ -267,7 +267,7 @@ class LocalState:
             file.adopt_if_counted(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """Prepare all files for an update with this ticket. First `adopt_if_counted` for updates of other tickets."""
+        """Prepare all files for an update with this ticket. First adopt another pending update if it counted."""
         for file in self._all:
             if file.note.pending != ticket:  # usually nothing is pending any more
                 file.adopt_if_counted(self._outcome_of)
@@ -296,7 +296,7 @@ class LocalState:
 class Residuals(TwoPhaseFile):
     """The residual of one fragment at one site, on disk: the encoding error that is added to the next update.
 
-    The residual is zero if no files are found.
+    The residual is zero if no undamaged files are found.
 
     Args:
         folder: the site's folder in the run; locked by the caller.
@@ -341,7 +341,7 @@ class Residuals(TwoPhaseFile):
         """
         if self.note.version >= version:
             LOG.warning(
-                "%s: the server went back to version %d; the error of earlier compressions is set to zero",
+                "%s: the server went back to version %d; the encoding error of earlier updates is set to zero",
                 site,
                 version,
             )
@@ -537,7 +537,8 @@ def _version(counted: Counted) -> int:
 
 
 NAMES = ("algorithm", "residual")
-"""Names of local state. NAME-0.bin and NAME-1.bin are written in turn; the note NAME.json says which is current."""
+"""The NAME of each kind of local state. NAME-0.bin and NAME-1.bin are written in turn; NAME.json says which is current.
+"""
 
 Kept = dict[str, bytes]
 """Name of a file → its bytes."""
@@ -566,7 +567,7 @@ def put_kept(folder: Path, kept: Kept) -> None:
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
-    """Replace a site's local state with the state after a round. If the process is killed, the old state stays.
+    """Replace a site's local state with the state after a round. A kill in between leaves the old state or the new one.
 
     Args:
         folder: the site's folder.

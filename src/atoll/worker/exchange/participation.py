@@ -142,7 +142,7 @@ def take_part(
 
 
 def warn_of_overruled(server: str, site: str) -> None:
-    """Warn if the script's server or site is another than the command `atoll worker` has set for the script."""
+    """Warn if the script uses another server or site than the command `atoll worker` has set for it."""
     for what, used in (("server", server), ("site", site)):
         variable = f"ATOLL_{what.upper()}"
         of_command = os.environ.get(variable) if LEASES in os.environ else None

@@ -183,7 +183,7 @@ class Patience(NamedTuple):
 
 
 WAITS = Patience()
-"""Retry as long as ATOLL_GIVE_UP_S says, before and within the pull."""
+"""Retry for as long as `ATOLL_GIVE_UP_S` says, both before and after the first value is loaded."""
 
 
 @dataclass(eq=False)

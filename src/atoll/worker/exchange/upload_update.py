@@ -1,7 +1,7 @@
 """Upload an update from the outbox file, and resume an interrupted upload.
 
 Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process has left the
-update, the worker asks the server which parts it has, and sends only the missing ones (`UpdateUpload.send`).
+update, the worker asks which parts the server has, and sends only the missing ones (`UpdateUpload.send`).
 `transport/part_transfer` moves the bytes. In a swarm, an update does not go to the server: other workers download it
 from this one.
 """
@@ -29,8 +29,8 @@ from atoll.worker.session.session import POLL_MARGIN_S, Session
 AGAIN_S = 1.0
 """In a swarm: seconds to wait after another worker could not pull an update, before the update is offered again."""
 MAX_CONFLICTS = 3
-"""How often an upload is resumed because the server's parts do not match the update's digests: a part of an abandoned
-attempt may arrive late and replace a newer one."""
+"""How often an upload is resumed after a conflict: the server has parts that do not match the update's digests. For
+example, a part of an abandoned attempt may arrive late and replace a newer one."""
 
 
 class UpdateServer(Sources, Protocol):
@@ -58,7 +58,7 @@ class UpdateUpload:
         transfer: the connections that parts are sent over.
         outbox: the file of the update that was formed last.
         number: the fragment's number; None: the run has one fragment.
-        peer_server: in a swarm: serves this worker's updates to other workers.
+        peer_server: in a swarm: serves this worker's updates to other workers; else None.
     """
 
     session: Session
@@ -72,7 +72,7 @@ class UpdateUpload:
         self.in_words = "" if self.number is None else f" fragment {self.number}"
 
     def progress(self, number: int) -> AbstractContextManager[Progress]:
-        """Report to the server that the update of round `number` is being sent. Return a `Progress` for it."""
+        """Report to the server that the update of round `number` is being sent. Return the context of a `Progress`."""
         self.session.tell(state=f"submitting to round {number}")
         rank = f": rank {self.session.ranks.rank}" if self.session.ranks.is_distributed else ""
         return progress(f"{self.session.site}{rank}: submitting{self.in_words}", self.outbox.layout.own_nbytes)
@@ -195,7 +195,7 @@ def resend_note(
         ticket: the new ticket.
         previous: the state of the site's previous ticket.
         info: the run's description.
-        outcome_of: returns what became of the update of a ticket.
+        outcome_of: returns the state of a ticket's update.
     """
     fell_back = previous is not None and previous.state == "expired"
     if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
