@@ -169,7 +169,7 @@ class PartScan:
         self._next, self._sumsq, self._bad = next(self._runs, None), 0.0, list[str]()
 
     def next_stop(self, start: int) -> int:
-        """Return the file offset at which to stop receiving now. If possible, this offset does not divide a byte run.
+        """Return the file offset up to which to receive next. If possible, this offset does not divide a byte run.
 
         Args:
             start: offset of the next byte to receive.
@@ -209,7 +209,7 @@ class PartScan:
 def norm_of(squares: Iterable[float]) -> float:
     """Return the square root of the sum of `squares`; infinity if the sum overflows or is not finite."""
     try:
-        return min(math.inf, math.sqrt(math.fsum(squares)))  # infinity for NaN, too, because no NaN is the smaller one
+        return min(math.inf, math.sqrt(math.fsum(squares)))  # infinity for NaN, too: `nan < inf` is false
     except OverflowError:  # the sum for huge fp64 values
         return math.inf
 
@@ -249,8 +249,8 @@ class PartChecker:
         """Receive bytes by calling `fill`, until it returns 0 or the part is complete.
 
         Args:
-            fill: function that copies the next bytes to the start of the given buffer and returns their number; 0 if
-                no bytes are available now.
+            fill: function that copies the next bytes to the start of its argument, a buffer, and returns their number;
+                0 if no bytes are available now.
 
         Raises:
             Exception: an error of `fill` or `write`.

@@ -59,7 +59,7 @@ class Updates:
 
         Returns:
             The reduced elements, [n], in the accumulation dtype (at least fp32); and a view of them for each piece
-            (tensor) of the run. n is larger than the run if the update's layout has padding, which is zero.
+            (tensor) of the run. If the update's layout has padding, n is larger than the run; padding elements are 0.
         """
         spec, encoded_run = run.spec, self._runs.counterpart(run)
         dtype, n = accumulate_dtype(spec.dtype), encoded_run.numel

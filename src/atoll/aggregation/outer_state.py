@@ -2,8 +2,8 @@
 
 The file is a safetensors file with tensors named `<tensor>.<key>`, such as `layer.weight.momentum_buffer` and
 `layer.weight.step`. The key `master` is a parameter's fp32 master: its value before it is cast to the version's dtype.
-A master exists if the version has the parameter in a smaller dtype, or if versions are downloaded through a lossy
-codec.
+A master exists if the version has the parameter in a dtype smaller than fp32, or if versions are downloaded through a
+lossy codec.
 
 The file is ordered by columns: all `momentum_buffer`, then all `step`, and so on. So a byte run of the version
 corresponds to one byte run of each column. Each entry is in one of two groups:
@@ -121,10 +121,10 @@ def tail_region(state: Layout) -> Ranges:
 
 
 def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
-    """Return whether an outer state file matches its digests. The outer optimizer's settings need not be known.
+    """Return whether an outer state file matches its digests, without the outer optimizer's settings.
 
-    An entry is in the group `runs` if its shape in the file's header is the tensor's shape. If every tensor of the
-    version is a scalar, shapes do not tell the groups apart: then every possible grouping of the keys is tried.
+    An entry counts as one of the group `runs` if its shape in the file's header is the tensor's shape. If every tensor
+    of the version is a scalar, shapes do not tell the groups apart: then try every possible grouping of the keys.
 
     Args:
         fd: the outer state file.

@@ -118,7 +118,7 @@ class FragmentPlan:
 
     @cached_property
     def reduced_runs(self) -> RunTable:
-        """Byte runs of a user aggregator's result file, to find the same elements as in a version's byte run."""
+        """Byte runs of a user aggregator's result file. `RunTable.counterpart` finds one, as for `update_runs`."""
         return RunTable(result_layout(self.schema, self.version.part_bytes), TILE)
 
     @cached_property
@@ -241,7 +241,7 @@ class Plan:
 
     @property
     def has_masters(self) -> bool:
-        """Whether versions are downloaded through a codec. If so, full-precision parameters are in the outer state."""
+        """Whether versions are downloaded through a codec. If so, the outer state has full-precision parameters."""
         return any(fragment.downlink is not None for fragment in self.fragments)
 
     @property
@@ -305,7 +305,7 @@ def _require_fitting(settings: Settings, split: Split) -> None:
 
 
 def torch_build() -> str:
-    """Return the version of torch. Results of two machines are bit-identical only with the same torch build."""
+    """Return the version of torch. Two machines compute bit-identical results only with the same torch build."""
     return torch.__version__
 
 

@@ -43,9 +43,10 @@ from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 
 @dataclass(frozen=True)
 class Update:
-    """One accepted update, as a user's aggregator gets it. Its tensors can be read as long as this object lives.
+    """One accepted update, as a user's aggregator gets it. Its tensors are read from disk.
 
-    An aggregator may keep updates after the round, at most `aggregation.max_kept_updates`.
+    An aggregator may keep at most `aggregation.max_kept_updates` updates after the round. If it keeps more, the tensors
+    of the oldest ones can no longer be read.
 
     Attributes:
         site: name of the site.
@@ -67,7 +68,7 @@ class Update:
 
 
 class AllAtOnce:
-    """Wraps a user's function `aggregate(updates)`: collects a round's updates, then calls it with them."""
+    """Wraps a user's function `aggregate(updates)`: collects a round's updates, then passes them to the function."""
 
     incremental = False
 
