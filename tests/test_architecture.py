@@ -133,7 +133,7 @@ LINES: dict[str, int] = {
     "server/coordinator": 2_700,
     "server/http": 514,
     "server/swarm": 586,
-    "server/tasks": 1_428,
+    "server/tasks": 1_427,
     "simulate": 1_447,
     "store": 2_591,
     "tensors": 1_907,

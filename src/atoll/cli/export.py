@@ -358,7 +358,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
                     path = routes.MODEL_PART.format(fragment=fragment, version=version, part=part.index)
                     file.write(part.start, _checked(parts, path, part.nbytes))
                 continue
-            manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.Manifest)
+            manifest = http.get(routes.MANIFEST.format(fragment=fragment, version=version), messages.VersionManifest)
             path = routes.VERSION_DATA.format(fragment=fragment, version=version, digest=manifest.digest)
             if info.placement == "swarm" and version:
                 _pull_from_workers(manifest, info, http, layout, file)
@@ -369,7 +369,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
 
 
 def _pull_from_workers(
-    manifest: messages.Manifest, info: messages.RunInfo, http: Http, layout: Layout, file: UnnamedFile
+    manifest: messages.VersionManifest, info: messages.RunInfo, http: Http, layout: Layout, file: UnnamedFile
 ) -> None:
     """In a swarm, download a version from one of its workers: the server does not have the versions.
 

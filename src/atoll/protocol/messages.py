@@ -427,7 +427,7 @@ class Delta(Parts):
     base_digest: Hex32 = Field(description="Digest of the base version.")
 
 
-class Manifest(Parts):
+class VersionManifest(Parts):
     """The parts of a version and their digests, so that a download can be checked and resumed part by part."""
 
     version: Count

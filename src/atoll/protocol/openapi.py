@@ -147,7 +147,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.MANIFEST,
         "Get the parts of a version and their digests.",
-        reply=messages.Manifest,
+        reply=messages.VersionManifest,
         problems=("gone",),
     ),
     Operation(

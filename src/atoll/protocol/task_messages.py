@@ -26,7 +26,7 @@ class ObjectKey(Message):
     expires_at: Count = Field(description="Expiry time, in seconds since 1970.")
 
 
-class Body(Message):
+class TaskBody(Message):
     """The payload of a task or an answer: JSON text if it is small and has no tensors, else an object to download."""
 
     plain: str | None = Field(None, description="The payload as JSON text.")
@@ -41,7 +41,7 @@ class TaskRequest(Message):
     besides: Hex16 | None = Field(None, description="Task that the site has already: send another one.")
 
 
-class Task(Message):
+class TaskMessage(Message):
     """A task for a site. The server sends the task again until the site has answered it."""
 
     task: Hex16 = Field(description="Id of the task, the same for all sites.")
@@ -49,7 +49,7 @@ class Task(Message):
     streamed: bool = Field(description="Whether tensors of the answer are sent in parts instead of inline.")
     tensor_chunk_bytes: Chunk = Field(description="Bytes of a part of torch tensors; 0: send them inline.")
     np_chunk_bytes: Chunk = Field(description="Bytes of a part of NumPy arrays; 0: inline.")
-    body: Body
+    body: TaskBody
 
 
 class TaskReply(Message):
@@ -58,13 +58,13 @@ class TaskReply(Message):
     status: Literal["task", "wait", "finished", "rounds"] = Field(
         description="finished: the last workflow has ended; rounds: training continues, for processes that train."
     )
-    task: Task | None = None
+    task: TaskMessage | None = None
 
 
 class TaskAnswer(Message):
     """A site's answer to a task: a payload, or an error."""
 
-    body: Body | None = None
+    body: TaskBody | None = None
     error: Text | None = None
 
 

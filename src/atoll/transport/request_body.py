@@ -9,7 +9,7 @@ stalled peer blocks no thread, and all connections are served in turn.
 A body bypasses aiohttp only if it is certain where each request ends. That requires that the connection has sent
 only GETs without a body and parts with a Content-Length, in plain HTTP/1.1. After any other request, all bytes of the
 connection go to aiohttp. With TLS the socket carries encrypted bytes, so bodies come from aiohttp's streams.
-`receive_part` handles both cases alike, through the protocol `Body`.
+`receive_part` handles both cases alike, through the protocol `RequestBody`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PartSink(Protocol):
         ...
 
 
-class Body(Protocol):
+class RequestBody(Protocol):
     """The body of an upload's request, received from the socket or from aiohttp."""
 
     async def give(self, sink: PartSink, pool: Executor, idle: Idle) -> None:
@@ -198,7 +198,7 @@ def break_off(request: web.Request) -> None:
 
 
 @asynccontextmanager
-async def _body_of(request: web.Request) -> AsyncIterator[Body]:
+async def _body_of(request: web.Request) -> AsyncIterator[RequestBody]:
     """Yield the body of a request: from the socket if the body bypasses aiohttp, else from aiohttp's stream."""
     interceptor = interceptor_of(request)
     if interceptor is not None and interceptor.body_bytes:

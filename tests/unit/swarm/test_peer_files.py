@@ -131,7 +131,7 @@ def test_an_initial_model_of_other_parts_than_wanted_is_not_taken(mine: Peer, mo
     """The server names the digest that it has told, and lists the parts of another file."""
     wanted, other = mine.version(0, with_state=False), mine.version(0, with_state=False)
     digests = [digest.hex() for digest in other.part_digests]
-    listed = messages.Manifest(version=0, digest=wanted.digest, part_digests=digests)
+    listed = messages.VersionManifest(version=0, digest=wanted.digest, part_digests=digests)
     monkeypatch.setattr(Http, "get", lambda *_: listed)
     monkeypatch.setattr(HttpTransfer, "pull", lambda *_, **__: None)  # as if the parts of that file arrived
     hold = Hold(fragment=0, version=0, digest=wanted.digest, state_digest="", sources=[])

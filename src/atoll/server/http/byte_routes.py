@@ -51,7 +51,7 @@ class ByteRoutes:
     def __init__(self, run: Coordinator) -> None:
         self.run, self.store, self.plan = run, run.store, run.plan
 
-    async def get_manifest(self, fragment: int, version: int) -> messages.Manifest:
+    async def get_manifest(self, fragment: int, version: int) -> messages.VersionManifest:
         """Return the manifest of a version (sizes and digests of its parts).
 
         It also describes the encoded difference from the version before, if there is one. In a swarm, it lists the
@@ -61,7 +61,7 @@ class ByteRoutes:
             Gone: the server no longer has the version.
         """
         row = self.store.versions.get(fragment, version)
-        return messages.Manifest(
+        return messages.VersionManifest(
             version=version,
             digest=row.digest,
             part_digests=[digest.hex() for digest in row.part_digests],

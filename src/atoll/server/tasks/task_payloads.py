@@ -279,5 +279,5 @@ class PayloadWriter:
         if way.warning:
             queue.warn(task, way.warning)
         if way.plain is not None:
-            return TaskPayload(objects, way.kind, tm.Body(plain=way.plain))
+            return TaskPayload(objects, way.kind, tm.TaskBody(plain=way.plain))
         return TaskPayload.write(objects, packed, way.cut)

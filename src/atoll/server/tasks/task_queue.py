@@ -75,7 +75,7 @@ class TaskPayload:
 
     objects: ObjectStore
     way: str
-    body: tm.Body = field(default_factory=tm.Body)
+    body: tm.TaskBody = field(default_factory=tm.TaskBody)
     _draft: tuple[str, Manifest] | None = None
     _stored: Entry | None = None
 
@@ -108,7 +108,7 @@ class TaskPayload:
             Conflict: parts of the object are missing, or it belongs to the server already.
         """
         entry = objects.make_own(key.object, key.secret)
-        return cls(objects, "streamed", tm.Body(object=key_to(entry, key.secret)), _stored=entry)
+        return cls(objects, "streamed", tm.TaskBody(object=key_to(entry, key.secret)), _stored=entry)
 
     @property
     def key(self) -> tm.ObjectKey:
@@ -125,7 +125,7 @@ class TaskPayload:
         """
         if self._draft is not None:
             self._stored, secret = self.objects.hold(*self._draft, inline=self.way == "inline")
-            self._draft, self.body = None, tm.Body(object=key_to(self._stored, secret))
+            self._draft, self.body = None, tm.TaskBody(object=key_to(self._stored, secret))
 
     def discard(self) -> None:
         """Remove the payload's object, if there is one. Idempotent."""
@@ -178,7 +178,7 @@ class OpenTask:
     """
 
     number: int
-    message: tm.Task
+    message: tm.TaskMessage
     payloads: TaskPayloads
     sites: tuple[str, ...]
     begun_s: float
@@ -304,13 +304,13 @@ class TaskQueue:
         except BaseException:
             payloads.discard()
             raise
-        message = tm.Task(
+        message = tm.TaskMessage(
             task=new_id(),
             name=name,
             streamed=streamed,
             tensor_chunk_bytes=sizes.tensor,
             np_chunk_bytes=sizes.np,
-            body=payloads.shared.body if payloads.shared else tm.Body(),
+            body=payloads.shared.body if payloads.shared else tm.TaskBody(),
         )
         number = sum(self.counts.values()) + 1
         task = OpenTask(number, message, payloads, tuple(sites), time.monotonic())
@@ -360,7 +360,7 @@ class TaskQueue:
 
     # -- called for requests of sites
 
-    def next_for(self, site: str, besides: str | None = None) -> tm.Task | None:
+    def next_for(self, site: str, besides: str | None = None) -> tm.TaskMessage | None:
         """Return the site's oldest unanswered task; None if there is none.
 
         Args:

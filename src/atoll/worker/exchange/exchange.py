@@ -240,7 +240,7 @@ class Exchange:
         """
         session = self.session
         ask, what = partial(session.manifest, self.fragment, version.number), f"pull version {version.number}"
-        manifest = session.call(ask, what, retries=retries, kind=messages.Manifest)
+        manifest = session.call(ask, what, retries=retries, kind=messages.VersionManifest)
         if isinstance(manifest, Lost):
             return manifest
         lost = session.move(partial(self.puller.pull, version, None, WAITS, to_next=to_next), what)

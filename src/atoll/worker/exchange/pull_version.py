@@ -253,7 +253,7 @@ class Puller:
         if into is not None and model is None and (missing or is_whole):
             apply_version.load_(into, base)
 
-    def _manifest(self, number: int, digest: str, retries: int | None) -> messages.Manifest:
+    def _manifest(self, number: int, digest: str, retries: int | None) -> messages.VersionManifest:
         """Return the manifest of a version. First check that it lists the parts of the version with this digest."""
         ask = partial(self.session.manifest, self.fragment, number)
         manifest = self.session.patiently(ask, retries, f"pull version {number}")
@@ -265,7 +265,7 @@ class Puller:
         manifest.require_digest(digest, self.files.base.layout, f"version {number}")
         return manifest
 
-    def _note(self, manifest: messages.Manifest) -> BaseNote:
+    def _note(self, manifest: messages.VersionManifest) -> BaseNote:
         run, fragment = self.session.info.run, self.fragment
         return BaseNote(run, fragment, manifest.version, manifest.digest, manifest.part_digests, complete=False)
 
@@ -349,7 +349,7 @@ class Puller:
 
     def _add_differences(
         self,
-        manifest: messages.Manifest,
+        manifest: messages.VersionManifest,
         base: BaseFile,
         source: BaseFile,
         into: Tensors | None,
@@ -405,15 +405,15 @@ class Puller:
         return wrong
 
     def _steps(
-        self, downlink: Downlink, manifest: messages.Manifest, source: BaseFile, retries: int | None
-    ) -> list[tuple[messages.Manifest, messages.Delta]]:
+        self, downlink: Downlink, manifest: messages.VersionManifest, source: BaseFile, retries: int | None
+    ) -> list[tuple[messages.VersionManifest, messages.Delta]]:
         """Return the versions that follow the one in `source`, up to that of `manifest`, each with its delta.
 
         A delta is the difference from the previous version. The list is empty if a delta is missing, or if all deltas
         together have at least as many bytes as the whole version.
         """
         run, note, nbytes = self.session.info.run, source.note, 0
-        steps = list[tuple[messages.Manifest, messages.Delta]]()
+        steps = list[tuple[messages.VersionManifest, messages.Delta]]()
         if note is None or note.run != run or not note.complete or not note.digest:
             return []
         while True:

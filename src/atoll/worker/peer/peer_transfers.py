@@ -448,7 +448,7 @@ class PeerTransfers:
     def _initial(self, hold: Hold, slot: Slot) -> Version:
         """Download version 0, the initial model, from the server."""
         layout = self._plan.fragments[hold.fragment].version
-        manifest = self._http.get(routes.MANIFEST.format(fragment=hold.fragment, version=0), messages.Manifest)
+        manifest = self._http.get(routes.MANIFEST.format(fragment=hold.fragment, version=0), messages.VersionManifest)
         digests = tuple(manifest.require_digest(hold.digest, layout, "version 0"))
         path = routes.VERSION_DATA.format(fragment=hold.fragment, version=0, digest=hold.digest)
         parts = HttpTransfer(self._http, CONNECTIONS, self._idle_timeout_s)

@@ -88,14 +88,14 @@ def last_words(error: BaseException | None) -> str | None:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-class Joined(Protocol):
+class LeavesAtExit(Protocol):
     """An object that is part of a run until it leaves, such as `Session`."""
 
     def leave(self, error: str | None = None) -> None:
         """Leave the run. A second call does nothing."""
 
 
-_joined: weakref.WeakSet[Joined] = weakref.WeakSet()
+_joined: weakref.WeakSet[LeavesAtExit] = weakref.WeakSet()
 _pid = 0  # id of the process that `_joined` belongs to; a fork of it has joined nothing
 _exit: SystemExit | None = None
 """The exception of the last `sys.exit` in the main thread, or of a signal. Reset when a worker joins."""
@@ -119,7 +119,7 @@ class _Forking(threading.local):
 _forking = _Forking()
 
 
-def watch_exit(joined: Joined) -> None:
+def watch_exit(joined: LeavesAtExit) -> None:
     """Make `joined` leave its run when this process ends, even by SIGTERM or SIGHUP.
 
     Signal handlers that the script has set are not replaced.
@@ -140,7 +140,7 @@ def watch_exit(joined: Joined) -> None:
         _watch_signals()
 
 
-def has_left(joined: Joined) -> None:
+def has_left(joined: LeavesAtExit) -> None:
     """Stop watching an object that has left its run.
 
     If no joined object remains, restore `sys.exit`, `sys.unraisablehook` and the signal handlers.

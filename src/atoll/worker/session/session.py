@@ -582,9 +582,9 @@ class Session:
             outcome = messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
             return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
 
-    def manifest(self, fragment: int, number: int) -> messages.Manifest:
+    def manifest(self, fragment: int, number: int) -> messages.VersionManifest:
         """Ask once for the manifest (the parts and their digests) of the fragment's version with this number."""
-        return self.http.get(routes.MANIFEST.format(fragment=fragment, version=number), messages.Manifest)
+        return self.http.get(routes.MANIFEST.format(fragment=fragment, version=number), messages.VersionManifest)
 
     def head(self, fragment: int) -> messages.VersionRef:
         """Ask once for the newest version of a fragment: its number from the run's status, then its digest."""

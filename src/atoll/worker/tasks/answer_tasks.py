@@ -157,7 +157,7 @@ class TaskPrefetcher:
             if reply.task is not None:
                 self._ahead_of(reply.task)
 
-    def _ahead_of(self, message: tm.Task) -> None:
+    def _ahead_of(self, message: tm.TaskMessage) -> None:
         with self._news:
             if self._closing or message.task == self._in_hand or self._next is not None:
                 return  # the worker itself has the task now
@@ -188,7 +188,7 @@ class Task:
             payload is left as it is.
     """
 
-    def __init__(self, connection: Session, message: tm.Task, warned: set[str], filters: AnswerFilters) -> None:
+    def __init__(self, connection: Session, message: tm.TaskMessage, warned: set[str], filters: AnswerFilters) -> None:
         self._warned = warned  # names of tasks that a warning was logged for
         self._filters = filters
         self.name, self.id = message.name, message.task
@@ -222,7 +222,7 @@ class Task:
                 self._warned.add(self.name)
                 LOG.warning("%s: an answer is sent in another way: %s", self._connection.site, way.warning)
             if way.plain is not None:
-                return tm.TaskAnswer(body=tm.Body(plain=way.plain))
+                return tm.TaskAnswer(body=tm.TaskBody(plain=way.plain))
             return written(packed, way.cut, None)
 
     def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
@@ -230,7 +230,7 @@ class Task:
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)
         ref = uploaded(self._connection, answer, f"answer to {self.described}")
-        is_taken = self._send(tm.TaskAnswer(body=tm.Body(object=key_of(ref))))
+        is_taken = self._send(tm.TaskAnswer(body=tm.TaskBody(object=key_of(ref))))
         if not is_taken:
             with contextlib.suppress(AtollError):  # else the server removes it later
                 withdraw(ref)
@@ -552,7 +552,7 @@ class TaskWorker:
                 self._ahead.begin()
             yield task
 
-    def _payload_of(self, session: Session, message: tm.Task) -> Any:
+    def _payload_of(self, session: Session, message: tm.TaskMessage) -> Any:
         stored = self._ahead.take(message.task) if self._ahead is not None else None
         if stored is not None:
             return stored.tree()
