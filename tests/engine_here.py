@@ -28,7 +28,7 @@ class Here:
 
         def serve() -> None:
             while (job := self._jobs.get()) is not None:
-                heard.answered(job, trains.train(job.round, job.base.fd, job.spool_fd))
+                heard.job_done(job, trains.train(job.round, job.base.fd, job.spool_fd))
 
         self._threads.append(threading.Thread(target=serve))
         self._threads[0].start()

@@ -241,10 +241,10 @@ END_S = 2.0
 
 def main(fd: int) -> None:
     """Run the child process: carry out the server's messages from the socket `fd` until the connection ends."""
-    _Child(ProcessPipe(socket.socket(fileno=fd))).run()
+    _AggregatingProcess(ProcessPipe(socket.socket(fileno=fd))).run()
 
 
-class _Child:
+class _AggregatingProcess:
     """The child process: it carries out the server's messages one by one.
 
     from the server                           to the server

@@ -2,8 +2,8 @@
 
 The processes run on this machine or on Ray.
 
-The classes of the messages between a simulation and its processes are `Beginning`, `SiteRound` and `Answer`. They are
-sent as JSON.
+The classes of the messages between a simulation and its processes are `Beginning`, `SiteRound` and `JobResult`. They
+are sent as JSON.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Answer:
+class JobResult:
     """The result of a job.
 
     Attributes:
@@ -132,14 +132,14 @@ class Answer:
     remedy: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return this answer as JSON values, to send it to the simulation."""
+        """Return this result as JSON values, to send it to the simulation."""
         update = self.update.model_dump() if self.update is not None else None
         stats = [(each.digest.hex(), each.sumsq.hex(), each.bad) for each in self.stats]
         return {**vars(self), "update": update, "stats": stats}
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Answer:
-        """Return the answer that `to_json` encoded as `fields`."""
+    def from_json(cls, fields: dict[str, Any]) -> JobResult:
+        """Return the result that `to_json` encoded as `fields`."""
         update = messages.Complete(**fields["update"]) if fields["update"] is not None else None
         stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in fields["stats"])
         return cls(**{**fields, "update": update, "stats": stats})
@@ -173,8 +173,8 @@ class Process(Protocol):
     def take_back(self) -> int | None:
         """Remove the oldest job that the process has not begun. Return its ticket number; None if there is none."""
 
-    def hear(self) -> tuple[int, Answer] | None:
-        """Wait for the next answer. Return (ticket number of the job, answer); None if the process has ended."""
+    def hear(self) -> tuple[int, JobResult] | None:
+        """Wait for the next result. Return (ticket number of the job, result); None if the process has ended."""
 
     def kill(self) -> None:
         """Kill the process."""
@@ -211,10 +211,10 @@ class Host(Protocol):
 
 
 class Heard(Protocol):
-    """The object to which an engine reports answers and errors. The engine calls its methods from several threads."""
+    """The object to which an engine reports results and errors. The engine calls its methods from several threads."""
 
-    def answered(self, job: Job, answer: Answer) -> None:
-        """Handle the answer to a job."""
+    def job_done(self, job: Job, result: JobResult) -> None:
+        """Handle the result of a job."""
 
     def failed_to_go_on(self, error: Exception) -> None:
         """Handle an error after which the engine cannot go on."""
@@ -226,7 +226,7 @@ class _Member:
 
     Attributes:
         process: the process.
-        jobs: the jobs that the process got and has not answered, by ticket, oldest first.
+        jobs: the jobs that the process got and has not finished, by ticket, oldest first.
         since_s: the time at which the process began its current job, in seconds.
         stuck: the ticket number of the job that took too long, so that the engine killed the process; else None.
     """
@@ -276,7 +276,7 @@ class Engine:
 
         Args:
             beginning: what a process needs before its first job.
-            heard: the object to which the answers are reported.
+            heard: the object to which the results are reported.
 
         Raises:
             ConfigError: the script cannot be loaded.
@@ -299,7 +299,7 @@ class Engine:
             thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; its answer is reported. If the process that works on it ends, another process repeats it."""
+        """Queue a job; its result is reported. If the process that works on it ends, another process repeats it."""
         with self._lock:
             if not self._closed:
                 self._waiting.append(job)
@@ -308,7 +308,7 @@ class Engine:
     def free(self, longer_s: float) -> None:
         """If jobs are waiting and the longest-running job has run for more than `longer_s` seconds, kill its process.
 
-        The engine then reports an answer with `stuck` set for this job, and starts another process.
+        The engine then reports a result with `stuck` set for this job, and starts another process.
         """
         with self._lock:
             if not self._waiting and all(len(member.jobs) <= 1 for member in self._crew):
@@ -325,7 +325,7 @@ class Engine:
             return [member.process.pid for member in self._crew if member.process.pid]
 
     def close(self) -> None:
-        """Kill all processes, then wait until each has ended. No further answer is reported. Idempotent."""
+        """Kill all processes, then wait until each has ended. No further result is reported. Idempotent."""
         with self._lock:
             self._closed = True
             crew, self._crew = self._crew, []
@@ -353,7 +353,7 @@ class Engine:
             member.give(job)
 
     def _hear(self, member: _Member | None) -> None:
-        """Report the answers of a process, and replace the process when it ends: the main loop of a thread.
+        """Report the results of a process, and replace the process when it ends: the main loop of a thread.
 
         The replacement must be started in this thread, because Linux kills a process when the thread that started it
         ends.
@@ -366,9 +366,9 @@ class Engine:
                         member.since_s = time.monotonic()
                         self._hand_out()
                     if job is None:  # the script forked, and both processes returned from it
-                        LOG.warning("ignored a second answer to one job: the script forks, and both processes return")
+                        LOG.warning("ignored a second result of one job: the script forks, and both processes return")
                     else:
-                        self._heard.answered(job, message[1])
+                        self._heard.job_done(job, message[1])
                 member = self._replace(member)
         except Exception as error:
             if not self._closed:
@@ -411,9 +411,9 @@ class Engine:
         """
         job.attempts += 1
         if is_stuck:
-            self._heard.answered(job, Answer(stuck=True))
+            self._heard.job_done(job, JobResult(stuck=True))
         elif job.attempts == ATTEMPTS:
-            self._heard.answered(job, Answer(error=f"its process {how}, {ATTEMPTS} times in a row"))
+            self._heard.job_done(job, JobResult(error=f"its process {how}, {ATTEMPTS} times in a row"))
         else:
             with self._lock:
                 self._waiting.appendleft(job)

@@ -8,7 +8,7 @@ socket pair:
     from the simulation                        to the simulation
     begin      what to load                    ready | bad    the script is loaded | cannot be loaded
     version    the file of a version
-    train      a job, and its spool's file     answer         the result of the job
+    train      a job, and its spool's file     result         the result of a job
 
 Jobs are sent before the process can begin them. For each job, the simulation also writes the job's number into a pipe
 that both sides can read: the side that reads the number owns the job. So the simulation can take back a job that the
@@ -31,7 +31,7 @@ from atoll.child_processes import PipedProcess, ProcessPipe
 from atoll.errors import AtollError, ConfigError, RunFailed
 from atoll.posix import OwnedFile
 from atoll.simulate import engine
-from atoll.simulate.engine import Answer, Beginning, Job, Killed, SiteRound
+from atoll.simulate.engine import Beginning, Job, JobResult, Killed, SiteRound
 from atoll.simulate.simulated_site import SiteTrainer
 
 NUMBER_BYTES = 8
@@ -132,13 +132,13 @@ class LocalProcess:
         """Take back the oldest job that the process has not begun, and return its number; None if there is none."""
         return take_number(self._numbers.fd)
 
-    def hear(self) -> tuple[int, Answer] | None:
-        """Wait for the next answer. Return (ticket number of the job, answer); None if the process has ended."""
+    def hear(self) -> tuple[int, JobResult] | None:
+        """Wait for the next result. Return (ticket number of the job, result); None if the process has ended."""
         try:
             message, _ = self._pipe.receive()
         except (EOFError, OSError):
             return None
-        return message["job"], Answer.from_json(message["answer"])
+        return message["job"], JobResult.from_json(message["result"])
 
     def kill(self) -> None:
         """Kill the process."""
@@ -167,7 +167,7 @@ def main(channel_fd: int, numbers_fd: int, parent: int) -> None:
             os._exit(0)
     _print_whole_lines()
     with contextlib.suppress(EOFError, OSError):
-        _Child(ProcessPipe(socket.socket(fileno=channel_fd)), numbers_fd).serve()
+        _TrainingProcess(ProcessPipe(socket.socket(fileno=channel_fd)), numbers_fd).serve()
 
 
 def take_number(fd: int) -> int | None:
@@ -198,7 +198,7 @@ def _print_whole_lines() -> None:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-class _Child:
+class _TrainingProcess:
     def __init__(self, channel: ProcessPipe, numbers_fd: int) -> None:
         self._channel, self._numbers_fd = channel, numbers_fd
         self._jobs: dict[int, tuple[SiteRound, int]] = {}  # received and not begun, oldest first
@@ -219,12 +219,12 @@ class _Child:
             number = self._next_number()
             job, spool_fd = self._job(number)
             try:
-                answer = trainer.train(job, self._bases[job.ticket.base_digest], spool_fd)
+                result = trainer.train(job, self._bases[job.ticket.base_digest], spool_fd)
             finally:
                 if os.getpid() != pid:  # the script forked: this is the child
                     os._exit(1)
                 os.close(spool_fd)
-            self._channel.send({"what": "answer", "job": number, "answer": answer.to_json()})
+            self._channel.send({"what": "result", "job": number, "result": result.to_json()})
 
     def _next_number(self) -> int:
         while (number := take_number(self._numbers_fd)) is None:  # no job, or it was taken back

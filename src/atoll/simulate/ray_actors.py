@@ -22,8 +22,8 @@ import numpy as np
 from atoll.errors import AtollError, ConfigError, RunFailed, ServerUnreachable, StoreError
 from atoll.posix import nameless_file, read_at, remove_left_behind, write_at
 from atoll.simulate import engine
-from atoll.simulate.engine import Answer, Beginning, Job, SiteRound
-from atoll.simulate.simulated_site import SiteTrainer, answer_to
+from atoll.simulate.engine import Beginning, Job, JobResult, SiteRound
+from atoll.simulate.simulated_site import SiteTrainer, result_of_error
 from atoll.worker.exchange.local_state import Kept, put_kept, read_kept, write_kept
 
 CONNECT_S = 5.0
@@ -81,18 +81,18 @@ class Actor:
             nbytes: size of an update, in bytes.
 
         Returns:
-            The answer as JSON values, the bytes of the update (empty if there is none), and the site's state after the
+            The result as JSON values, the bytes of the update (empty if there is none), and the site's state after the
             round.
         """
         folder = Path(self._folder.name) / job["site"]
         try:
             put_kept(folder, kept)
-            answer = self._trainer.train(SiteRound.model_validate(job), self._base, self._spool)
-            update = np.empty(nbytes if answer.update is not None else 0, np.uint8)
+            result = self._trainer.train(SiteRound.model_validate(job), self._base, self._spool)
+            update = np.empty(nbytes if result.update is not None else 0, np.uint8)
             read_at(self._spool, update.data, 0)
-            return answer.to_json(), update, read_kept(folder)
+            return result.to_json(), update, read_kept(folder)
         except OSError as error:  # the disk of the actor's machine
-            return answer_to(error).to_json(), np.empty(0, np.uint8), {}
+            return result_of_error(error).to_json(), np.empty(0, np.uint8), {}
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -242,20 +242,20 @@ class RayProcess:
     def take_back(self) -> None:
         """Return None: an actor gets no job in advance, so there is none to take back."""
 
-    def hear(self) -> tuple[int, Answer] | None:
-        """Send the next job to the actor and wait. Return (ticket number, answer); None if the actor has ended."""
+    def hear(self) -> tuple[int, JobResult] | None:
+        """Send the next job to the actor and wait. Return (ticket number, result); None if the actor has ended."""
         if (job := self._jobs.get()) is None:
             return None
         self._is_idle = False
         try:
-            answer = self._train(job)
+            result = self._train(job)
         except _Lost as lost:
             self._how += str(lost)
             return None
         self._is_idle = True
-        return job.ticket.id, answer
+        return job.ticket.id, result
 
-    def _train(self, job: Job) -> Answer:
+    def _train(self, job: Job) -> JobResult:
         """Send a job to the actor, with its version and the site's local state. Store the update and the new state."""
         folder = self._sites / job.site
         if self._base != job.ticket.base_digest:
@@ -263,14 +263,14 @@ class RayProcess:
             self._base = job.ticket.base_digest
         future = self._actor.train.remote(job.round.model_dump(), read_kept(folder), job.update_bytes)
         fields, update, kept = self._host.got(future)
-        answer = Answer.from_json(fields)
-        if not answer.disk:  # after an error of its disk, an actor returns no local state
+        result = JobResult.from_json(fields)
+        if not result.disk:  # after an error of its disk, an actor returns no local state
             try:
                 write_at(job.spool_fd, update.data, 0)
                 write_kept(folder, kept)
             except (OSError, StoreError) as error:
-                return answer_to(error)
-        return answer
+                return result_of_error(error)
+        return result
 
     def kill(self) -> None:
         """Kill the actor. First let an idle actor remove its files, unless this process removes them later.

@@ -33,7 +33,7 @@ from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.joining import counted_of
 from atoll.server.coordinator.roster import Lease
-from atoll.simulate.engine import ATTEMPTS, Answer, Engine, Job, SiteRound
+from atoll.simulate.engine import ATTEMPTS, Engine, Job, JobResult, SiteRound
 from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin, Versions
@@ -84,8 +84,8 @@ PATIENCE = 2
 """While other sites wait for a process, a site may occupy it for this many times `rounds.deadline_s`."""
 LEAST_PATIENCE_S = 10.0
 GATHER_S = 0.004
-"""Seconds to wait for further answers, to handle several in one transaction, which takes as long as handling three
-answers. Meanwhile, processes train the jobs that they got in advance."""
+"""Seconds to wait for further results, to handle several in one transaction, which takes as long as handling three
+results. Meanwhile, processes train the jobs that they got in advance."""
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
@@ -120,7 +120,7 @@ class SiteScheduler:
         self._run, self._sites, self._engine, self._folder, self._on_round = run, sites, engine, folder, on_round
         self._loop = asyncio.get_running_loop()
         self._news, self._rung = asyncio.Event(), False
-        self._heard: deque[tuple[Job, Answer]] = deque()
+        self._heard: deque[tuple[Job, JobResult]] = deque()
         self._lock = threading.Lock()  # guards `_rung`
         self._leases: dict[str, Lease] = {}
         self._jobs: dict[str, Job] = {}
@@ -134,11 +134,11 @@ class SiteScheduler:
         self.failed: dict[str, str] = {}
         self.refused = Counter[str]()
 
-    # -- answers of the engine, called in its threads
+    # -- results of the engine, called in its threads
 
-    def answered(self, job: Job, answer: Answer) -> None:
-        """Queue an answer, and wake the event loop, which handles it. Called in a thread of the engine."""
-        self._heard.append((job, answer))
+    def job_done(self, job: Job, result: JobResult) -> None:
+        """Queue a result, and wake the event loop, which handles it. Called in a thread of the engine."""
+        self._heard.append((job, result))
         self._ring()
 
     def failed_to_go_on(self, error: Exception) -> None:
@@ -179,7 +179,7 @@ class SiteScheduler:
                 self._tell_of_rounds()
                 self._require_can_close()
                 await self._news.wait()
-                if len(self._heard) < len(self._jobs):  # else no site trains, so no further answer comes
+                if len(self._heard) < len(self._jobs):  # else no site trains, so no further result comes
                     await asyncio.sleep(GATHER_S)
             self._tell_of_rounds()
             self._raise_what_failed()
@@ -375,30 +375,30 @@ class SiteScheduler:
         self._jobs.clear()
         self._bases.release()
 
-    async def _take(self, job: Job, answer: Answer) -> None:
-        """Handle the answer to a job: submit the site's update to the server, or end the site's participation."""
+    async def _take(self, job: Job, result: JobResult) -> None:
+        """Handle the result of a job: submit the site's update to the server, or end the site's participation."""
         del self._jobs[job.site]
         self._release(job)
         lease = self._leases[job.site]
-        self.bytes_down += answer.bytes_down
-        self._run.bytes_down += answer.bytes_down
+        self.bytes_down += result.bytes_down
+        self._run.bytes_down += result.bytes_down
         try:
-            if answer.disk:
+            if result.disk:
                 raise StoreError(
-                    f"The disk failed while {job.site} was trained: {answer.error}",
+                    f"The disk failed while {job.site} was trained: {result.error}",
                     "Free disk space, or check the disk; then start the same simulation again: it continues from here.",
                 )
-            if answer.remedy:
-                raise NotSimulated(answer.error, answer.remedy)
-            if answer.stuck:
+            if result.remedy:
+                raise NotSimulated(result.error, result.remedy)
+            if result.stuck:
                 await self._did_not_return(job, lease)
                 return
-            if answer.update is None:
-                await self._end(lease, answer)
+            if result.update is None:
+                await self._end(lease, result)
                 return
-            for part, stats in enumerate(answer.stats):
+            for part, stats in enumerate(result.stats):
                 self._run.record_part(lease, job.ticket.id, part, stats)
-            await self._run.complete(lease, job.ticket.id, answer.update)
+            await self._run.complete(lease, job.ticket.id, result.update)
             self._counted.add(job.site)
             del self._stuck[job.site]
         except TicketClosed:
@@ -426,17 +426,17 @@ class SiteScheduler:
                 f"it did not return within {told_s}, {ATTEMPTS} times in a row; a longer rounds.deadline_s "
                 "gives it more time"
             )
-            await self._end(lease, Answer(error=why))
+            await self._end(lease, JobResult(error=why))
 
-    async def _end(self, lease: Lease, answer: Answer) -> None:
+    async def _end(self, lease: Lease, result: JobResult) -> None:
         """End the participation of a site that failed or submitted nothing: log the reason, and let the site leave."""
         site = lease.site
-        self.failed[site] = answer.error or "its script returned without an update"
-        if answer.trace and len(self.failed) <= TRACES:
-            LOG.error("%s raised an error and no longer takes part in the simulation:\n%s", site, answer.trace.rstrip())
+        self.failed[site] = result.error or "its script returned without an update"
+        if result.trace and len(self.failed) <= TRACES:
+            LOG.error("%s raised an error and no longer takes part in the simulation:\n%s", site, result.trace.rstrip())
         else:
             LOG.error("%s no longer takes part in the simulation: %s", site, self.failed[site])
-        await self._run.leave(lease, messages.Leave(error=error_text(answer.error) if answer.error else None))
+        await self._run.leave(lease, messages.Leave(error=error_text(result.error) if result.error else None))
 
 
 def now(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -448,7 +448,7 @@ def now(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         coroutine.send(None)
     except StopIteration as end:
-        answer: T = end.value
-        return answer
+        result: T = end.value
+        return result
     coroutine.close()
     raise RuntimeError(f"{coroutine} waits in the middle of a transaction")

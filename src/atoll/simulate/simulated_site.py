@@ -35,7 +35,7 @@ from atoll.posix import FULL, Descriptor, write_at
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Next, Open, UpdateInfo
-from atoll.simulate.engine import Answer, Beginning, SiteRound
+from atoll.simulate.engine import Beginning, JobResult, SiteRound
 from atoll.simulate.script import Script
 from atoll.tensors.arrays import Arrays
 from atoll.tensors.layout import Layout
@@ -259,8 +259,8 @@ class SiteTrainer:
         self._script = Script(beginning.script, beginning.arguments)
         gc.freeze()  # otherwise each full garbage collection, and there are many, visits all objects of torch
 
-    def train(self, job: SiteRound, base_fd: int, spool_fd: int) -> Answer:
-        """Train one round of one simulated site, and return its answer.
+    def train(self, job: SiteRound, base_fd: int, spool_fd: int) -> JobResult:
+        """Train one round of one simulated site, and return its result.
 
         Args:
             job: the site and its round.
@@ -270,7 +270,7 @@ class SiteTrainer:
         try:
             site = SimulatedSite(self._shared, job, os.dup(base_fd), spool_fd, self._folder_of(job.site))
         except (AtollError, OSError) as error:  # the site's local state is lost or unreadable
-            return answer_to(error)
+            return result_of_error(error)
         try:
             self._begin_random(job.site, job.ticket.round)
             worker = Worker(site)
@@ -280,11 +280,11 @@ class SiteTrainer:
             raise
         except BaseException as error:
             if not (isinstance(error, SystemExit) and not error.code):
-                return answer_to(error, site.counters.bytes_down)
+                return result_of_error(error, site.counters.bytes_down)
         finally:
             site.close()
             forget()
-        return Answer(site.update, site.stats, bytes_down=site.counters.bytes_down)
+        return JobResult(site.update, site.stats, bytes_down=site.counters.bytes_down)
 
     def _begin_random(self, site: str, round_: int) -> None:
         """Seed torch, random and NumPy from the run's seed, the site's name and the round.
@@ -297,10 +297,10 @@ class SiteTrainer:
         np.random.seed(drawn % 2**32)
 
 
-def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
-    """Return the answer for a site that failed with an error. Atoll's own frames are left out of the traceback."""
+def result_of_error(error: BaseException, bytes_down: int = 0) -> JobResult:
+    """Return the result for a site that failed with an error. Atoll's own frames are left out of the traceback."""
     if isinstance(error, NotSimulated):
-        return Answer(error=error.message, bytes_down=bytes_down, remedy=error.remedy)
+        return JobResult(error=error.message, bytes_down=bytes_down, remedy=error.remedy)
     trace: TracebackType | None = error.__traceback__
     folder = os.path.dirname(__file__)
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(folder):
@@ -308,7 +308,7 @@ def answer_to(error: BaseException, bytes_down: int = 0) -> Answer:
     text = "".join(traceback.format_exception(type(error), error.with_traceback(None), trace))
     last = "".join(traceback.format_exception_only(error)).strip()
     words, disk = last[-LAST_WORDS_CHARS:] or type(error).__name__, _of_the_disk(error)
-    return Answer(error=disk or words, trace=text, bytes_down=bytes_down, disk=bool(disk))
+    return JobResult(error=disk or words, trace=text, bytes_down=bytes_down, disk=bool(disk))
 
 
 def _of_the_disk(error: BaseException) -> str:

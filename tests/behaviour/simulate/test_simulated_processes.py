@@ -236,7 +236,7 @@ def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tm
     said = simulate(nursery, write(tmp_path, doing(FORKS)), *FOUR, "--json")
     assert told(said)["failed"] == {}
     assert workers_of(tmp_path / "atoll-simulation") == [list("0123")] * 3
-    assert "ignored a second answer" not in said
+    assert "ignored a second result" not in said
 
 
 @pytest.mark.covers("V2")

@@ -21,9 +21,9 @@ import atoll
 from atoll.json_files import NoteDamaged
 from atoll.protocol.messages import Outcome
 from atoll.simulate import engine, simulated_site
-from atoll.simulate.engine import Answer, Beginning, Job
+from atoll.simulate.engine import Beginning, Job, JobResult
 from atoll.simulate.schedule_sites import VersionsInUse
-from atoll.simulate.simulated_site import answer_to
+from atoll.simulate.simulated_site import result_of_error
 from atoll.simulate.simulation import threads_of
 from atoll.tensors.schema import TensorSpec
 from atoll.worker.exchange import local_state
@@ -87,7 +87,7 @@ def test_all_are_given_back_at_the_end(bases: VersionsInUse, held: list[int]) ->
 def test_an_exception_that_is_its_own_cause_is_told() -> None:
     error = ValueError("round and round")
     error.__cause__ = error
-    assert answer_to(error).error == "ValueError: round and round"
+    assert result_of_error(error).error == "ValueError: round and round"
 
 
 class Ends:
@@ -98,7 +98,7 @@ class Ends:
     def __init__(self, *lives: str) -> None:
         self._lives, self._life = list(lives), ""
         self._given = queue.SimpleQueue[int]()
-        self.answers = queue.SimpleQueue[str]()
+        self.results = queue.SimpleQueue[str]()
 
     def begin(self, beginning: Beginning) -> Ends:
         self._life = self._lives.pop(0)
@@ -109,46 +109,46 @@ class Ends:
             raise engine.Killed("It was ended by SIGKILL.")
 
     def give(self, job: Job) -> None:
-        for _ in range(2 if self._life == "answers twice" else 1):
+        for _ in range(2 if self._life == "returns twice" else 1):
             self._given.put(job.ticket.id)
 
-    def hear(self) -> tuple[int, Answer] | None:
+    def hear(self) -> tuple[int, JobResult] | None:
         ticket = self._given.get()
-        return None if self._life == "ends" else (ticket, Answer(error="raised"))
+        return None if self._life == "ends" else (ticket, JobResult(error="raised"))
 
     def bury(self) -> str:
         return "ended"
 
-    def answered(self, job: Job, answer: Answer) -> None:
-        self.answers.put(answer.error)
+    def job_done(self, job: Job, result: JobResult) -> None:
+        self.results.put(result.error)
 
     def failed_to_go_on(self, error: Exception) -> None:
-        self.answers.put(str(error))
+        self.results.put(str(error))
 
     def nothing(self) -> None: ...
 
     open = close = kill = take_back = nothing
 
-    def answer(self) -> str:
+    def result(self) -> str:
         """What comes of a job."""
         begun = engine.Engine(self, 1)
         begun.start(None, self)  # type: ignore[arg-type]
         begun.put(SimpleNamespace(ticket=SimpleNamespace(id=7), site="a", attempts=0))  # type: ignore[arg-type]
-        return self.answers.get(timeout=10)
+        return self.results.get(timeout=10)
 
 
 @pytest.mark.covers("V2")
 @pytest.mark.parametrize(
     ("lives", "error"),
     [
-        (["answers"], "raised"),
-        (["ends", "killed", "killed", "answers"], "raised"),
+        (["returns"], "raised"),
+        (["ends", "killed", "killed", "returns"], "raised"),
         (["ends", "killed", "killed", "killed"], "It was ended by SIGKILL."),
-        (["ends", "ends", "ends", "answers"], "its process ended, 3 times in a row"),
+        (["ends", "ends", "ends", "returns"], "its process ended, 3 times in a row"),
     ],
 )
 def test_begins_a_job_again_in_another_process(lives: list[str], error: str) -> None:
-    assert Ends(*lives).answer() == error
+    assert Ends(*lives).result() == error
 
 
 @pytest.mark.covers("V2")
@@ -160,30 +160,30 @@ def test_close_waits_for_a_process_that_starts_in_place_of_another_one() -> None
 
         def ready(self) -> None:
             if not self._lives:
-                self.answers.put("starts")
+                self.results.put("starts")
                 wait_until(lambda: begun._closed, "the close")
 
         def kill(self) -> None:
             self.ended = True
 
         def close(self) -> None:
-            self.answers.put(f"ended: {self.ended}")
+            self.results.put(f"ended: {self.ended}")
 
-    host = Slow("ends", "answers")
+    host = Slow("ends", "returns")
     begun = engine.Engine(host, 1)
     begun.start(None, host)  # type: ignore[arg-type]
     begun.put(SimpleNamespace(ticket=SimpleNamespace(id=7), site="a", attempts=0))  # type: ignore[arg-type]
-    assert host.answers.get(timeout=10) == "starts"
+    assert host.results.get(timeout=10) == "starts"
     begun.close()
-    assert host.answers.get(timeout=10) == "ended: True"
+    assert host.results.get(timeout=10) == "ended: True"
 
 
 @pytest.mark.covers("V2")
-def test_ignores_a_second_answer(caplog: pytest.LogCaptureFixture) -> None:
-    host = Ends("answers twice")
-    assert host.answer() == "raised"
-    wait_until(lambda: "ignored a second answer" in caplog.text, "a line")
-    assert host.answers.empty()
+def test_ignores_a_second_result(caplog: pytest.LogCaptureFixture) -> None:
+    host = Ends("returns twice")
+    assert host.result() == "raised"
+    wait_until(lambda: "ignored a second result" in caplog.text, "a line")
+    assert host.results.empty()
 
 
 def test_each_look_kills_another_process_that_takes_too_long() -> None:
