@@ -67,7 +67,7 @@ from atoll.server.coordinator.roster import (
 from atoll.server.coordinator.settings_advice import advice
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_code import UserThreads
-from atoll.server.swarm.assignments import Swarm
+from atoll.server.swarm.assignments import SwarmRounds
 from atoll.server.tasks.task_queue import TaskQueue
 from atoll.store.journal_tables import PartRow, TicketRow, VersionRow
 from atoll.store.kept_objects import ObjectStore
@@ -148,7 +148,7 @@ class Coordinator:
         self.filtering = Filtering(filters, plan, store, self.user_threads)
         local = LocalRounds(plan, store, self.filtering, self.io)
         self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, self.fail, local.offer)
-        self.swarm = Swarm(plan, store, self.ledger, self.admission, self.wake) if plan.is_swarm else None
+        self.swarm = SwarmRounds(plan, store, self.ledger, self.admission, self.wake) if plan.is_swarm else None
         self._local_rounds, self._rounds = local, self.swarm or local
 
         totals = store.run_log.totals()
@@ -676,7 +676,9 @@ class Coordinator:
 
     # -- swarms
 
-    async def _offer(self, swarm: Swarm, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
+    async def _offer(
+        self, swarm: SwarmRounds, lease: Lease, row: TicketRow, message: messages.Complete
+    ) -> messages.Receipt:
         """Let other workers of a swarm download an update. Wait until it is accepted, at most `LONG_POLL_S` seconds."""
         if message.source is None:
             raise BadRequest(
@@ -714,7 +716,7 @@ class Coordinator:
         """
         return await self._require_swarm().report(lease, message)
 
-    def _require_swarm(self) -> Swarm:
+    def _require_swarm(self) -> SwarmRounds:
         if self.swarm is None:
             raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
         return self.swarm

@@ -172,13 +172,7 @@ class Filtering:
             planned = self._plan.fragments[row.fragment]
             filtered.fd = self._plan.new_file("filters", planned.update.nbytes)
             about = About(
-                row.site,
-                number,
-                row.base_version,
-                row.weight,
-                row.steps,
-                dict(row.metrics),
-                fragment=row.fragment,
+                row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics), fragment=row.fragment
             )
             model = [spec.name for spec in self._plan.schema.tensors] if self._plan.has_fragments else []
             filtered.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(

@@ -308,7 +308,7 @@ class SwarmView:
         return len(parts) == len(layout.parts) and layout.blob_id(parts) == closed.digest
 
 
-class Swarm:
+class SwarmRounds:
     """Chooses the workers that aggregate and check the rounds of a swarm, and commits their results.
 
     Call methods on the server's event loop. No method connects to a worker.
