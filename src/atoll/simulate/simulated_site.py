@@ -88,7 +88,7 @@ _path = lru_cache(8)(Path)
 """`Path` with a cache, for names that all sites share."""
 
 
-class Spool:
+class SpoolWriter:
     """Writes an update into the server's file for this update (spool), and checks each part as soon as it is complete.
 
     Args:
@@ -209,7 +209,7 @@ class SimulatedSite:
     ) -> None:
         """Write the update to the server's file, and set `update` and `stats`, which are sent to the simulation."""
         filtered = self.local.filtered(ticket, tensors, info)
-        spool = Spool(self.local.layouts.update, self._spool_fd, self._inspection)
+        spool = SpoolWriter(self.local.layouts.update, self._spool_fd, self._inspection)
         formed = self.local.form(spool, ticket, tensors, filtered=filtered, finish=finish)
         self.local.warnings_about(formed, info.steps)
         digests = zip(spool.stats, formed.part_digests, strict=True)

@@ -50,7 +50,7 @@ from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Part
 from atoll.worker.log_lines import LOG, Troubles, error_text
 from atoll.worker.peer.peer_store import PeerStore
-from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Spool, Version
+from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, PulledUpdate, Version
 from atoll.worker.session.session import Session
 
 Key = tuple[object, ...]
@@ -189,7 +189,7 @@ class SwarmPeer:
         self._lock = threading.RLock()  # guards the fields below
         self._work = PeerWork(stamp=0)
         self._number = self._moved = 0
-        self._spools: dict[int, Spool] = {}  # by ticket
+        self._pulled: dict[int, PulledUpdate] = {}  # by ticket
         self._collected: dict[int, CollectedUpdate] = {}
         self._closed: dict[Key, ReducedRound] = {}
         self._reached: dict[str, None] = {}  # addresses, oldest first
@@ -416,25 +416,25 @@ class SwarmPeer:
         report = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
         with self._store.new_slots(collect.fragment, SPOOL) as (slot,):
             assert slot is not None
-            spool: Spool | None
+            update: PulledUpdate | None
             try:
-                spool, norm, bad = self._transfers.update(collect, slot)
+                update, norm, bad = self._transfers.update(collect, slot)
                 failpoint("swarm.collected")
                 report = report.model_copy(update={"norm": norm, "bad": bad})
             except UNPULLED as error:  # the other worker failed; after an error of this disk the job runs again
-                self._store.give_back(Spool(collect.fragment, slot, ()))
-                spool, report = None, report.model_copy(update={"failed": error_text(error, 500)})
+                self._store.give_back(PulledUpdate(collect.fragment, slot, ()))
+                update, report = None, report.model_copy(update={"failed": error_text(error, 500)})
         with self._lock:
             self._collected[ticket] = report
-            if spool is not None:
-                self._spools[ticket] = spool
+            if update is not None:
+                self._pulled[ticket] = update
 
     def _close(self, work: FrozenRound) -> None:
         """Aggregate the updates of a round into the next version, serve that version, and keep the report."""
         base = self._store.get(work.fragment, work.base_version)
         with self._lock:
-            spools = {each.ticket: self._spools[each.ticket] for each in work.updates if each.ticket in self._spools}
-        lacking = [share.site for share in work.updates if share.ticket not in spools]
+            pulled = {each.ticket: self._pulled[each.ticket] for each in work.updates if each.ticket in self._pulled}
+        lacking = [share.site for share in work.updates if share.ticket not in pulled]
         if base is None or lacking:
             what = f"version {work.base_version}" if base is None else f"the update of {lacking[0]}"
             self._ended(failed(work, f"this worker has lost {what}"), work)
@@ -442,10 +442,10 @@ class SwarmPeer:
         try:
             with (
                 self._store.new_slots(work.fragment, VERSION, STATE) as (version, state),
-                self._store.reading(base, *spools.values()),
+                self._store.reading(base, *pulled.values()),
             ):
                 assert version is not None
-                version_made, closed = self._reduce(work, base, spools, version, state)
+                version_made, closed = self._reduce(work, base, pulled, version, state)
                 failpoint("swarm.closed")
                 version_made = self._store.served(version_made)
                 with self._lock:
@@ -464,7 +464,7 @@ class SwarmPeer:
                 self._ended(ended, work)
 
     def _reduce(
-        self, work: FrozenRound, base: Version, spools: Mapping[int, Spool], version: Slot, state: Slot | None
+        self, work: FrozenRound, base: Version, pulled: Mapping[int, PulledUpdate], version: Slot, state: Slot | None
     ) -> tuple[Version, ReducedRound]:
         """Aggregate the updates of a round with the same code as a server, and write the next version into the slots.
 
@@ -473,7 +473,7 @@ class SwarmPeer:
         Args:
             work: the round, with the list of its updates.
             base: the version that the round starts from.
-            spools: the downloaded updates of the round, by ticket.
+            pulled: the downloaded updates of the round, by ticket.
             version: the slot for the next version.
             state: the slot for the outer optimizer's next state; None: this optimizer has no state.
 
@@ -488,7 +488,7 @@ class SwarmPeer:
             StateCorrupt: the stored bytes of `base` have changed.
         """
         begin, done = time.monotonic(), 0
-        self._require_whole(work, spools)
+        self._require_whole(work, pulled)
 
         def on_progress(nbytes: int) -> None:
             nonlocal done
@@ -496,7 +496,7 @@ class SwarmPeer:
             done = nbytes
 
         base_state = base.state.fd if base.state is not None else None
-        updates = {ticket: UpdateInput(spool.slot.fd) for ticket, spool in spools.items()}
+        updates = {ticket: UpdateInput(update.slot.fd) for ticket, update in pulled.items()}
         files = RoundFiles(base.slot.fd, base_state, updates, base.part_digests, base.state_digests)
         out = NextFiles(version.fd, state.fd if state is not None else None)
         result = make_version(self._plan, work, files, out, self._stopping, on_progress=on_progress)
@@ -521,7 +521,7 @@ class SwarmPeer:
         )
         return made, closed
 
-    def _require_whole(self, work: FrozenRound, spools: Mapping[int, Spool]) -> None:
+    def _require_whole(self, work: FrozenRound, pulled: Mapping[int, PulledUpdate]) -> None:
         """Check again that every part of every downloaded update matches its digest.
 
         Raises:
@@ -531,8 +531,8 @@ class SwarmPeer:
 
         def check_part(job: tuple[FrozenUpdate, Part]) -> None:
             share, part = job
-            spool = spools[share.ticket]
-            if region_digest(spool.slot.fd, ((part.start, part.nbytes),)) != spool.part_digests[part.index]:
+            update = pulled[share.ticket]
+            if region_digest(update.slot.fd, ((part.start, part.nbytes),)) != update.part_digests[part.index]:
                 raise UpdateDamaged(share)
             self._move(part.nbytes)
 
@@ -545,6 +545,6 @@ class SwarmPeer:
 
     def _forget(self, ticket: int) -> None:
         self._collected.pop(ticket, None)
-        spool = self._spools.pop(ticket, None)
-        if spool is not None:
-            self._store.give_back(spool)
+        update = self._pulled.pop(ticket, None)
+        if update is not None:
+            self._store.give_back(update)

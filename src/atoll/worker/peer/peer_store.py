@@ -21,7 +21,7 @@ from atoll.json_files import read_note, write_note
 from atoll.protocol.swarm_messages import Source, split
 from atoll.store.file_slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, region_digest, verify
 from atoll.tensors.reference import TensorRef
-from atoll.worker.peer.peer_transfers import PeerServer, Spool, Version, state_cuts
+from atoll.worker.peer.peer_transfers import PeerServer, PulledUpdate, Version, state_cuts
 
 NOTE = "held.json"
 
@@ -200,13 +200,13 @@ class PeerStore:
                     self._pools[kind, fragment].drop(slot, JOURNAL)
             raise
 
-    def give_back(self, file: Version | Spool) -> None:
+    def give_back(self, file: Version | PulledUpdate) -> None:
         """Give back the slots of a version or of a downloaded update, so that they can be reused."""
         for kind, slot in file.slots():
             self._pools[kind, file.fragment].drop(slot, JOURNAL)
 
     @contextmanager
-    def reading(self, *files: Version | Spool) -> Iterator[None]:
+    def reading(self, *files: Version | PulledUpdate) -> Iterator[None]:
         """During the `with` block, keep the slots of these versions and updates from being reused."""
         with ExitStack() as stack:
             for each in files:

@@ -317,7 +317,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class Spool:
+class PulledUpdate:
     """A downloaded update: the slot (file) with its bytes, and the BLAKE3 digest of each of its parts."""
 
     fragment: int
@@ -458,7 +458,7 @@ class PeerTransfers:
             parts.close()
         return Version(hold.fragment, 0, hold.digest, slot, None, digests, ())
 
-    def update(self, collect: Collect, slot: Slot) -> tuple[Spool, float, str]:
+    def update(self, collect: Collect, slot: Slot) -> tuple[PulledUpdate, float, str]:
         """Download an update into a slot, and check its values.
 
         Returns:
@@ -474,5 +474,6 @@ class PeerTransfers:
             if stats.bad is not None:
                 bad.append(stats.bad)
 
-        spool = Spool(collect.fragment, slot, self._pulled(collect.source, layout, slot, collect.digest, check_part))
-        return spool, (min(norm_of(sums), sys.float_info.max) if not bad else 0.0), (min(bad) if bad else "")
+        digests = self._pulled(collect.source, layout, slot, collect.digest, check_part)
+        norm = min(norm_of(sums), sys.float_info.max) if not bad else 0.0
+        return PulledUpdate(collect.fragment, slot, digests), norm, min(bad) if bad else ""
