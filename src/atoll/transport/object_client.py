@@ -48,7 +48,7 @@ from atoll.tensors.module_tensors import Tensors, is_expanded, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http, http_to
-from atoll.transport.object_server import LONGEST_S, Draft, ObjectHost, UnnamedFile, nameless, written
+from atoll.transport.object_server import LONGEST_S, ObjectHost, UnnamedFile, UnpublishedObject, nameless, written
 from atoll.transport.part_transfer import HttpTransfer, Memory, Sink
 
 LOG = logging.getLogger("atoll")
@@ -296,7 +296,7 @@ def publish(
 
 
 def send(
-    draft: Draft, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
+    draft: UnpublishedObject, server: str, *, expires_s: float, idle_timeout_s: float, abort: Abort | None = None
 ) -> TensorRef:
     """Upload a draft (an object that is written to disk) to a server, and return its reference.
 

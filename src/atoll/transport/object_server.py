@@ -97,7 +97,7 @@ def nameless(folder: Path | None) -> int:
 
 
 @dataclass(frozen=True)
-class Draft:
+class UnpublishedObject:
     """An object that is written to disk, but not published yet. It keeps no tensor in memory.
 
     Attributes:
@@ -115,7 +115,7 @@ class Draft:
         os.close(self.fd)
 
 
-def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
+def written(packed: Packed, cut: Cut, folder: Path | None) -> UnpublishedObject:
     """Write an object to an unnamed file, so that it can be published.
 
     Args:
@@ -139,7 +139,7 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> Draft:
     except BaseException as error:
         os.close(fd)
         raise (unnamed_file_error(error, folder) if isinstance(error, OSError) else error) from error
-    return Draft(fd, manifest, cut.inline)
+    return UnpublishedObject(fd, manifest, cut.inline)
 
 
 def unnamed_file_error(error: OSError, folder: Path | None) -> StoreError:

@@ -98,7 +98,7 @@ def in_wait(waited_s: float, reply: messages.TicketReply) -> str:
     return f"waiting {waited_s:.0f} s: {reply.reason}{remaining}"
 
 
-class Progress:
+class TransferProgress:
     """The progress of one transfer: counts bytes, and logs a line every `EVERY_S` seconds and one at the end.
 
     Rate and time left are measured over the last `WINDOW_S` seconds. After an interruption, measuring starts again, so
@@ -189,14 +189,14 @@ class Troubles:
 
 
 @contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Progress]:
-    """Yield a `Progress` for a transfer. At the end of the `with` block, log its last line, unless the transfer failed.
+def progress(what: str, total_bytes: int) -> Iterator[TransferProgress]:
+    """Yield a `TransferProgress`. At the end of the `with` block, log its last line, unless the transfer failed.
 
     Args:
         what: name of the transfer, which begins each line.
         total_bytes: number of bytes to move.
     """
-    reporter = Progress(what, total_bytes)
+    reporter = TransferProgress(what, total_bytes)
     yield reporter
     if not reporter.failed:
         reporter.end()

@@ -12,7 +12,7 @@ from torch import nn
 
 from atoll.errors import TRANSIENT
 from atoll.protocol import messages
-from atoll.worker.log_lines import Progress, in_words
+from atoll.worker.log_lines import TransferProgress, in_words
 from atoll.worker.session.ranks import RankGroup
 from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
 from atoll.worker.training.synchroniser import REPEAT_S, Outage
@@ -132,7 +132,7 @@ def clock(caplog: pytest.LogCaptureFixture) -> Clock:
     return Clock()
 
 
-def move(bar: Progress, clock: Clock, seconds: int) -> None:
+def move(bar: TransferProgress, clock: Clock, seconds: int) -> None:
     """1 MB a second."""
     for _ in range(seconds):
         clock.now_s += 1.0
@@ -141,7 +141,7 @@ def move(bar: Progress, clock: Clock, seconds: int) -> None:
 
 @pytest.mark.covers("X4")
 def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    bar = Progress("a: submitting", 100 * MB, clock=clock)
+    bar = TransferProgress("a: submitting", 100 * MB, clock=clock)
     move(bar, clock, 10)
     clock.now_s += 3600.0
     bar.resume()
@@ -156,7 +156,7 @@ def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.Log
 
 @pytest.mark.covers("X4")
 def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    bar = Progress("a: submitting", 4 * MB, clock=clock)
+    bar = TransferProgress("a: submitting", 4 * MB, clock=clock)
     bar.resume()  # as it is called before the first attempt, too
     move(bar, clock, 2)
     clock.now_s += 15.0
@@ -179,7 +179,7 @@ def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
 @pytest.mark.covers("X4")
 def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is resumed where a single part was sent again: there the window does it."""
-    bar = Progress("a: submitting", 100 * MB, clock=clock)
+    bar = TransferProgress("a: submitting", 100 * MB, clock=clock)
     move(bar, clock, 5)
     clock.now_s += 60.0
     move(bar, clock, 6)

@@ -36,7 +36,7 @@ from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, ObjectKey, markdown
 from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model, made
 from atoll.server.tasks.task_queue import TaskPayload
-from atoll.server.tasks.workflow_controller import Controller, Progress, progress_of, why_gone
+from atoll.server.tasks.workflow_controller import Controller, ProgressSigns, progress_of, why_gone
 from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.reference import TensorRef
 
@@ -329,7 +329,7 @@ class EvaluationMatrix:
         self._cells: dict[tuple[str, str], Cell] = {}
         self._working, self._waiting = set(sites), set[str]()
         self._away_since_s: dict[str, float] = {}
-        self._hung: dict[str, tuple[str, Progress]] = {}  # site → why it was given up, and its progress then
+        self._hung: dict[str, tuple[str, ProgressSigns]] = {}  # site → why it was given up, and its progress then
 
     async def fill(self) -> None:
         """Fill every cell with metrics or an error. All columns are filled in parallel."""

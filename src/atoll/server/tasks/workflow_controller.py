@@ -46,10 +46,11 @@ _SITE: TypeAdapter[str] = TypeAdapter(messages.Site)
 
 # -- Progress of sites. Limits such as `progress_timeout_s` start again at each progress. Heartbeats do not count.
 
-Progress = tuple[object, ...]
+ProgressSigns = tuple[object, ...]
+"""Values that change while a site, or a run, makes progress."""
 
 
-def progress_of(run: Coordinator, site: str) -> Progress:
+def progress_of(run: Coordinator, site: str) -> ProgressSigns:
     """Return values of a site that change while it makes progress: bytes, steps and its reported state."""
     presence = run.roster.get(site)
     if presence is None:
@@ -59,7 +60,7 @@ def progress_of(run: Coordinator, site: str) -> Progress:
     return presence.process, beat.state, beat.step, *moved
 
 
-def progress_of_run(run: Coordinator) -> Progress:
+def progress_of_run(run: Coordinator) -> ProgressSigns:
     """Return values of a run that change while the server or any site makes progress."""
     return (
         run.task_queue.moves,
@@ -98,7 +99,7 @@ class AnswerLimits:
     timeout_s: float | None = None
     progress_timeout_s: float = 0.0
     gone_too: bool = False
-    _latest: dict[str, tuple[Progress, float]] = field(default_factory=dict)  # site → its last progress, and its time
+    _latest: dict[str, tuple[ProgressSigns, float]] = field(default_factory=dict)  # site → its last signs, their time
 
     def __post_init__(self) -> None:
         for name, remedy in (

@@ -44,7 +44,7 @@ from atoll.worker.exchange.base_and_outbox import BaseNote, DiskFiles, OutboxNot
 from atoll.worker.exchange.encode_update import Filtered, Finish, LocalFragment
 from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
 from atoll.worker.exchange.upload_update import UpdateServer, UpdateUpload, resend_note
-from atoll.worker.log_lines import LOG, Progress, size
+from atoll.worker.log_lines import LOG, TransferProgress, size
 from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
 
 MAX_REFUSALS = 5
@@ -430,7 +430,7 @@ class Exchange:
             return self._deliver(bar, None if resuming else set(), None, retries)
 
     def _deliver(
-        self, bar: Progress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
+        self, bar: TransferProgress, sent: Collection[int] | None, failure: BaseException | None, retries: int | None
     ) -> Delivered:
         """Send the parts that are still missing, and the message that the update is complete.
 

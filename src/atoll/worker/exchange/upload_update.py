@@ -22,7 +22,7 @@ from atoll.protocol.values import Lost
 from atoll.transport.part_transfer import HttpTransfer, Pushing
 from atoll.worker.exchange.base_and_outbox import Outbox, OutboxNote
 from atoll.worker.exchange.pull_version import Sources
-from atoll.worker.log_lines import LOG, Progress, progress
+from atoll.worker.log_lines import LOG, TransferProgress, progress
 from atoll.worker.session.ranks import keep_ranks_waiting
 from atoll.worker.session.session import POLL_MARGIN_S, Session
 
@@ -71,13 +71,13 @@ class UpdateUpload:
         self.fragment = self.number or 0
         self.in_words = "" if self.number is None else f" fragment {self.number}"
 
-    def progress(self, number: int) -> AbstractContextManager[Progress]:
-        """Report to the server that the update of round `number` is being sent. Return the context of a `Progress`."""
+    def progress(self, number: int) -> AbstractContextManager[TransferProgress]:
+        """Report that the update of round `number` is being sent. Return the context of a `TransferProgress`."""
         self.session.tell(state=f"submitting to round {number}")
         rank = f": rank {self.session.ranks.rank}" if self.session.ranks.is_distributed else ""
         return progress(f"{self.session.site}{rank}: submitting{self.in_words}", self.outbox.layout.own_nbytes)
 
-    def pushing(self, ticket: Ticket, bar: Progress) -> AbstractContextManager[Pushing]:
+    def pushing(self, ticket: Ticket, bar: TransferProgress) -> AbstractContextManager[Pushing]:
         """Send parts in the background while the `with` block forms them. Pass each formed part to `Pushing.add`."""
         return self.transfer.pushing(routes.parts_of(ticket.id), self.outbox.fd, on_bytes=bar.add)
 
@@ -89,7 +89,7 @@ class UpdateUpload:
     def send(
         self,
         note: OutboxNote,
-        bar: Progress,
+        bar: TransferProgress,
         sent: Collection[int] | None,
         failure: BaseException | None,
         retries: int | None,
@@ -156,7 +156,7 @@ class UpdateUpload:
         return self.session.http.post(path, message, messages.Receipt, timeout_s=timeout_s)
 
     def _offer(
-        self, server: UpdateServer, note: OutboxNote, bar: Progress, retries: int | None
+        self, server: UpdateServer, note: OutboxNote, bar: TransferProgress, retries: int | None
     ) -> messages.Receipt | Lost:
         """In a swarm: tell the server where to download the update. Repeat this until a worker has downloaded it."""
 

@@ -54,7 +54,7 @@ from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
 from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
-from atoll.transport.object_server import Draft, written
+from atoll.transport.object_server import UnpublishedObject, written
 from atoll.worker.arguments import require_joined, site_of
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.exchange.participation import warn_of_overruled
@@ -214,7 +214,7 @@ class Task:
         del payload  # free its memory during the upload
         return self.deliver(answer)
 
-    def written(self, packed: Packed) -> tm.TaskAnswer | Draft:
+    def written(self, packed: Packed) -> tm.TaskAnswer | UnpublishedObject:
         """Apply the filters to an answer. Return the message to send, or, for large answers, a draft to upload."""
         with self._filters.applied(packed, self.name) as packed:
             way = way_of(self.name, packed, chunk_sizes(self._sizes), streamed=self._streamed, what="answer")
@@ -225,7 +225,7 @@ class Task:
                 return tm.TaskAnswer(body=tm.TaskBody(plain=way.plain))
             return written(packed, way.cut, None)
 
-    def deliver(self, answer: tm.TaskAnswer | Draft) -> bool:
+    def deliver(self, answer: tm.TaskAnswer | UnpublishedObject) -> bool:
         """Send an answer that `written` returned; upload a draft first. Return whether the server accepted it."""
         if isinstance(answer, tm.TaskAnswer):
             return self._send(answer)

@@ -29,7 +29,7 @@ from atoll.tensors.module_tensors import Tensors, named_tensors
 from atoll.tensors.payload import Packed
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_client import EXPIRES_S, chosen_cut, fetch_lazily, idle_timeout, send
-from atoll.transport.object_server import Draft, written
+from atoll.transport.object_server import UnpublishedObject, written
 from atoll.worker.arguments import number
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.exchange.participation import Participation
@@ -147,7 +147,7 @@ STALLS = 2
 """Number of stalls after which an upload fails. A single stall may be temporary."""
 
 
-def uploaded(connection: Session, draft: Draft, what: str) -> TensorRef:
+def uploaded(connection: Session, draft: UnpublishedObject, what: str) -> TensorRef:
     """Upload an answer or a model that is too large for a message. Return a reference to the object at the server.
 
     Args:

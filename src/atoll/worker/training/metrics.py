@@ -54,7 +54,7 @@ class Reports:
 Metrics = Callable[[], dict[str, float]]
 
 
-class Measured:
+class GlobalModelMetrics:
     """The metrics of the newest global version, measured by a function of the user's script.
 
     Args:

@@ -32,7 +32,7 @@ from atoll.worker.exchange.pull_version import WAITS, Patience
 from atoll.worker.log_lines import LOG, why_skipped
 from atoll.worker.session.session import Session
 from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
-from atoll.worker.training.metrics import Measured
+from atoll.worker.training.metrics import GlobalModelMetrics
 
 LOOK_S = 1.0
 """Seconds after which a worker that waits for other workers checks whether it must submit another update first."""
@@ -233,7 +233,7 @@ class Synchroniser:
         tensors: Callable[[], Tensors],
         rules: SyncRules,
         info_of: Callable[[VersionRef, int], UpdateInfo],
-        measured: Measured,
+        measured: GlobalModelMetrics,
         *,
         max_retries: int,
     ) -> None:
