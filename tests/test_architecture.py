@@ -141,7 +141,7 @@ LINES: dict[str, int] = {
     "transport": 2_455,
     "worker": 199,
     "worker/exchange": 2_067,
-    "worker/peer": 790,
+    "worker/peer": 791,
     "worker/session": 831,
     "worker/tasks": 589,
     "worker/training": 1_736,
