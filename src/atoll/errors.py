@@ -5,7 +5,7 @@
     ├── UsageError             2   a wrong call of a public function
     │   └── NotSimulated           a training loop that simulations do not support
     ├── SchemaMismatch         6   the server and a worker have different models
-    ├── UpdateRefused          6   an update that is not finite, too large or wrongly weighted
+    ├── UpdateRefused          6   an update that is too large, contains NaN or Inf, or has a wrong weight
     ├── PeerError              6   an error that the server, a worker or a peer reports
     │   ├── VersionSkew            different protocol versions
     │   ├── AuthError          8   a missing or wrong token, secret or Host header
@@ -19,7 +19,7 @@
     │   └── BadRequest             the server did not understand the request
     ├── TransferError          5   a network error
     │   ├── ServerUnreachable  ↻   no server answers
-    │   ├── ServerLost             no server answered for too long, or another run is at its address
+    │   ├── ServerLost             no server answered for too long, or another run is at the server's address
     │   ├── TransferStalled    ↻   no byte moved within the idle timeout
     │   └── TransferAborted        the calling program aborted the transfer
     ├── StoreError             7   a disk error on this machine
@@ -121,7 +121,7 @@ class UpdateRefused(AtollError):
 
 
 class PeerError(AtollError):
-    """The server, a worker or a peer reports an error, or a program other than Atoll answers at its address."""
+    """The server or another worker reports an error, or a program that is not Atoll answers a request."""
 
     code, exit_code = "peer", 6
 
@@ -199,7 +199,7 @@ class TransferError(AtollError):
 
 
 class ServerUnreachable(TransferError):
-    """No server answers at the address. If `is_other`, another program answers there, or TLS cannot verify it."""
+    """No server answers at the address. If `is_other`, a program answers, but its TLS or its certificate is wrong."""
 
     code = "unreachable"
     is_other = False
@@ -224,7 +224,7 @@ class TransferAborted(TransferError):
 
 
 class StoreError(AtollError):
-    """A disk or file error on this machine. If the server has this error, its workers get `Busy` or `DiskFull`."""
+    """A disk or file error on this machine. If the server has this error, its workers raise `Busy` or `DiskFull`."""
 
     code, exit_code = "store", 7
 
@@ -254,7 +254,7 @@ class SyncFailed(StoreError):
 
 
 class PortInUse(AtollError):
-    """None of the wanted ports can be bound: other processes listen there, or this user has no permission."""
+    """None of the wanted ports can be bound: other processes use them, or this user has no permission."""
 
     code, exit_code = "port_in_use", 3
 
@@ -270,7 +270,7 @@ def _tree(root: type[AtollError]) -> dict[str, type[AtollError]]:
 
 
 BY_CODE: dict[str, type[AtollError]] = _tree(AtollError)
-"""Wire code → exception class that a client raises when a server answers with this code."""
+"""Code in network messages (`AtollError.code`) → error class."""
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -444,7 +444,10 @@ are skipped."""
 
 
 def _last_place_of_user_code(trace: TracebackType | None) -> str:
-    """Return the last place in a traceback outside of Atoll, packages and Python's library: `train.py, line 7`."""
+    """Return the last place of a traceback that is outside Atoll, such as `train.py, line 7`; empty if there is none.
+
+    Places in installed packages and in Python's library count only if there are no others.
+    """
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(trace)]
     frames = [(path, line) for path, line in frames if not path.is_relative_to(Path(__file__).parent)]
     own = [each for each in frames if _PACKAGES.isdisjoint(each[0].parts) and not each[0].is_relative_to(_LIBRARY)]

@@ -67,7 +67,7 @@ def visible(text: str, most: int | None = None) -> str:
 
 
 def visible_lines(text: str) -> str:
-    """Return the text with unprintable characters escaped (`visible`), but keep its line feeds."""
+    """Return the text with unprintable characters escaped (`visible`). Line feeds are kept; tabs become spaces."""
     return "\n".join(map(visible, text.expandtabs(4).split("\n")))
 
 
@@ -83,7 +83,7 @@ class VisibleLines(logging.Formatter):
 
 
 TIMES_SAID = 3
-"""Maximum number of log lines from one line of code, in simulations with hundreds of sites."""
+"""How often one line of code may log in a simulation, which may have hundreds of sites."""
 
 
 class Seldom(logging.Filter):
@@ -94,7 +94,7 @@ class Seldom(logging.Filter):
         self._times_said: Counter[tuple[str, int]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log a record. The last record to be logged gets a note that further ones are not shown."""
+        """Return whether to log a record. The last record that passes says that further messages are not shown."""
         location = record.pathname, record.lineno
         self._times_said[location] += 1
         if self._times_said[location] == TIMES_SAID:

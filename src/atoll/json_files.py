@@ -1,4 +1,4 @@
-"""Small JSON files, called notes, that show whether they are damaged: the last key has a digest of the rest."""
+"""Small JSON files, called notes, that show whether they are damaged: the last value is a digest of the rest."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def read_note(path: Path, kind: Any) -> Any:
         return peek_note(path, kind)
     except NoteDamaged as error:
         LOG.warning(
-            "%s is damaged: %s. Atoll removes it, and downloads or trains the data that it described "
-            "again. Check the disk.",
+            "%s is damaged: %s. Atoll removes it, and again downloads or trains the data that it described. "
+            "Check the disk.",
             path,
             error,
         )
@@ -101,7 +101,7 @@ def note_from(data: bytes, kind: Any) -> Any:
 
 
 def write_note(path: Path, note: Any) -> None:
-    """Write a dataclass as a JSON file with a digest. The file is replaced in one step: complete or not at all.
+    """Write a dataclass as a JSON file with a digest. The file is replaced in one step, completely or not at all.
 
     Raises:
         StoreError: the file cannot be written.

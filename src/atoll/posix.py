@@ -91,7 +91,7 @@ def require_writable_folder(folder: Path, remedy: str) -> None:
     """Make the folder if it is missing, and try to write into it.
 
     Raises:
-        StoreError: the folder cannot be made, or this user may not write into it; the message ends with `remedy`.
+        StoreError: the folder cannot be made or written. The message ends with `remedy`, unless the disk is full.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,9 +214,9 @@ def remove_left_behind(temporary: str, prefix: str) -> None:
 
 
 class Lock(OwnedFile):
-    """A lock on an open file or folder. It ends when the lock is closed, also if the process is killed.
+    """A lock on an open file or folder. It lasts until `close`, or until the process ends, also by a kill.
 
-    A process that Python forks closes its copies of the descriptors: each copy would hold the lock until it is closed.
+    A forked child process closes its copies of the descriptors at once, because each open copy would keep the lock.
 
     Args:
         fd: the open descriptor, which this object closes.
@@ -272,7 +272,7 @@ NO_FOLDER_LOCKS = {errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP}
 def take_folder(folder: Path) -> Lock:
     """Lock a folder, and write this process's name into the file `lock` in it.
 
-    The lock is on the folder itself, so it holds even if the file `lock` is removed. If the file system cannot lock
+    The lock is on the folder itself, so it lasts even if the file `lock` is removed. If the file system cannot lock
     folders, lock the file instead. Returns and raises the same as `take_lock`.
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -24,10 +24,10 @@ from atoll.errors import AtollError, ConfigError
 
 T = TypeVar("T")
 _OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
-"""How file names of the import system and of Atoll begin. Tracebacks of user code leave out frames of these files."""
+"""Prefixes of the file names of the import system and of Atoll. Tracebacks of user code leave out these files."""
 
 _OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"]
-"""Optimizers of `torch.optim` that can be an outer optimizer by their lower-case name."""
+"""Optimizers of `torch.optim` that users can name, in lower case, as the outer optimizer."""
 
 TABLES: dict[str, dict[str, str]] = {
     "codecs": {
@@ -102,7 +102,7 @@ def package_of(kind: str, name: str) -> str:
 OPTIONS = {
     "cross_site_evaluation": ("versions", "site_models", "sites", "evaluation_timeout_s"),
 }
-"""Name of a workflow → the arguments that a run file may set. To check a file, Atoll need not import the workflow."""
+"""Name of a workflow → the arguments that a run file may set. So Atoll can check the file without an import."""
 
 
 def load(kind: str, name: str) -> Any:
@@ -256,9 +256,9 @@ def options_of(build: Callable[..., Any], name: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return advice after a wrong name: it suggests the most similar known name.
+    """Return advice after a wrong name: a question with the most similar known name.
 
-    If none is similar, return `otherwise`.
+    If no known name is similar, return `otherwise`.
     """
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"Did you mean {close[0]!r}?" if close else otherwise

@@ -1,4 +1,4 @@
-"""Process-wide tools: torch's threads, garbage collector, freed memory, a latch that survives Ctrl-C, and failpoints.
+"""Process-wide tools: torch's threads, garbage collection, freed memory, a latch that survives Ctrl-C, failpoints.
 
 torch is imported on first use, so that commands that only read a run's status start quickly.
 
@@ -13,7 +13,7 @@ A failpoint is a named place in the code where a test can make the process fail.
     pause:PATH            create the file PATH.reached, then wait until the file PATH exists
 
 `@3` limits an action to the third time, `@1,2` to the first and second time. The default is `@1`. Without the variable,
-a failpoint costs no more than a test whether a dict is empty.
+a failpoint only checks whether a dict is empty.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ T = TypeVar("T")
 #
 # Atoll's threads work on chunks that fit a core's cache. torch's own pool would start as many threads again inside each
 # operation, for no gain. torch stores a number of threads for the process, and one for each thread. A thread copies the
-# process's number on first use. `torch.set_num_threads` changes both numbers. So `_set_own_threads` reads the process's
-# number in a new thread before, and restores it from another new thread afterwards.
+# process's number on first use. `torch.set_num_threads` changes both numbers. So `_set_own_threads` first reads
+# the process's number in a new thread, and finally restores it from another new thread.
 
 _torch_lock = threading.Lock()
 
@@ -198,8 +198,8 @@ def return_freed_memory() -> None:
 
     `RETURNED_BYTES` is above 2 MiB, the chunk size of downloads. If the memory of each chunk came from the system, this
     would cost a tenth of the server's CPU time. For the same reason, free memory at the top of the heap is returned
-    only if it is at least 8 × `RETURNED_BYTES`. With parts of 16 MiB, this saves three of four page faults, and 2 % of
-    the server's CPU time.
+    only if it is at least 8 × `RETURNED_BYTES`. With parts of 16 MiB, this avoids three out of four page
+    faults, and saves 2 % of the server's CPU time.
     """
     if "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return
