@@ -1,4 +1,4 @@
-"""The audit log (a hash chain of updates, decisions and versions), and `audit.head`, a file about its last entry.
+"""The audit log (a hash chain of updates, decisions and versions) and the file `audit.head` about the log's last entry.
 
 The audit log is a table of the journal, the server's SQLite database. An entry is written in the same transaction as
 the decision that it records. `atoll audit` prints the hash of the last entry. If you store this hash elsewhere, you
@@ -10,7 +10,7 @@ hash of the last audit entry, and is rewritten after each commit that adds an en
 for this entry in the audit log:
 
     found, with the same hash        nothing is lost; later entries were committed just before the server was killed
-    not found: the log ends before   the last entries are lost; with durability `process`, a power loss may cause this
+    not found: the log is shorter    the last entries are lost; with durability `process`, a power loss may cause this
     found, with another hash         journal and `audit.head` are from different runs, or from different times
 
 There is one exception. A start that finds a loss adds an entry `lost`, which repeats the hash in `audit.head`. If the
@@ -85,7 +85,7 @@ class AuditLog:
 
 
 Query = Callable[..., list[tuple[Any, ...]]]
-"""Function that takes an SQL query and its values, and returns all rows, such as `Journal.rows`."""
+"""A function that runs an SQL query with the given values and returns all rows, such as `Journal.rows`."""
 
 
 def hash_of(seq: int, at: str, what: str, detail_json: str, previous: str) -> str:

@@ -5,7 +5,7 @@ Each use of a slot adds a hold (a counted reference). A slot with a hold is neve
     journal    a row of the journal (the server's database) refers to the slot
     writer     the slot is being written
     pull       the slot is being read, for example to send the version in it to a worker
-    reader     a worker of a swarm reads the slot; in a swarm, workers aggregate the updates instead of the server
+    reader     a worker of a swarm reads the slot; such workers have slots of their own, to aggregate updates
     aggregator the process of the user's aggregator reads the slot
 """
 
@@ -104,7 +104,7 @@ class FragmentShapes:
         return FragmentShapes(version, empty(self.state), self.update_bytes, (), empty(self.delta))
 
     def by_kind(self) -> dict[str, FileShape]:
-        """Return kind of file (version, state, spool for updates, delta) → shape, for the kinds that the run needs."""
+        """Return the shapes of the files that the run needs, by kind: version, state, delta, spool (for updates)."""
         nbytes = 0 if self.version.elsewhere else self.update_bytes
         spool = FileShape(nbytes, b"", tuple((part,) for part in self.update_parts))
         shapes = {VERSION: self.version, SPOOL: spool, STATE: self.state, DELTA: self.delta}
@@ -253,7 +253,7 @@ class SlotPool:
                 self._free.discard(slot.number)
 
     def drop(self, slot: Slot, why: str) -> None:
-        """End one hold of kind `why`. A slot without holds can be reused; if there are many slots, it is removed."""
+        """End one hold of kind `why`. A slot without holds becomes free; above `most` slots, it is removed."""
         with self.lock:
             slot.holds[why] -= 1
             slot.holds += Counter()  # removes entries that have come to zero
@@ -292,7 +292,7 @@ class SlotPool:
                 slot.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the files without a reader or writer. Each other file closes when Python deletes its `Slot`."""
+        """Close the files that are not being read or written. The others close when Python deletes their `Slot`."""
         with self.lock:
             for slot in self._slots.values():
                 if not slot.holds.keys() - {JOURNAL}:
@@ -301,7 +301,7 @@ class SlotPool:
             self._free.clear()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return file name of the slot → kind of hold → number of holds. A free slot has an empty dict."""
+        """Return the number of holds of each kind, for each slot: file name → (kind → number). Free slots have {}."""
         with self.lock:
             return {slot.path.name: dict(slot.holds) for _, slot in sorted(self._slots.items())}
 
@@ -325,7 +325,7 @@ class Slots:
         """Set sizes, headers and hashed regions of the run's files. Call it at every start, before `Store.recover`.
 
         Raises:
-            ConfigError: the run in this directory was begun with other file sizes or headers.
+            ConfigError: the run in this directory was started with other file sizes or headers.
         """
         self._shapes = tuple(fragments)
         shapes = {(f, kind): shape for f, each in enumerate(fragments) for kind, shape in each.by_kind().items()}
@@ -411,7 +411,7 @@ class Slots:
                 path.unlink()
 
     def holds(self) -> dict[str, dict[str, int]]:
-        """Return file name of the slot → kind of hold (journal, writer, pull or reader) → number of holds."""
+        """Return the number of holds of each kind, for each slot: file name → (kind → number)."""
         return {name: holds for pool in self._pools.values() for name, holds in pool.holds().items()}
 
     def close(self) -> None:
@@ -439,7 +439,9 @@ def verify(fd: int, shape: FileShape, digests: tuple[bytes, ...]) -> bool:
 
 
 def region_digest(fd: int, ranges: Ranges) -> bytes:
-    """Return the BLAKE3 digest of the concatenated byte ranges of a file. Bytes beyond the file's end are left out.
+    """Return the BLAKE3 digest of the concatenated byte ranges of a file.
+
+    If the file is too short, the missing bytes are left out.
 
     Args:
         fd: descriptor of the file.

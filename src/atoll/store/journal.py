@@ -1,7 +1,7 @@
 """The journal: the SQLite database (WAL mode) with the server's decisions. It has one connection and one lock.
 
 The lock also guards values in memory that must agree with the journal, such as which tensor files are in use. Callbacks
-(`after_commit`, `after_rollback`) keep these values equal to the journal. If the process is killed at any instruction,
+(`after_commit`, `after_rollback`) keep these values up to date. If the process is killed at any instruction,
 all changes of a transaction are in the file, or none of them.
 """
 
@@ -33,7 +33,7 @@ _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 BUSY_S = 5.0
 """Seconds that the journal waits for another program's lock on the file."""
 LOG_PAGES = 16_000
-"""SQLite checkpoints by itself at this many pages (4 KiB) in the write-ahead log. `checkpoint` usually comes first."""
+"""SQLite checkpoints the write-ahead log at this size, in pages of 4 KiB, unless `checkpoint` was called before."""
 
 NEW_RUN = (
     "Restore the whole directory from a backup, or start a new run with another disk.state_dir and "
@@ -224,11 +224,11 @@ class Journal:
             self._db.executemany(sql, values)
 
     def select(self, table: Table[Row], where: str = "", *values: Any) -> list[Row]:
-        """Return dataclass objects: the rows of a table that match `where`, an SQL clause `WHERE … ORDER BY …`.
+        """Return the rows of a table that match `where`, as dataclass objects.
 
         Args:
             table: the table.
-            where: the clause, with a `?` for each of `values`; empty for all rows.
+            where: an SQL clause `WHERE … ORDER BY …`, with a `?` for each of `values`; empty for all rows.
             values: values for the clause.
         """
         return [table.read(row) for row in self.rows(f"{table.select} {where}", *values)]

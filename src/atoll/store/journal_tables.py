@@ -24,14 +24,14 @@ CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "workflows"),
 )
-"""Tables with a column `row_check`. The audit log has its own hashes. Counters, which are only displayed, have none."""
+"""Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed, so need no check."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
 """SQL definition of the checksum column."""
 
 UNCHECKED = {"row_check", "settings_json", "torch_build", "cpu_capability"}
-"""Columns that the checksum does not cover: itself, and values that the server compares at its start with its settings,
-torch build and CPU."""
+"""Columns that the checksum does not cover: the checksum's own column, and the columns that a starting server compares
+with its settings, torch build and CPU."""
 
 
 def row_check(*values: object) -> int:
@@ -71,7 +71,7 @@ def changed_row(db: sqlite3.Connection) -> str | None:
 
 
 def changed_definition(db: sqlite3.Connection) -> str | None:
-    """Return the name of the first table or index that is not as `SCHEMA` defines it; None if all are."""
+    """Return the first table or index that differs from its definition in `SCHEMA`, as text; None if none differs."""
     with_schema = sqlite3.connect(":memory:")
     try:
         with_schema.executescript(SCHEMA)
@@ -119,7 +119,8 @@ class MemberRow:
 
     Attributes:
         process: text with the id of the process that has the lease, and the hash of the lease's secret.
-        weight: weight of the site's first aggregated update; 0 before that, or if no reducer needs the total weight.
+        weight: weight of the site's first aggregated update, stored when its round closes; 0 before that, or if no
+            reducer needs the total weight.
     """
 
     site: str
@@ -192,7 +193,7 @@ class TicketRow:
 
     @property
     def is_in(self) -> bool:
-        """Whether the server has accepted the update, and perhaps aggregated it already."""
+        """Whether the server has accepted the update (state `accepted`), or has already aggregated it (`counted`)."""
         return self.state in ("accepted", "counted")
 
 
@@ -232,7 +233,7 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRow:
-    """A delta: the encoded difference between a version and an older one, which is its base.
+    """A delta: the encoded difference between a version and an older one, the base.
 
     A worker that has the base downloads only the delta.
 

@@ -46,7 +46,7 @@ class Entry:
         expires_at: expiry time in seconds since 1970.
         digests: part number → BLAKE3, for the parts that are on disk.
         file: the file while parts arrive; closed after that. None if the object was complete from the start.
-        touched_s: time of `time.monotonic` at which the last byte arrived.
+        touched_s: time of `time.monotonic` at which the last byte arrived; before the first byte, time of `open`.
         own: whether the object is the server's own, such as the payload of a task. Publishers cannot remove it. It has
             no note, so the server's next start removes it.
         counts: whether the object counts towards the store's `max_bytes`.
@@ -88,7 +88,7 @@ class ObjectStore:
 
     Args:
         folder: folder for objects only; created when the first object needs it.
-        max_bytes: maximum size of all objects together.
+        max_bytes: maximum size of all objects together, except those that `make_own` has taken over.
         max_expires_s: maximum lifetime of an object in seconds.
         idle_timeout_s: an incomplete object is removed if no byte arrives for this many seconds.
     """
@@ -166,7 +166,7 @@ class ObjectStore:
             digest: the digest that the publisher expects.
 
         Raises:
-            Conflict: parts are missing, or the parts give another digest.
+            Conflict: parts are missing, or their digest is not `digest`.
             DiskFull, StoreError: the note could not be written. The object is removed.
         """
         count = entry.cuts.count - len(entry.digests)
@@ -355,7 +355,7 @@ class ObjectStore:
                 self.drop(entry)
 
     def drop(self, entry: Entry) -> None:
-        """Remove an object and its files, and set its event `removed`. Idempotent. If that fails, only log it."""
+        """Remove an object and its files, and set its event `removed`. Idempotent. If a file stays, log a warning."""
         entry.removed.set()
         self._objects.pop(entry.object, None)
         try:

@@ -100,7 +100,7 @@ class Recovery:
         return state is not None and verify(state.fd, shapes.state, row.state_digests)
 
     def _recover_deltas(self, fragment: int) -> None:
-        """Remove the rows of deltas (differences between versions) that are damaged or have no version."""
+        """Remove a delta's row if the delta (a difference between versions) is damaged, or if its version is gone."""
         shape = self._slots.shapes_of(fragment).delta
         existing = {row.version for row in self._versions.kept(fragment)}
         with self._journal.transaction():

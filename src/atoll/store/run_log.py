@@ -122,7 +122,7 @@ class RunLog:
         """Return the row of a site.
 
         Raises:
-            StoreError: no site of this name ever joined.
+            StoreError: no site of this name has ever joined.
         """
         row = self._journal.first(MEMBERS, "WHERE site = ?", site)
         if row is None:

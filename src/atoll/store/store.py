@@ -69,7 +69,7 @@ class Store:
         max_pins: int = 4,
         in_memory: bool = False,
     ) -> None:
-        """Create or open a state directory, lock it, and raise its epoch (the number of starts) by one.
+        """Create or open a state directory, lock it, and raise the journal's epoch.
 
         Args:
             directory: path of the state directory.
@@ -123,7 +123,7 @@ class Store:
             raise
 
     def _begin_epoch(self, start: verify_journal.Start) -> AuditHeadFile:
-        """Raise the epoch in the journal, log the warnings in `start`, and begin to keep `audit.head` up to date."""
+        """Log the warnings in `start`, raise the epoch in the journal, and begin to keep `audit.head` up to date."""
         for warning in start.warnings:
             LOG.warning("%s", warning)
         with self.journal.transaction(synced=True):
@@ -264,8 +264,8 @@ def directory_gone(state_dir: Path) -> StoreError | None:
                 f"The state directory {state_dir} was removed while the server was running."
                 if path == state_dir
                 else f"{path} was removed while the server was running.",
-                "Mount its disk again, or restore a copy; then start the server again: workers continue from there. "
-                "Without it, start a new run from the last exported model.",
+                "Mount its disk again, or restore a copy; then start the server again, and the workers continue. "
+                "If you cannot do that, start a new run from the last exported model.",
             )
     return None
 

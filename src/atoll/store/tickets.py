@@ -234,7 +234,7 @@ class Tickets:
             part: number of the part.
             digest: BLAKE3 of the part's bytes, 32 bytes.
             sumsq: sum of squares of the part's values; finite.
-            writer: writer of the part's bytes. If another writer has begun the part since, raise `WriterCancelled`.
+            writer: writer of the part's bytes. If a newer writer has begun the part, raise `WriterCancelled`.
 
         Raises:
             TicketClosed, UpdateRefused: the ticket is no longer open.
@@ -395,7 +395,7 @@ class Tickets:
     def end(self, rows: Sequence[TicketRow], state: TicketState, reason: str, version: int | None = None) -> None:
         """Set the final state of tickets, and delete the records of their parts. Call it inside a transaction.
 
-        After the commit, the files of their updates may be reused as soon as nothing writes to them.
+        After the commit, the files of the updates may be reused as soon as nothing writes to these files.
 
         Args:
             rows: the tickets.
@@ -428,7 +428,7 @@ class Tickets:
 
 
 def why_closed(row: TicketRow) -> AtollError:
-    """Return the error for a request under a ticket that is not open: to send a part, or to complete the update.
+    """Return the error for a request (send a part, or complete the update) under a ticket that is not open.
 
     It is `UpdateRefused` if the ticket was refused, else `TicketClosed`. It is the same error for every request,
     because a worker may send several requests at once, also from several ranks, and acts on the first answer.

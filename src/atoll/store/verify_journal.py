@@ -81,7 +81,7 @@ def at_start(rows: Query, directory: Path) -> Start:
 
 
 def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[int, str]:
-    """Compare each entry of the audit log with the journal's row that the entry is about.
+    """Compare the whole audit log with the rows of the journal.
 
     Args:
         rows: function that runs an SQL query on the journal.
@@ -92,7 +92,7 @@ def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[in
         The number of entries in the audit log, and the last entry's hash.
 
     Raises:
-        StateCorrupt: a row and the log differ; the message names the first difference. Or the log has lost its end.
+        StateCorrupt: a row and the log differ (the message names the first difference), or the log has lost its end.
     """
     if head is not None and (missing := require_same_log(head, rows, directory)[1]):
         raise StateCorrupt(
@@ -118,7 +118,7 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
         raise StateCorrupt(
             lost
             + (
-                "The machine has not lost power since."
+                "The machine has not rebooted since then, so a power loss cannot be the cause."
                 if head.durability == "process"
                 else f"With durability = {head.durability!r}, a power loss cannot be the cause."
             ),

@@ -90,7 +90,7 @@ class Pin(Generic[Row]):
     Attributes:
         row: row of the version or the delta.
         slots: the files of the version and, if requested, of the outer optimizer's state; or the file of the delta.
-        fds: descriptors of the files, in the same order; duplicated for this pin.
+        fds: one descriptor for each of `slots`, duplicated for this pin.
         revoked: event that is set when the store needs the files for newer versions. Then stop reading and call
             `release`.
     """
@@ -191,7 +191,7 @@ class Versions:
         summary_json: str = "{}",
         tickets: Sequence[int] = (),
     ) -> VersionRow:
-        """Commit a draft as the newest version of its fragment, and mark its tickets as counted, in one transaction.
+        """Commit a draft as the newest version of its fragment, and mark `tickets` as counted, in one transaction.
 
         Args:
             draft: the draft, with all its files completely written.
@@ -270,7 +270,7 @@ class Versions:
         return 0 if newest is None else int(newest) + 1
 
     def _require_next(self, fragment: int, version: int) -> int | None:
-        """Check that `version` is the next version number. Return the number of the version before; None for version 0.
+        """Check that `version` is the next version number. Return the newest version's number; None if there is none.
 
         Raises:
             StoreError: `version` is not the next version number.
@@ -519,8 +519,8 @@ class Versions:
     def write_durable(self, fragment: int = 0) -> int | None:
         """Fsync a fragment's newest version, then record in the journal that this version survives a power loss.
 
-        The fsync may be slow, but does not block other calls. Until it is done, the version that was fsynced last is
-        kept.
+        The fsync may be slow, but does not block other calls. Until the fsync is done, the store keeps the version that
+        was fsynced last.
 
         Returns:
             The number of the newest version; None if the fragment has no version.
