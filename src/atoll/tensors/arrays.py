@@ -23,7 +23,7 @@ Arrays = Mapping[str, Any]
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    """Convert tensors to numpy arrays. CPU tensors are copied only if numpy lacks their dtype: these become fp32."""
+    """Convert tensors to numpy arrays. A CPU tensor is only copied if numpy lacks its dtype; the array is then fp32."""
     return {
         name: (tensor.float() if tensor.dtype in NOT_IN_NUMPY else tensor).detach().cpu().numpy()
         for name, tensor in tensors.items()
@@ -38,7 +38,7 @@ def as_tensor(name: str, value: object) -> Tensor:
         value: tensor, array, or an object with `__dlpack__` or `__array__`.
 
     Raises:
-        UsageError: `value` has none of these types, is a masked array, or has a dtype that torch lacks.
+        UsageError: `value` has none of these types, or is an array that torch cannot convert.
     """
     if isinstance(value, Tensor):
         return value
@@ -76,8 +76,8 @@ def require_model(model: object, *, mapping: bool = True) -> None:
 def as_tensors(arrays: Arrays, schema: Schema) -> dict[str, Tensor]:
     """Convert a mapping of tensors and arrays to tensors.
 
-    numpy lacks bf16 and 8-bit floats. If `schema` has one of these dtypes for a name, an fp32 array is
-    converted to that dtype.
+    numpy lacks bf16 and 8-bit floats. If `schema` has one of these dtypes for a tensor, and an fp32 array is given, the
+    array is converted to this dtype.
 
     Raises:
         UsageError: `arrays` is not a mapping, or an entry is neither a tensor nor an array. The message names the

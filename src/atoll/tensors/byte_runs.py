@@ -1,4 +1,4 @@
-"""Byte runs: ranges of a file that contain several small tensors and are read, decoded or summed in one call.
+"""Byte runs: ranges of a file that are read, decoded or summed in one call. A range may contain many small tensors.
 
 Each call has a fixed cost, which is the same for ten elements as for ten thousand, and a model may have thousands of
 small tensors. So neighbouring tensors are handled as one tensor. This needs a codec that encodes each element
@@ -175,7 +175,7 @@ class ByteRun:
 
 
 class RunTable:
-    """Divides the parts of a file into byte runs, and caches them. In the cache, a large piece is one entry.
+    """Divides the parts of a file into byte runs, and caches these. A piece larger than a run is cached as one entry.
 
     Args:
         layout: layout of the file: its parts, and the offset of each tensor.

@@ -24,7 +24,7 @@ CHUNK_BYTES = 2**21
 """Bytes that a transfer holds in memory. 64 KiB would cost 1.8 times the CPU time; 8 MiB would not be faster."""
 
 ROOM_BYTES = 2**18
-"""Minimum number of bytes to receive directly into a tensor. Smaller tensors are received together in a buffer."""
+"""Minimum size, in bytes, of a read directly into a tensor. Smaller tensors are received together in a buffer."""
 
 CHUNK_ELEMENTS = 2**18
 """Elements that a pass over a tensor holds in memory: 1 MiB of fp32, a multiple of `TILE`."""
@@ -134,7 +134,7 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether no element is NaN or Inf, in memory for `CHUNK_ELEMENTS` elements."""
+    """Return whether all elements are finite (not NaN or Inf). Scratch memory: at most `CHUNK_ELEMENTS` elements."""
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     starts = range(0, tensor.numel() if tensor.is_floating_point() else 0, CHUNK_ELEMENTS)
     runs = (run_of(tensor, start, min(start + CHUNK_ELEMENTS, tensor.numel())) for start in starts)
@@ -163,7 +163,7 @@ class Scratch:
 
     Args:
         elements: number of elements of any dtype that a new buffer can hold, with padding on both sides. A buffer grows
-            if more are requested. Pages that are never touched cost no memory.
+            if more elements are requested. Pages that are never touched cost no memory.
     """
 
     def __init__(self, elements: int) -> None:
@@ -260,7 +260,7 @@ class Scatter:
 
 
 def _copies_from_pinned(device: torch.device) -> bool:
-    """Return whether pinned memory makes copies to `device` faster: if it is the current accelerator, and not MPS."""
+    """Return whether pinned memory makes copies to `device` faster: on the current accelerator, except MPS."""
     if device.type in ("cpu", "mps") or not torch.accelerator.is_available():  # MPS shares the CPU's memory
         return False
     accelerator = torch.accelerator.current_accelerator()

@@ -202,7 +202,7 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
         )
     if not _NAME.fullmatch(name):
         raise UsageError(
-            f"{name!r} is not a valid name of a type.", "Use 1 to 100 letters, digits, dots, hyphens and underscores."
+            f"{name!r} is not a valid type name.", "Use up to 100 letters, digits and . _ -; first a letter or digit."
         )
     kind, before, same = Kind(type_, name, produce, consume), _BY_NAME.get(name), _BY_TYPE.get(type_)
     if before is not None and _home(before.type) != _home(type_):

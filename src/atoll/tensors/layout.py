@@ -187,7 +187,7 @@ class Layout:
         return end
 
     def blob_id(self, part_digests: Sequence[bytes]) -> str:
-        """Return the id of a file with this layout and parts with these digests."""
+        """Return the id of a file that has this layout and the given digests of its parts."""
         return blob_id(self.digest, part_digests)
 
 
@@ -266,14 +266,15 @@ def file_layout(specs: Sequence[TensorSpec], header: bytes, part_bytes: int = PA
 
 
 TIED = "atoll.tied"
-"""Key in a model file's metadata. Value: JSON, further name of a tied tensor → its name in the file; for new runs."""
+"""Key in a model file's metadata. Value: JSON, further name of a tied tensor → its first name, so that a new run that
+starts from the file ties the names again."""
 
 BUFFER_NAMES = "atoll.buffers"
 """Key in a model file's metadata: a JSON list of the buffers' names. All other tensors are parameters."""
 
 
 def safetensors_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a safetensors file with these tensors in this order, padded to 64 bytes."""
+    """Return the header of a safetensors file with these tensors in this order, padded to a multiple of 64 bytes."""
     table: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for spec in specs:

@@ -156,7 +156,7 @@ class LazyState(Mapping[str, Tensor]):
 
     Args:
         handle: handle of the open file.
-        segments: name → tensor's dtype, shape and range of the file.
+        segments: name → `Segment` with the tensor's dtype, shape and range of the file.
         decode: decoder for encoded tensors; None if the tensors are not encoded.
     """
 

@@ -27,7 +27,7 @@ class Marked(dict[str, Tensor]):
     """The tensors of a model by name, marked as buffers or parameters. For example, the content of a model file.
 
     Attributes:
-        buffers: name → whether the tensor is a buffer. If a name is missing here, this is unknown.
+        buffers: name → whether the tensor is a buffer. For a name that is missing here, this is unknown.
     """
 
     def __init__(self, tensors: Tensors, buffers: Mapping[str, bool]) -> None:
@@ -64,7 +64,7 @@ class Parameters:
 
 
 def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Return the model's parameters; use `named_parameters` if a class overrides it. Tied ones may occur repeatedly."""
+    """Return the model's parameters; use `named_parameters` if a class overrides it. Tied ones may occur twice or more."""
     own = (model.named_parameters, model._named_members)
     if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
         return [each for _, each in model.named_parameters(remove_duplicate=False)]

@@ -376,7 +376,7 @@ _NAMED = ("tensor", "array", "stream")
 
 
 def names_of(packed: Packed) -> dict[int, tuple[str, ...]]:
-    """Return index of the tensor → its names, one for each place in the payload.
+    """Return the names of each tensor, one for each of its places in the payload: index of the tensor → names.
 
     Raises:
         UsageError: two tensors have the same name.

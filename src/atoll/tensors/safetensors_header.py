@@ -19,7 +19,7 @@ from atoll.tensors.schema import ITEM_BYTES, TensorSpec
 MOST_HEAD_BYTES = 100 * 2**20
 """Maximum size of a header, as in safetensors itself. A header of 5,000 tensors has half a MB."""
 _LENGTH_BYTES = 8
-_REMEDY = "Write it with safetensors."
+_REMEDY = "Write the file with safetensors."
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
         BadRequest: the entry is invalid.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _wrong(f"{what} describes tensor {name!r} with keys other than dtype, shape and data_offsets")
+        raise _wrong(f"{what} does not describe tensor {name!r} with exactly the keys dtype, shape, data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise BadRequest(

@@ -100,7 +100,7 @@ class TensorSpec:
 
 
 def extra_name(group: str, parameter: str) -> str:
-    """Return the name of the extra tensor that a group of the algorithm has for a parameter."""
+    """Return the name of the algorithm's extra tensor for a parameter; `group` is the group of the extra tensor."""
     return f"atoll.{group}.{parameter}"
 
 
@@ -191,7 +191,7 @@ class Schema:
 
     @functools.cached_property
     def digest(self) -> str:
-        """BLAKE3 hash of the schema as canonical JSON, in hex. Schemas are equal if and only if their digests are."""
+        """BLAKE3 hash of the schema as canonical JSON, in hex. Schemas with equal digests are equal."""
         return blake3(json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class Schema:
         Args:
             other: the other side's schema.
             mine: name of the side with this schema, for the message ("worker clinic-a").
-            theirs: name of the side with the other schema ("server").
+            theirs: name of the side with the other schema ("the run").
 
         Raises:
             SchemaMismatch: they differ. The message has both digests and the first difference.
@@ -238,7 +238,7 @@ class Schema:
         raise SchemaMismatch(
             f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
             f"{other.digest[:12]}): {_first_difference(self, other, mine, theirs)}.",
-            f"Build the same architecture with the same dtype on both sides, or start {theirs} with {mine}'s model.",
+            f"Use the same architecture and dtypes on both sides, or start {theirs} with the model of {mine}.",
         )
 
 

@@ -453,7 +453,7 @@ def test_a_type_that_is_registered_twice_is_sent_as_said_last() -> None:
         (torch.Tensor, "tests.tensor", "'Tensor' cannot be registered"),
         (Quantised, "tests.other", "already registered as 'examples.quantised'"),
         (Thing, "examples.quantised", "is already used by"),
-        (Thing, "a name", "is not a valid name of a type"),
+        (Thing, "a name", "is not a valid type name"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(type_: type, name: str, words: str) -> None:
