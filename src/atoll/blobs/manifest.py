@@ -58,7 +58,7 @@ class Cuts:
             raise BadRequest(
                 f"{what} claims to have a header of {self.head_bytes} bytes and {self.nbytes} bytes in all, which no "
                 "object can have.",
-                "Publish it with the same version of Atoll on both sides.",
+                "Use the same version of Atoll on both sides, then publish it again.",
             )
         if self.count > MOST_PARTS:
             raise BadRequest(

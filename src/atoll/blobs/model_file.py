@@ -74,7 +74,7 @@ def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Itera
 
 
 class ModelFile:
-    """Reads a version's tensors, one chunk at a time. It reads parameters in full precision if these are stored.
+    """Reads a version's tensors, one chunk at a time. It reads full-precision parameters if they are stored.
 
     If workers download versions through a lossy codec, the version file has the rounded parameters that the workers
     get. The full-precision parameters, called masters, are then in the version's outer state, the file with the state
@@ -83,8 +83,8 @@ class ModelFile:
     Args:
         layout: layout of the version file.
         version_fd: descriptor of the version file.
-        state_fd: descriptor of the version's outer state. None: read all tensors from the version file. Version 0, the
-            initial model, has no outer state.
+        state_fd: descriptor of the version's outer state, which must have masters. None: read all tensors from the
+            version file. Version 0, the initial model, has no outer state.
     """
 
     def __init__(self, layout: Layout, version_fd: int, state_fd: int | None) -> None:

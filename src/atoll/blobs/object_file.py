@@ -39,7 +39,7 @@ from atoll.tensors.safetensors_header import MOST_HEAD_BYTES, read_header, read_
 from atoll.tensors.schema import TensorSpec
 
 _PAYLOAD = "atoll.payload"
-_REMEDY = "Publish it with the same version of Atoll on both sides."
+_REMEDY = "Use the same version of Atoll on both sides, then publish it again."
 
 
 def pack_object(tree: Any) -> Packed:
@@ -428,7 +428,7 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """Name that the status shows: `streamed`, `inline`, or `skipped` (the payload has no tensors)."""
+        """Name that the status shows: `streamed`, `inline`, or `skipped` (`plain` is sent, without an object)."""
         return "skipped" if self.plain is not None else "inline" if self.cut.inline else "streamed"
 
 

@@ -111,7 +111,7 @@ def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part
         schema: schema of the model.
         codec: name of the codec of `params`.
         codecs: name → codec, from `build_codecs`.
-        part_bytes: largest size, in bytes, of a part: a piece of the update that is sent and checked alone.
+        part_bytes: largest size, in bytes, of a part: a range of the update that is sent and checked alone.
         ranks: number of ranks among which the update is sharded.
     """
 

@@ -40,8 +40,7 @@ class Codec(Protocol):
     def encoded_bytes(self, numel: int, dtype: str) -> int:
         """Return the encoded size of `numel` elements of the safetensors dtype `dtype`, in bytes.
 
-        It must be additive over whole tiles: if n is a multiple of 4,096, n + m elements take as many bytes as n
-        elements and m elements together.
+        Sizes must be additive over whole tiles: size(n + m) = size(n) + size(m) if n is a multiple of 4,096.
         """
         ...
 

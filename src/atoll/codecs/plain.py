@@ -1,7 +1,7 @@
 """Codecs that cast each element (raw, bf16, fp16 widened to fp32), and the base class of codecs that shrink more.
 
 bfloat16 keeps fp32's exponent and 8 bits of its significand: half the bytes, and a relative error of at most 2⁻⁸. NaN
-and Inf stay not finite. bf16 is DiLoCo's default, since training loses no quality by this rounding. (Streaming DiLoCo,
+and Inf are not made finite. bf16 is DiLoCo's default, since this rounding does not reduce quality. (Streaming DiLoCo,
 Douillard et al., arXiv 2501.18512, goes down to 4 bits.)
 
 The difference of two values can exceed the range of their dtype. For example, the largest fp16 is 65,504, but

@@ -1,8 +1,8 @@
-"""The codec `topk`: only the k largest floats of each tile (4,096 elements) are encoded; the rest decode as zero.
+"""The codec `topk`: it sends the k floats of largest magnitude in each tile (4,096 elements).
 
-The encoded form of a tile is:
+The other floats decode as zero. The encoded form of a tile is:
 
-    two magnitudes      fp32 each: the mean of the smaller and of the larger magnitudes, split at the mean of all k
+    two magnitudes      fp32 each: the mean of the k magnitudes at or below their mean, and of those above it
     k indices           12 bits each, in rising order
     k values            2 bits each: the sign, and which of the two magnitudes
 
@@ -38,7 +38,7 @@ class TopKCodec(Narrowing):
             16 and at least 16.
 
     Raises:
-        ConfigError: `density` is not above 0 and at most 1.
+        ConfigError: `density` is not in (0, 1].
     """
 
     name: ClassVar[str] = "topk"
@@ -116,8 +116,8 @@ def _largest(sizes: Tensor, k: int) -> Tensor:
     """Return the indices [tiles, k], in rising order, of the k largest values in each row of `sizes` [tiles, n].
 
     On the CPU, NumPy finds the k-th largest value, several times faster than torch's `topk`. All values that are at
-    least as large are chosen. If ties give more than k of them in a row, torch's `topk` is used for that row. Both
-    treat NaN as the largest value.
+    least as large are chosen. If these are more than k, because values are equal, torch's `topk` chooses for that row.
+    NumPy and torch both treat NaN as the largest value.
     """
     import torch
 

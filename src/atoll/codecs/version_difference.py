@@ -3,7 +3,7 @@
     Δ = C(θ' − b)        b' = b + dec(Δ)
 
     θ, θ'    the server's full-precision parameter before and after the round
-    b, b'    the parameter in the published versions, in the model's dtype; all workers have the same values
+    b, b'    the parameter in the versions published before and after, in the model's dtype; the same at all workers
     C, dec   the codec's encoding and decoding
 
 The encoding error stays in θ' − b', so the next difference contains it. This is error feedback that needs no file.
@@ -124,7 +124,7 @@ class Downlink:
 
 
 class DifferenceWriter:
-    """Writes a delta file part by part, and each part range by range. Each thread needs its own `DifferenceWriter`.
+    """Writes a delta file part by part, and each part range by range. Use one per thread.
 
     Each range begins at the start of a tile, and the encoded size depends only on the number of elements. So each range
     can be encoded alone.

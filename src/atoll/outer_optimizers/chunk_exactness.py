@@ -1,4 +1,4 @@
-"""A trial of the outer optimizer before a run starts, on tensors of a few thousand elements.
+"""A trial run of the outer optimizer before a run starts, on tensors of a few thousand elements.
 
 The optimizer must give the same bits if it steps twice from the same numbers, if it steps one tensor or several at a
 time, and if its state is stored and restored between steps. If it also gives the same bits when it steps a tensor chunk
@@ -48,7 +48,7 @@ def _judge(rule: OuterRule, dtype: torch.dtype) -> Granularity:
         if not _equal(together, one_by_one):
             raise ConfigError("the optimizer steps a tensor differently if another tensor is present.")
         if not _equal(one_by_one, [_with_stored_state(rule, tensor) for tensor in tensors]):
-            raise ConfigError("the optimizer keeps data between steps outside `optimizer.state`, which would be lost.")
+            raise ConfigError("between steps, the optimizer keeps data outside `optimizer.state`; these would be lost.")
     except Exception as error:
         reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}."
         raise ConfigError(f"{rule.label!r} cannot be an outer optimizer: {reason}", _INSTEAD) from error

@@ -1,8 +1,9 @@
 """Delayed Nesterov: SGD for asynchronous runs, with a Nesterov momentum that is applied only at every N-th update.
 
 B. Liu, R. Chhaparia, A. Douillard, S. Kale, A. A. Rusu, J. Shen, A. Szlam, M. Ranzato: Asynchronous Local-SGD Training
-for Language Modeling. arXiv 2401.09135, algorithm 3 with c = 0. The updates g_1, g_2, … are applied one at a time. The
-momentum m is applied only at every N-th update, with the mean of the last N. ε is the learning rate:
+for Language Modeling. arXiv 2401.09135, algorithm 3 with c = 0. The updates g_1, g_2, … are applied one at a time. Only
+every N-th update changes the momentum m (with the mean of the last N updates) and applies it. ε: the learning rate.
+t counts updates, from 1:
 
     t mod N ≠ 0    θ ← θ − ε · g_t / N
     t mod N = 0    m ← β · m + (1/N) · Σ g           Σ over the last N updates
@@ -39,7 +40,7 @@ class DelayedNesterov(EachTensor):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}, not from 0 to below 1")
         if delay < 1 or undelayed < 0:
-            raise ValueError(f"delay is {delay} and undelayed is {undelayed}, but at least 1 and 0 are needed")
+            raise ValueError(f"delay is {delay} and undelayed {undelayed}, but delay ≥ 1 and undelayed ≥ 0 are needed")
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "undelayed": undelayed})
 
     def _step(self, theta: Tensor, g: Tensor, group: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class OuterRule:
         self._specs: dict[object, list[StateSpec]] = {}
 
     def make(self, parameters: Sequence[Tensor]) -> Optimizer:
-        """Return a new torch optimizer of `parameters`. `fused` and `foreach` are False if the rule does not set them.
+        """Return a new torch optimizer for `parameters`. Set `fused` and `foreach` to False if they have no value.
 
         Raises:
             ConfigError: the factory did not return a torch optimizer.
@@ -97,7 +97,7 @@ class OuterRule:
     def state_specs(self, spec: TensorSpec) -> list[StateSpec]:
         """Return the entries of optimizer state to store for a tensor; none for buffers, integers and empty tensors.
 
-        A step of a trial tensor shows the entries. With granularity `tensor`, it has the shape of the given tensor.
+        To find the entries, step a trial tensor. With granularity `tensor`, the trial tensor has the tensor's shape.
         """
         if spec.group != PARAMS or not spec.is_float or not spec.numel:
             return []
@@ -168,8 +168,8 @@ class Stepper:
             params: tensors, or chunks of tensors, of one dtype.
             grads: the gradients, with the shapes and dtype of `params`.
             states: the stored state of each of `params`, key → tensor; changed in place or replaced. Do not share 0-d
-                entries between calls. None: the first round, torch creates the state.
-            names: the tensors' names, to look up learning rates by name; empty: all use the optimizer's own.
+                entries between calls. In the first round, pass None: torch creates the state.
+            names: the tensors' names, to look up learning rates by name; empty: all use the optimizer's own rate.
 
         Returns:
             The new state of each of `params`, key → tensor. Python numbers become 0-d tensors.

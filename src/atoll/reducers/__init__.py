@@ -29,7 +29,7 @@ __all__ = [
 
 
 def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
-    """Build the reducers of a run: for `params` the reducer `name`, for other groups of tensors the algorithm's own.
+    """Build the reducers of a run: `name` for the group `params`, the algorithm's own reducers for other groups.
 
     Args:
         groups: `Algorithm.reduce`, the algorithm's own choice: group of tensors → name of its reducer.
@@ -38,7 +38,7 @@ def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, A
         options: keyword arguments of the reducer of `params`.
 
     Returns:
-        Group → its reducer, for floating point tensors.
+        Group → reducer of the group's floating point tensors.
 
     Raises:
         ConfigError: an option is unknown or has a wrong value, or the name is not the name of a reducer.

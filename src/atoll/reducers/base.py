@@ -72,7 +72,7 @@ class Reducer(ABC):
         return normalised(facts.weights)
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return s. For the algorithm's own tensors v (SCAFFOLD: c), the server computes v ← s·v + reduction."""
+        """Return the factor s for the algorithm's own tensors v (SCAFFOLD: c): the server sets v ← s·v + reduction."""
         return 1.0
 
     @abstractmethod

@@ -64,7 +64,7 @@ class NormalisedMean(WeightedMean):
 class Share(WeightedMean):
     """SCAFFOLD's mean over all sites: Σ_k (w_k / W)·u_k, where W is the total weight of all sites that ever joined.
 
-    A site without an update in the round counts as a zero update. When W changes, the sum that a version stores is
+    If a site has no update in the round, its update counts as zero. When W changes, the sum that a version stores is
     scaled by W_before / W, where W_before is W before the round.
     """
 
@@ -77,7 +77,7 @@ class Share(WeightedMean):
         return [weight / total for weight in facts.weights] if total else shares
 
     def carry(self, facts: RoundFacts) -> float:
-        """Return W_before / W, the factor by which to scale the sum of updates that the base version stores."""
+        """Return W_before / W, the factor for the sum of updates that the base version stores."""
         return facts.population_scale
 
 

@@ -110,7 +110,7 @@ class Median(Reducer):
 
 @dataclass(frozen=True)
 class TrimmedMean(Reducer):
-    """The reducer `trimmed_mean`: the mean of each element's k values without the ⌊β·k⌋ largest and smallest ones.
+    """The reducer `trimmed_mean`: the mean of each element's k values without the ⌊β·k⌋ largest and ⌊β·k⌋ smallest.
 
     Args:
         trim: β, the share of values to cut off at each end, in [0, 0.5).
@@ -126,8 +126,8 @@ class TrimmedMean(Reducer):
     def __post_init__(self) -> None:
         if not 0 <= self.trim < 0.5:
             raise ConfigError(
-                f"aggregation.reducer: trim is {self.trim!r}, but trim is the share of the values to leave out at "
-                "each end: the largest and the smallest ones.",
+                f"aggregation.reducer: trim = {self.trim!r} is not valid. This share of the values is left out at each "
+                "end: of the largest and of the smallest ones.",
                 "Use a number from 0 to below 0.5, at least the share of sites that may be hostile.",
             )
 

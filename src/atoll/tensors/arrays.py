@@ -38,7 +38,7 @@ def as_tensor(name: str, value: object) -> Tensor:
         value: tensor, array, or an object with `__dlpack__` or `__array__`.
 
     Raises:
-        UsageError: `value` has none of these types, or is an array that torch cannot convert.
+        UsageError: `value` has none of these types, is a masked array, or is an array that torch cannot convert.
     """
     if isinstance(value, Tensor):
         return value
