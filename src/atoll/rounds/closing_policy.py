@@ -3,8 +3,8 @@
 A policy decides from a `RoundView`, the facts about the round, and has no state of its own. Whatever it decides, the
 round machine enforces the minimum number of updates (`RoundView.floor`).
 
-The text of why a round waits begins here, in `StayOpen.reason`. `State.why` in state.py completes it, and the
-coordinator adds what is known of the missing sites.
+`StayOpen.reason` says why a round waits. `State.why` in state.py passes this text on, and the coordinator adds what is
+known of the missing sites.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RoundView:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """The decision to close the round and to aggregate exactly the updates of `tickets`, in this order."""
+    """The decision to close the round, and to aggregate the updates of exactly these tickets, in this order."""
 
     tickets: tuple[int, ...]
 
@@ -162,8 +162,8 @@ class AsyncBuffer(Policy):
     """The policy of asynchronous runs: a step of the outer optimizer applies the `buffer` earliest updates.
 
     With `buffer` > 1 this is FedBuff (Nguyen et al., arXiv 2106.06639), with one difference: a site waits for the step
-    that applies its update. If every live site has submitted, the step does not wait for a full buffer. Nor
-    does the step wait for sites that wait for another fragment: otherwise sites could wait for each other forever.
+    that applies its update. So if every live site has submitted, the step does not wait for a full buffer. The step
+    also does not wait for sites that wait for another fragment: otherwise sites could wait for each other forever.
 
     Args:
         buffer: K, number of updates that one step applies.
@@ -194,7 +194,7 @@ class AsyncBuffer(Policy):
         """Return the sites that the next step waits for.
 
         In a synchronous round, these are the missing sites. In an asynchronous round, these are the missing sites that
-        can submit; but the step waits for none before its first update, or if it has neither a buffer nor a grace time.
+        can submit. There are none before the first update arrives, or with neither a buffer above 1 nor a grace time.
         """
         if not self.is_async(view.number):
             return view.missing

@@ -1,7 +1,7 @@
 """Input and output of the round machine as plain values: events of a run, and effects, the actions to take.
 
 The caller writes effects of the class `Decision` to the journal, from which `machine.restore` restores the state after
-a crash. Decisions may be written one by one, in order: after a crash between two, `restore` returns the rest.
+a crash. Decisions may be written one by one, in order: after a crash between two of them, `restore` returns the rest.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class UpdateAccepted:
 
 @dataclass(frozen=True, slots=True)
 class RefusalRecorded:
-    """The update of `ticket` was refused: it is not finite, its norm is too large, or its weight is wrong.
+    """The update of `ticket` was refused, for example because it is not finite or its norm is too large.
 
     The journal has recorded the refusal already.
     """
@@ -151,8 +151,8 @@ class LeaseGranted(Decision):
 class LeaseEnded(Decision):
     """`site` no longer takes part. `why` is `dead`, `left` or `failed`.
 
-    If the server has not acknowledged an update of the site, its parts may be deleted. An open ticket of the site stays
-    valid until its round closes.
+    The parts of an update that the server has not acknowledged may be deleted. An open ticket of the site stays valid
+    until its round closes.
     """
 
     site: str
@@ -264,4 +264,4 @@ class RunFinished(Decision):
 
 @dataclass(frozen=True, slots=True)
 class Woken(Effect):
-    """The state has changed: wake the requests that wait for a change, so that they check it again."""
+    """The state has changed: wake the requests that wait for a change, so that they check the state again."""

@@ -138,7 +138,10 @@ def _request(draft: StateDraft, site: str, fragment: int) -> None:
 
 
 def _request_async(draft: StateDraft, site: str, fragment: int) -> None:
-    """Issue a ticket for the newest version in an asynchronous round. It replaces one for an earlier version."""
+    """In an asynchronous round, issue a ticket for the newest version, in place of one for an earlier version.
+
+    If the site's update is accepted and not yet in a version, withhold the ticket.
+    """
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
     if ticket and ticket.state == "accepted":
@@ -214,9 +217,9 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
 
 
 def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
-    """Reopen a round of a swarm after its aggregator was lost, and with it the collected updates.
+    """Reopen a round of a swarm after its aggregator was lost with the updates that it had collected.
 
-    The tickets with accepted updates are open again, so that their sites submit the updates again.
+    The tickets of these updates are open again, so that their sites submit the updates again.
     """
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
@@ -308,7 +311,7 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Issued
 
 
 def _review_rounds(draft: StateDraft) -> None:
-    """Update every round after a change of members, tickets or time, and close it when the policy says so."""
+    """Update all rounds after a change of members, tickets or time. Close those that the policy closes."""
     rules = draft.state.rules
     for fragment, round_ in enumerate(draft.state.rounds):
         if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
@@ -407,7 +410,7 @@ def _judge(draft: StateDraft, fragment: int) -> None:
             draft.change_round(fragment, until_s=decision.until_s)
         return
     # Every accepted update was acknowledged, so a synchronous round must aggregate all of them. An asynchronous round
-    # may leave some to the next round.
+    # may leave some for the next round.
     accepted = {ticket.id for ticket in round_view.accepted}
     is_async = draft.state.is_async(fragment)
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)

@@ -94,8 +94,8 @@ def aggregator_of(
         holders: sites that have the base version.
         excluded: sites that failed in this round, oldest failure first. They are chosen, in this order, only if no
             other site is left.
-        before: aggregator of the previous round, and sites that failed in a recent round. They are chosen only if no
-            other site is left that may be chosen and has not failed in this round.
+        before: aggregator of the previous round, and sites that failed in a recent round. Any other site that may be
+            chosen and has not failed in this round is preferred to them.
         named: sites that the user named as aggregators. Other sites are chosen only if every named site has failed in
             this round or does not have the base version.
     """
@@ -107,7 +107,7 @@ def aggregator_of(
 
 
 def choose_holders(order: Sequence[str], holders: Collection[str]) -> set[str]:
-    """Return the sites of a swarm that should store the newest version: at least `HOLDERS`, or all if there are fewer.
+    """Return the sites of a swarm that should store the newest version: at least `HOLDERS`, if there are that many.
 
     Args:
         order: sites in order of preference; they are added if too few sites have the version.

@@ -158,8 +158,8 @@ class State:
         next_ticket: number of the next ticket.
         next_lease: number of the next lease.
         progress: summary of the tracked metric.
-        ending: live sites that submit no more updates. Snapshots do not contain them, because the sites announce this
-            again.
+        ending: live sites that submit no more updates. Snapshots do not contain them: after a restart of the server,
+            the sites announce their end again.
     """
 
     rules: Rules
@@ -238,13 +238,13 @@ class State:
         return tuple((site, round_.expected[site]) for site in self.rules.policy.awaited(self.view(fragment)))
 
     def why(self, fragment: int, now_s: float) -> str:
-        """Return what a fragment does or waits for, as a sentence without subject: for example "waits for clinic-a"."""
+        """Return what a fragment does or waits for, as a sentence without its subject, such as "waits for clinic-a"."""
         round_ = self.rounds[fragment]
         if round_.phase == "gathering" and self.rules.held:
             return "does not train at present: the sites work on tasks of a workflow"
         if round_.phase == "gathering":
             joined = len(leases.alive(self.members))
-            return f"waits for {counted(self.rules.sites, 'site')} to join, {joined} {'has' if joined == 1 else 'have'}"
+            return f"waits for {counted(self.rules.sites, 'site')} to join; {joined} joined so far"
         if round_.phase == "closing":
             return f"aggregates {counted(len(round_.frozen), 'update')} of round {round_.number}"
         if round_.phase == "finished":
@@ -255,9 +255,8 @@ class State:
     def may_submit(self, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
         """Return None if the process that holds `lease` may submit an update for `ticket` now.
 
-        Otherwise return a `LeaseRefused`, or a sentence that says what is wrong with the ticket, for example that its
-        update was already accepted. In this case the caller must check in the journal whether the request repeats that
-        update.
+        Otherwise return a `LeaseRefused`, or a sentence that says what is wrong with the ticket. After such a sentence,
+        check in the journal whether the request repeats an update that was already accepted.
         """
         refused = leases.refusal(self.members, site, lease)
         if refused:

@@ -213,7 +213,7 @@ def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None
         first = clients(server, tmp_path, ["first"])["first"]
         assert first.next_round(wait_s=0.0) is None
         waiting = status(server.url)
-        assert "waits for 2 sites to join, 1 has" in waiting.fragments[0].reason
+        assert "waits for 2 sites to join; 1 joined so far" in waiting.fragments[0].reason
         assert waiting.policy == "barrier"
         second = clients(server, tmp_path, ["second"])["second"]
         assert (first.next_round(), second.next_round()) == (1, 1)

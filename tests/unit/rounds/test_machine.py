@@ -19,15 +19,15 @@ from atoll.rounds.transitions import IllegalTransition
 def test_round_one_opens_when_all_sites_have_joined(story):
     run = story(sites=3)
     run.join("c")
-    assert run.why() == "waits for 3 sites to join, 1 has"
+    assert run.why() == "waits for 3 sites to join; 1 joined so far"
     run.leave("c")  # it does not count
     run.join("a", "c")
-    assert run.withheld("a") == "waits for 3 sites to join, 2 have"
+    assert run.withheld("a") == "waits for 3 sites to join; 2 joined so far"
     assert run.join("b")[1:] == (events.RoundOpened(0, 0, ("a", "b", "c")), events.Woken())
 
 
 def test_a_round_of_one_site_waits_for_a_site_in_the_singular(story):
-    assert story(sites=1).why() == "waits for 1 site to join, 0 have"
+    assert story(sites=1).why() == "waits for 1 site to join; 0 joined so far"
 
 
 def test_a_barrier_closes_with_all_workers_in_order_of_site_names(story):
