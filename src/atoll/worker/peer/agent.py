@@ -54,7 +54,7 @@ from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, PulledUp
 from atoll.worker.session.session import Session
 
 Key = tuple[object, ...]
-"""The key of a job: its kind, then the numbers that identify its item."""
+"""The key of a job: the kind of job, then what identifies its item: numbers, or the address of a worker."""
 
 
 class UpdateDamaged(StateCorrupt):
@@ -73,7 +73,7 @@ class UpdateDamaged(StateCorrupt):
 
 
 def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
-    """Return a report to the server: this worker could not aggregate a round.
+    """Return the report that tells the server that this worker could not aggregate a round.
 
     Args:
         work: the round, with the list of its updates.
@@ -85,7 +85,7 @@ def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRo
 
 
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
-    """Return a report to the server: an error ended the aggregation of a round. Log unexpected errors.
+    """Return the report that tells the server that an error ended the aggregation of a round. Log unexpected errors.
 
     Args:
         error: the error.
@@ -117,7 +117,7 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
     for hold in work.hold:
         newest[hold.fragment] = max(hold.version, newest.get(hold.fragment, 0))
     found = [store.get(fragment, newest.get(fragment, -1)) for fragment in range(len(plan.fragments))]
-    versions, why = [each for each in found if each is not None], "this worker does not have all fragments of it"
+    versions, why = [each for each in found if each is not None], "some of its fragments are not at this worker"
     if len(versions) == len(found):
         header, owners = model_header(plan.schema)
         sources = [(layout, each.slot.fd, None) for layout, each in zip(plan.versions, versions, strict=True)]
@@ -163,7 +163,7 @@ RESULT = "model.safetensors"
 JOBS = 3
 """Number of jobs that run at the same time."""
 KNOWN, UNREACHED = 1024, 64
-"""Largest numbers of reached and of unreached addresses in a report."""
+"""Largest number of reached addresses in a report, and of unreached ones."""
 BUSY_S = 1.0
 """Seconds between two reports while jobs run, so that the server sees progress."""
 ANSWER_S = 10.0
@@ -210,8 +210,8 @@ class SwarmPeer:
     def leave(self) -> None:
         """Stop as soon as other workers have downloaded the files that only this worker has. Idempotent.
 
-        Stop earlier if no worker has downloaded anything during the idle timeout. If the run is finished, write its
-        model to a file.
+        Stop earlier if no data has moved for the run's idle timeout. If the run is finished, write its model to a file
+        before stopping.
         """
         if not self._stopping.is_set() and self._thread.is_alive():
             self._leaving = True
@@ -385,7 +385,7 @@ class SwarmPeer:
     # -- jobs
 
     def _probe(self, address: str) -> None:
-        """Try to reach another worker. The next report tells the server whether this was possible."""
+        """Try to reach another worker. The next report tells the server whether this succeeded."""
         why = self._peer_server.why_unreached(address, self._stopping.wait)
         with self._lock:
             if why:
@@ -411,7 +411,7 @@ class SwarmPeer:
         LOG.debug("%s: stored version %d (%d bytes)", self.site, hold.version, nbytes)
 
     def _collect(self, collect: Collect) -> None:
-        """Download an update. Keep its norm, or the reason why it is not valid, for the next report to the server."""
+        """Download an update. Store its norm, or the reason why it is not valid, for the next report to the server."""
         ticket = collect.ticket
         report = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
         with self._store.new_slots(collect.fragment, SPOOL) as (slot,):
@@ -430,7 +430,7 @@ class SwarmPeer:
                 self._pulled[ticket] = update
 
     def _close(self, work: FrozenRound) -> None:
-        """Aggregate the updates of a round into the next version, serve that version, and keep the report."""
+        """Aggregate the updates of a round into the next version, serve this version, and store the next report."""
         base = self._store.get(work.fragment, work.base_version)
         with self._lock:
             pulled = {each.ticket: self._pulled[each.ticket] for each in work.updates if each.ticket in self._pulled}

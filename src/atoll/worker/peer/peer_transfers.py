@@ -147,7 +147,7 @@ PROBE_S = 10.0
 
 
 class PeerServer:
-    """Serves this worker's files to other workers, which learn the address from the run's server.
+    """Serves this worker's files to other workers, which get this worker's address from the run's server.
 
     Args:
         host: serves files over HTTP.
@@ -247,7 +247,7 @@ class PeerServer:
             own.close()
 
     def _read(self, ref: TensorRef, nbytes: int) -> None:
-        """Count bytes of the offered update that this worker itself has read: call the update's `on_bytes`."""
+        """If this worker itself has read bytes of an update that it offers, call the update's `on_bytes`."""
         with self._lock:
             at = next((fragment for fragment, (_, mine) in self._updates.items() if mine.object == ref.object), None)
         if at is not None:
@@ -258,12 +258,12 @@ class PeerServer:
         return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
-        """Try several times to reach another worker. Return why this failed; an empty text if it succeeded.
+        """Try several times to reach another worker. Return why all attempts failed; an empty text if one succeeded.
 
         Args:
             address: the other worker's address.
-            wait: waits for a number of seconds; returns True if this worker stops meanwhile. In this case, the text is
-                empty, too.
+            wait: waits for a number of seconds; returns True if this worker stops meanwhile. In this case, the method
+                returns an empty text, too.
         """
         why = ""
         for pause_s in (*AGAIN_S, 0.0):
@@ -439,7 +439,7 @@ class PeerTransfers:
                 expected, parts = Manifest.of_cuts(cut, digests), cut.parts()
             if manifest != expected:
                 raise PartCorrupt(
-                    f"The file at {ref.server} does not have the expected parts.", "Use one release of Atoll for all."
+                    f"The file at {ref.server} does not have the expected parts.", "Use the same Atoll everywhere."
                 )
             path = routes.OBJECT_DATA.format(object=ref.object)
             transfer.pull(path, digests, parts, [SlotWriter(slot)], on_bytes=self._move, on_part=on_part)

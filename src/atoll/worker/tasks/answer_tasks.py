@@ -184,8 +184,8 @@ class Task:
     Attributes:
         name: name of the task: `train`, `validate`, `submit_model`, or a name that the workflow chose.
         id: id of the task; the same for all sites if the workflow sent the task to several.
-        payload: the payload that the workflow sent. A `TensorRef` (a reference to tensors at another address) in the
-            payload is left as it is.
+        payload: the payload that the workflow sent. If it contains a `TensorRef` (a reference to tensors at another
+            address), these tensors are not downloaded.
     """
 
     def __init__(self, connection: Session, message: tm.TaskMessage, warned: set[str], filters: AnswerFilters) -> None:
@@ -269,14 +269,14 @@ H = TypeVar("H", bound=Callable[..., Any])
 SUBMIT, VALIDATE = "submit_model", "validate"
 
 UNDELIVERED = (TransferError, UsageError, StoreError, BadRequest)
-"""Errors of an answer that cannot be sent: a stream fails while it is read, tensors cannot be uploaded, this
-site's disk is full, or the answer is too large for the server. The site then answers that it failed."""
+"""Errors because of which an answer cannot be sent: a filter or a stream in it fails, tensors cannot be uploaded, this
+site's disk is full, or the answer is too large for the server. The site then answers that the task has failed."""
 
 
 def say_evaluation_follows(connection: Session) -> None:
-    """Warn if the run ends with an evaluation at this site, because a DiLoCo loop cannot answer the evaluation's tasks.
+    """Warn if the run ends with an evaluation at this site: a DiLoCo loop cannot answer the evaluation's tasks.
 
-    The warning says that the script must open `atoll.tasks` after the loop.
+    The warning says that the script has to open `atoll.tasks` after the loop.
     """
     if connection.evaluates:
         warning = (
@@ -404,7 +404,8 @@ class TaskWorker:
     def submits(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """Register the function that returns this site's model, for evaluation at other sites. Usable as a decorator.
 
-        Without such a function, the site sends the model that it submitted last, as it was before filters and encoding.
+        Without such a function, the site sends the model that it submitted last, as it was before encoding. A site with
+        filters must register a function.
 
         Args:
             function: returns a module, a mapping name → tensor, or a `LazyState`.
@@ -568,7 +569,7 @@ class TaskWorker:
 
 
 def never_came(session: Session, task: Task, why: TransferStalled) -> TransferStalled:
-    """Log and return the error for a task: its tensors could not be downloaded in two attempts."""
+    """Log and return the error of a task for which two attempts to download the tensors have failed."""
     server = session.http.server
     error = TransferStalled(
         f"The tensors of {task.described} cannot be downloaded from {server} to site {session.site}: {why.message}",

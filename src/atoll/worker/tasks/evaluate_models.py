@@ -111,7 +111,7 @@ class Models:
         state = fetch_lazily(ref, self._folder, idle_timeout_s=timeout_s, counters=connection.counters)
         if not isinstance(state, LazyState):
             raise BadRequest(
-                "The model to evaluate is not a flat dict of tensors.", "Let worker.submits at its site return one."
+                "The model to evaluate is not a flat dict of tensors.", "At its site, return one from worker.submits."
             )
         return state
 
@@ -232,7 +232,7 @@ def fill_(model: nn.Module, state: LazyState, name: str) -> None:
 
 
 def measured(metrics: Any) -> dict[str, float]:
-    """Return the metrics that the script's function returned, as floats, which may be infinite or NaN.
+    """Return the metrics that the script's function returned, as floats. They may be infinite or NaN.
 
     Raises:
         UsageError: `metrics` is not a dict of names and numbers, is empty, or has too many entries.

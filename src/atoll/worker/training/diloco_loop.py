@@ -95,7 +95,7 @@ class SyncProgress:
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
-"""Loop → the optimizers and parameters that the loop claims. The references keep their ids unique."""
+"""Loop → the optimizers and parameters that the loop claims. These references keep their ids from being reused."""
 _claiming = threading.Lock()
 
 
@@ -192,15 +192,15 @@ class DiLoCo:
     """DiLoCo, low-communication training, for any training loop. A hook on `optimizer.step()` synchronises the model.
 
     Args:
-        model: the model, trained in place; on entry, its parameters are set to the global model.
+        model: the model, trained in place; at the start, the global model is loaded into it.
         optimizer: the inner optimizer of the parameters; or a list of several, in the order in which they step. Each
             step of the last one counts as one local step.
         server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`. If neither is given, the script
             trains alone.
-        sync_every: local steps between two synchronisations, H; by default that of the run. A value that differs from
-            the run's is refused.
+        sync_every: local steps between two synchronisations, H; by default the run's number. The server refuses a value
+            that differs from the run's.
         num_fragments: number of fragments, K, into which the model is divided, to synchronise one at a time; by default
-            that of the run. A value that differs from the run's is refused.
+            the run's number. The server refuses a value that differs from the run's.
         site: this worker's name; by default `ATOLL_SITE`, else made from host and process; "alone" without a server.
         weight: this worker's weight in the mean: a number, or a function that is called at every synchronisation.
         metrics: a function that returns finite numbers by name. It is called at the start and after every

@@ -86,7 +86,9 @@ class Round:
 
     @public_api
     def load_into(self, model: Model) -> Model:
-        """Load the global model into `model`, in place, and return `model`. A second call discards the training since.
+        """Load the global model into `model`, in place, and return `model`.
+
+        A second call in the same round discards the training after the first one.
 
         Raises:
             SchemaMismatch: `model` has other tensors than the run's model. Nothing was downloaded.
@@ -106,7 +108,7 @@ class Round:
     def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
         """Hook the optimizer, to count its steps and to apply the correction of local steps that the algorithm needs.
 
-        Examples are the proximal term of FedProx and the control variates of SCAFFOLD. For algorithms without a
+        Examples of a correction are FedProx's proximal term and SCAFFOLD's control variates. For algorithms without a
         correction, the hook only counts.
 
         Args:

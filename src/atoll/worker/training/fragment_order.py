@@ -1,9 +1,11 @@
 """Choose the fragment to synchronise next. All workers use the same rule, so that no two wait for each other.
 
 A model has K fragments, with numbers from 0 to K−1; each has its own rounds. In synchronous runs, the next fragment is
-the one with the lowest pair (round, fragment number) among those that this worker has not submitted. Usually, this
-gives the cycle 0 … K−1. All workers follow this order, even after a synchronisation was skipped or a worker joined
-later. So the open round with the lowest pair always gets the updates that it waits for. This file has no IO.
+the one with the lowest pair (round, fragment number) among those for which this worker has no update in flight.
+Usually, this gives the cycle 0 … K−1. All workers follow this order, even after a synchronisation was skipped or a
+worker joined later. So the open round with the lowest pair always gets the updates that it waits for.
+
+This file has no IO.
 """
 
 from __future__ import annotations

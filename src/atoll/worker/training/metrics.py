@@ -55,7 +55,7 @@ Metrics = Callable[[], dict[str, float]]
 
 
 class GlobalModelMetrics:
-    """The metrics of the newest global version, measured by a function of the user's script.
+    """The metrics of the newest version of the global model, measured by a function of the user's script.
 
     Args:
         ask: the script's function. It returns the metrics of the model's current weights. If None, nothing is measured.
@@ -69,15 +69,15 @@ class GlobalModelMetrics:
         self._not_finite: set[str] = set()  # names that a warning was logged for, until their value is finite
 
     def measure(self, parts: Sequence[tuple[Tensors, BaseFile]], *, local: bool) -> None:
-        """Measure the global model: call the script's function while the model holds the newest global version.
+        """Measure the global model: call the script's function while the model holds the newest global values.
 
         For this, the newest version of each fragment is loaded into the model, and the local values are copied back
-        afterwards. If the model has one fragment and was not trained since that version, it is the global model
-        already, and nothing is loaded.
+        afterwards. If the model has one fragment and `local` is False, the model equals the global model already, and
+        nothing is loaded.
 
         Args:
             parts: for each fragment, the model's own tensors and the file of the fragment's newest version.
-            local: whether training has changed the tensors since that version was loaded.
+            local: whether the tensors may differ from the newest version.
         """
         if self._ask is None:
             return

@@ -241,7 +241,7 @@ class ServerBackend:
 
 
 def require_finite(tensors: Tensors, site: str) -> None:
-    """Refuse the model of a script without a server in the words of a server that refuses its update.
+    """Check the model of a script without a server for NaN and Inf, as a server would check an update.
 
     Raises:
         UpdateRefused: a tensor contains NaN or Inf; the message names it.
@@ -257,7 +257,7 @@ def require_finite(tensors: Tensors, site: str) -> None:
 class ScriptAlone:
     """The backend of a script without a server: one round of local training, from the model's own values.
 
-    The script gets the errors and warnings that it would get at a server.
+    The script gets the same errors and warnings for its model and update as with a server.
     """
 
     has_left = False
@@ -287,8 +287,8 @@ class ScriptAlone:
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
         """Return the model's own tensors by name. The model becomes the global model.
 
-        The first model may have any tensors, and later ones must have the same. The first module counts as the first
-        model, because a mapping does not say which tensors are buffers.
+        The first model may have any tensors; later ones must have the same. But the first module may have other tensors
+        than earlier mappings, because a mapping does not say which tensors are buffers.
         """
         if not isinstance(model, nn.Module):
             require_model(model)

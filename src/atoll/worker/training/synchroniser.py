@@ -59,7 +59,7 @@ class Outage:
         self._skipped, self._said_s = 0, 0.0
 
     def skipped(self, error: BaseException, site: str, what: str, why: str) -> None:
-        """Record a skipped synchronisation, and log it; within one outage, only if the last log line is `REPEAT_S` old.
+        """Record a skipped synchronisation, and log it. Within an outage, log at most once in `REPEAT_S` seconds.
 
         Args:
             error: the error that caused the skip.
@@ -153,7 +153,7 @@ class PendingSync:
         broke_off: why no new version was downloaded: the update came too late, or the server was lost. None: neither
             happened.
         error: the error that ended the thread, if any.
-        late: whether the new version arrives later than the step after which it should be merged.
+        late: in an asynchronous run, whether the new version had not arrived when it should have been merged.
     """
 
     def __init__(self, fragment: FragmentState, step: int, retries: int) -> None:
@@ -218,7 +218,7 @@ class Synchroniser:
         rounds: number of this worker's updates that went into a new version of the global model.
         skipped: number of skipped synchronisations.
         merges_waited: number of new versions for which training had to wait.
-        merges_late: number of new versions that were merged later than after τ steps, in an asynchronous run.
+        merges_late: in an asynchronous run, number of new versions that had not arrived τ steps after the update.
         newest_step: the last step after which an update was formed or, in a run without fragments, a synchronisation
             was skipped.
         staleness: how many versions were made between the base of the last counted update and the version that includes
@@ -279,7 +279,8 @@ class Synchroniser:
     def merges_in_words(self) -> str:
         """A text for the log: how many new versions training waited for, and how many were merged late.
 
-        If these numbers are high, τ is too small. The text is empty if the run loads new versions without merging.
+        If these numbers are high, τ is too small. The text is empty if the run has one fragment and no merging: τ = 0
+        and α = 0.
         """
         if self._is_whole and not self._merges:
             return ""
@@ -381,7 +382,7 @@ class Synchroniser:
     # -- one step
 
     def after_step(self, step: int) -> bool:
-        """Merge new versions that are ready, and submit the fragment that is due. Return whether there were any.
+        """Merge new versions that are ready, and submit the fragment that is due. Return whether there was either.
 
         Args:
             step: the number of the local step that was just made.
@@ -413,10 +414,10 @@ class Synchroniser:
         return self._rules.waits
 
     def _submit_due(self) -> None:
-        """Submit the fragment that is due, unless `max_inflight` updates are in flight.
+        """Submit the fragment that is due.
 
-        In that case, a synchronous run first waits for the oldest update; an asynchronous run submits nothing this
-        time.
+        If `max_inflight` updates are in flight, a synchronous run first waits for the result of the oldest one; an
+        asynchronous run submits nothing this time.
         """
         while len(self._pending) >= self._rules.max_inflight:
             if not self._rules.waits:
@@ -653,9 +654,9 @@ class Synchroniser:
             fragment: the fragment.
             reply: the server's reply, which names the newest version.
             step: the local step up to which the version includes this worker's training.
-            patience: how long to try again to reach a lost server; None: the usual number of attempts before the
-                download begins, `ATOLL_GIVE_UP_S` seconds during it. If a download is given up in the middle, the
-                model has only a part of the version; training continues from there.
+            patience: how often to try again to reach a lost server; None: before the first value is loaded, the usual
+                number of retries; after that, for as long as `ATOLL_GIVE_UP_S` says. If a download is given up in the
+                middle, the model has only a part of the version, and training continues from these values.
             alpha: share of the local parameters in a merge; 0: take the version as it is.
 
         Returns:
