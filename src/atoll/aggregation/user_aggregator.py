@@ -135,7 +135,7 @@ def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
     if callable(aggregator):
         return AllAtOnce(lambda updates: aggregator(updates, **options))
     raise ConfigError(
-        f"The aggregator {target!r} is a {type(aggregator).__name__}, which has no method aggregate.",
+        f"The aggregator {target!r} is of type {type(aggregator).__name__}, which has no method aggregate.",
         "Use a function of the updates, or a class with aggregate(updates).",
     )
 
@@ -227,7 +227,7 @@ def _checked(segment: Segment, value: object) -> Tensor:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 PROGRESS_S = 0.1

@@ -63,7 +63,7 @@ def require_tensors(what: str, values: object, shapes: Shapes) -> dict[str, Tens
     """
     if not isinstance(values, Mapping):
         raise UsageError(
-            f"{what} is a {type(values).__name__}, not a mapping.",
+            f"{what} is of type {type(values).__name__}, not a mapping.",
             "Use a mapping from parameter names to tensors with the parameters' shapes.",
         )
     for name in shapes:
@@ -107,7 +107,8 @@ def given_groups(
         UsageError: a group is missing or unknown, or a tensor is refused by `require_tensors`.
     """
     if not isinstance(groups, Mapping) or set(groups) != set(shapes):
-        problem = f"has {sorted(map(str, groups))}" if isinstance(groups, Mapping) else f"is a {type(groups).__name__}"
+        wrong = f"is of type {type(groups).__name__}"
+        problem = f"has {sorted(map(str, groups))}" if isinstance(groups, Mapping) else wrong
         raise UsageError(f"The argument `groups` {problem}, but needs {sorted(shapes)}.", "Pass exactly these keys.")
     tensors = {group: require_tensors(f"groups[{group!r}]", groups[group], each) for group, each in shapes.items()}
 

@@ -50,7 +50,7 @@ def innermost(optimizer: Any) -> Optimizer:
         inner = getattr(inner, "optimizer", None)
         if inner is None:
             raise UsageError(
-                f"The optimizer is a {type(optimizer).__name__}, which does not call step hooks.",
+                f"The optimizer is of type {type(optimizer).__name__}, which does not call step hooks.",
                 "Use a torch.optim.Optimizer, or a wrapper that has one in its attribute `optimizer`.",
             )
     assert isinstance(inner, Optimizer)
@@ -70,7 +70,7 @@ def optimizers_in(optimizers: Given | Any) -> tuple[Optimizer, ...]:
     """
     if isinstance(optimizers, Mapping | set | frozenset | str):
         raise UsageError(
-            f"The optimizers are in a {type(optimizers).__name__}, not a list.",
+            f"The optimizers are in an object of type {type(optimizers).__name__}, not a list.",
             "Pass a list, in the order in which the optimizers step.",
         )
     found = tuple(map(innermost, optimizers)) if isinstance(optimizers, Iterable) else (innermost(optimizers),)

@@ -101,7 +101,7 @@ def _loaded(settings: Settings) -> Algorithm:
     algorithm = registry.load("algorithms", name)
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
-            f"algorithm.path = {name!r} is a {type(algorithm).__name__}, not an algorithm.",
+            f"algorithm.path = {name!r} is of type {type(algorithm).__name__}, not an algorithm.",
             "Set the path of a value of the class atoll.algorithms.base.Algorithm.",
         )
     if ":" not in name and algorithm.name != name:

@@ -366,7 +366,7 @@ def to_toml(value: Any) -> str:
         # TOML has the same escapes as JSON, and also forbids DEL
         return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     raise ConfigError(
-        f"A run file cannot contain {value!r}, which is a {type(value).__name__}.",
+        f"A run file cannot contain {value!r}, which is of type {type(value).__name__}.",
         "Use only numbers, strings, true, false, lists and tables.",
     )
 

@@ -49,7 +49,8 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
     """
     if not isinstance(model, PeftModel):
         raise UsageError(
-            f"adapter() got a {type(model).__name__}, not a PEFT model.", "Pass the result of peft.get_peft_model."
+            f"adapter() got an object of type {type(model).__name__}, not a PEFT model.",
+            "Pass the result of peft.get_peft_model.",
         )
     name = name or model.active_adapter
     if name not in model.peft_config:

@@ -44,7 +44,7 @@ def build_outer(
     label = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
     factory = registry.load("outer", target) if isinstance(target, str) else target
     if not callable(factory):
-        raise ConfigError(f"algorithm.outer_optimizer {label!r} is a {type(factory).__name__}, which cannot be called.")
+        raise ConfigError(f"algorithm.outer_optimizer {label!r} is of type {type(factory).__name__}, not callable.")
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
     known = _arguments(factory)
     if known is not None:

@@ -87,7 +87,9 @@ class OuterRule:
         """
         optimizer = self._factory(list(parameters), **copy.deepcopy(self._options))
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"{self.label!r} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer.")
+            raise ConfigError(
+                f"{self.label!r} returned an object of type {type(optimizer).__name__}, not a torch.optim.Optimizer."
+            )
         for group in [*optimizer.param_groups, optimizer.defaults]:
             for flag in ("fused", "foreach"):
                 if flag in group and group[flag] is None:
@@ -235,7 +237,9 @@ def _frozen(state: Mapping[str, Any]) -> State:
         elif type(value) in _PYTHON_DTYPES:
             frozen[key] = torch.tensor(value, dtype=_PYTHON_DTYPES[type(value)])
         elif value is not None:
-            raise ConfigError(f"the optimizer's state {key!r} is a {type(value).__name__}, not a tensor or number.")
+            raise ConfigError(
+                f"the optimizer's state {key!r} is of type {type(value).__name__}, not a tensor or number."
+            )
     return frozen
 
 

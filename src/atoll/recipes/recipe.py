@@ -146,7 +146,7 @@ class InitialModel:
         self._model, self._checkpoint = model, None if checkpoint is None else str(checkpoint)
         self._is_module = not isinstance(model, str | Mapping | None)
         if self._is_module and not callable(getattr(model, "state_dict", None)):
-            raise UsageError(f"model is a {type(model).__name__}.", HOW)
+            raise UsageError(f"model is of type {type(model).__name__}.", HOW)
 
     @property
     def _is_written(self) -> bool:

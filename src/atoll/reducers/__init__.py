@@ -59,7 +59,7 @@ def _construct(name: str, options: Mapping[str, Any]) -> Reducer:
     )
     if not isinstance(reducer, Reducer):
         raise ConfigError(
-            f"reducer = {name!r} creates a {type(reducer).__name__}, not a reducer.",
+            f"reducer = {name!r} creates an object of type {type(reducer).__name__}, not a reducer.",
             "Derive the class from `atoll.reducers.Reducer`.",
         )
     return reducer
@@ -94,7 +94,7 @@ def staleness_weight(name: str) -> StalenessWeight:
     """
     function = registry.load("staleness", name)
     if not callable(function):
-        raise ConfigError(f"async.staleness_weight = {name!r} is a {type(function).__name__}, not a function.")
+        raise ConfigError(f"async.staleness_weight = {name!r} is of type {type(function).__name__}, not a function.")
 
     def checked(s: int) -> float:
         try:

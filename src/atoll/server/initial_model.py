@@ -59,7 +59,8 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise ConfigError(
-                f"{settings.model.source!r} is a {type(model).__name__}.", "Name a function that returns an nn.Module."
+                f"{settings.model.source!r} is of type {type(model).__name__}.",
+                "Name a function that returns an nn.Module.",
             )
         model = registry.construct(
             functools.partial(model, **settings.model.args),
@@ -67,7 +68,9 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
             "Set model.args to the keyword arguments of this function.",
         )
     if not isinstance(model, (nn.Module, Mapping)):
-        raise ConfigError(f"{settings.model.source!r} returned a {type(model).__name__}.", "Return an nn.Module.")
+        raise ConfigError(
+            f"{settings.model.source!r} returned an object of type {type(model).__name__}.", "Return an nn.Module."
+        )
     return model if isinstance(model, nn.Module) else unwrapped(model)
 
 

@@ -48,12 +48,12 @@ def as_tensor(name: str, value: object) -> Tensor:
         except (BufferError, RuntimeError, TypeError, ValueError) as error:
             if not hasattr(value, "__array__"):
                 raise UsageError(
-                    f"Tensor {name!r} was given as a {type(value).__name__} that torch cannot convert: {error}.",
+                    f"Tensor {name!r} is of type {type(value).__name__}, which torch cannot convert: {error}.",
                     "Convert it to a numpy array first.",
                 ) from error
     if not hasattr(value, "__array__"):
         raise UsageError(
-            f"{name!r} is a {type(value).__name__}: neither a tensor, nor an object with __dlpack__ or __array__.",
+            f"{name!r} is of type {type(value).__name__}: not a tensor, nor an object with __dlpack__ or __array__.",
             "Convert it to a numpy array, or leave it out of the mapping.",
         )
     if isinstance(value, np.ma.MaskedArray):

@@ -284,7 +284,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def _require_dense(name: str, tensor: object, values: bool, sharded: bool) -> None:
     if not isinstance(tensor, Tensor):
-        raise UsageError(f"{name!r} is a {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
+        raise UsageError(f"{name!r} is of type {type(tensor).__name__}, not a tensor.", "Leave it out of the mapping.")
     if is_lazy(tensor):
         raise UsageError(f"{name!r} is a lazy tensor, which has no shape yet.", "Call the model once, on one sample.")
     odd = tensor.is_quantized or tensor.is_nested or tensor.layout != torch.strided

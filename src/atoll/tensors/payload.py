@@ -150,7 +150,7 @@ class _Packer:
         if type(value) is Stream and self._kinds:
             return {"$": "stream", "index": self._stream(value, path)}
         raise UsageError(
-            f"{path} is a {_name(value)}, which Atoll cannot send.",
+            f"{path} is of type {_name(value)}, which Atoll cannot send.",
             "Use dicts, lists, tuples, tensors, arrays, references, numbers, strings, bytes, None, or types "
             "registered with atoll.objects.register.",
         )
@@ -200,7 +200,7 @@ class _Packer:
         for key in value:
             if type(key) not in _KEYS:
                 raise UsageError(
-                    f"{path} has the key {key!r}, a {_name(key)}, which Atoll cannot send.",
+                    f"{path} has the key {key!r} of type {_name(key)}, which Atoll cannot send.",
                     "Use strings, numbers, booleans or None as keys.",
                 )
         if all(type(key) is str for key in value) and "$" not in value:
@@ -213,7 +213,7 @@ class _Packer:
     def _tensor(self, tensor: Tensor, path: str) -> int:
         plain = type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not tensor.is_nested
         if not plain or tensor.layout is not torch.strided:
-            kind = f"a tensor of layout {tensor.layout}" if type(tensor) is Tensor else f"a {_name(tensor)}"
+            kind = f"a tensor of layout {tensor.layout}" if type(tensor) is Tensor else f"of type {_name(tensor)}"
             kind = "a nested tensor" if tensor.is_nested else kind
             raise UsageError(f"{path} is {kind}, which Atoll cannot send.", "Make it a dense tensor first.")
         if tensor.is_quantized or tensor.dtype not in NAMES:
@@ -283,7 +283,7 @@ class _Unpacker:
         if isinstance(node, list):
             return self._items(node, path, depth)
         if not isinstance(node, dict):
-            raise BadRequest(f"{path} is a {_name(node)}, which a payload cannot contain.", _REMEDY)
+            raise BadRequest(f"{path} is of type {_name(node)}, which a payload cannot contain.", _REMEDY)
         if "$" not in node:
             return {key: self.node(item, f"{path}[{key!r}]", depth + 1) for key, item in node.items()}
         return self._tagged(node, node["$"], path, depth)

@@ -127,7 +127,7 @@ def watched(parts: HttpTransfer, abort: Abort | None) -> Iterator[None]:
         yield
         return
     if not hasattr(abort, "is_set"):
-        raise UsageError(f"abort is a {type(abort).__name__}, not an event.", "Pass a threading.Event().")
+        raise UsageError(f"abort is of type {type(abort).__name__}, not an event.", "Pass a threading.Event().")
     if abort.is_set():
         raise TransferAborted("The transfer was aborted before it began.")
     done = threading.Event()
@@ -747,7 +747,9 @@ def _targets(into: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
     """
     targets: nn.Module | Mapping[str, Any] = into
     if not isinstance(into, nn.Module | Mapping):
-        raise UsageError(f"into is a {type(into).__name__}.", "Pass a module, or a mapping name → tensor or array.")
+        raise UsageError(
+            f"into is of type {type(into).__name__}.", "Pass a module, or a mapping name → tensor or array."
+        )
     if not isinstance(into, nn.Module):
         targets = {name: _writable(name, value) for name, value in into.items()}
     owners, aliases = named_tensors(targets)

@@ -113,7 +113,7 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(
-            f"The metrics are {type(metrics).__name__}, not a dict.", "Give a dict of metric name → number."
+            f"The metrics are of type {type(metrics).__name__}, not a dict.", "Give a dict of metric name → number."
         )
     if len(metrics) > messages.METRICS:
         raise UsageError(

@@ -271,13 +271,13 @@ GOOD = {"w": torch.zeros(1), "frozen": torch.zeros(2)}
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([torch.zeros(1)], r"groups\['control'\] is a list"),
+        ([torch.zeros(1)], r"groups\['control'\] is of type list"),
         ({"w": torch.zeros(1)}, r"groups\['control'\] has no entry for 'frozen'"),
         ({**GOOD, "v": torch.zeros(1)}, r"groups\['control'\] has an entry for 'v', which is not a parameter"),
         ({**GOOD, "w": torch.zeros(3)}, r"groups\['control'\]\['w'\] has the shape \[3\], but the parameter has \[1\]"),
         ({**GOOD, "w": torch.zeros(1, dtype=torch.int64)}, r"groups\['control'\]\['w'\] is torch.int64"),
         ({**GOOD, "w": torch.tensor([float("nan")])}, r"groups\['control'\]\['w'\] contains NaN or Inf"),
-        ({**GOOD, "w": "zero"}, r"groups\['control'\]\['w'\].? is a str: neither a tensor"),
+        ({**GOOD, "w": "zero"}, r"groups\['control'\]\['w'\].? is of type str: not a tensor"),
         (None, "trained without the algorithm's correction"),
     ],
     ids=["list", "missing", "unknown", "shape", "integers", "nan", "text", "none"],

@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_evaluated_leaves_its_row_empty_and_says_why(
     ("gives", "words"),
     [
         (None, "returned nothing"),
-        ([1], "returned a list"),
+        ([1], "returned an object of type list"),
         ({"loss": "low"}, "The metric 'loss' is 'low'"),
         (dict.fromkeys(range(257), 1.0), "returned 257 metrics; an evaluation may have at most 256"),
     ],
@@ -106,7 +106,7 @@ def test_what_is_no_metric_is_said_to_the_site(tmp_path: Path, gives: Any, words
     ("metrics", "words"),
     [
         ({}, "returned nothing instead of a dict of metric name → number"),
-        ([1], "returned a list instead of a dict of metric name → number"),
+        ([1], "returned an object of type list instead of a dict of metric name → number"),
         (dict.fromkeys(map(str, range(257)), 1.0), "returned 257 metrics; an evaluation may have at most 256"),
     ],
     ids=["nothing", "list", "too many"],

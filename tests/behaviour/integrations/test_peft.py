@@ -184,7 +184,7 @@ def test_an_adapter_is_chosen_by_name() -> None:
 def test_what_has_no_adapter_is_refused(tmp_path: Path) -> None:
     from atoll.integrations.peft import export
 
-    with pytest.raises(UsageError, match="got a Base"):
+    with pytest.raises(UsageError, match="got an object of type Base"):
         adapter(Base())
     with pytest.raises(UsageError, match="does not exist"):
         export(tmp_path / "none.safetensors", lora(), tmp_path / "out")

@@ -201,8 +201,8 @@ def test_tied_tensors_travel_once_and_arrive_under_both_names() -> None:
     [
         ({"ref": 3}, "not a reference to tensors"),
         ({"ref": b"atoll-ref://"}, "not a reference to tensors"),
-        ({"abort": True}, "abort is a bool"),
-        ({"into": [torch.zeros(2)]}, "into is a list"),
+        ({"abort": True}, "abort is of type bool"),
+        ({"into": [torch.zeros(2)]}, "into is of type list"),
         ({"into": {"a": torch.zeros(1).expand(2)}}, "tensor 'a' was made by expand"),
     ],
     ids=["number", "bytes", "abort", "list", "expanded"],

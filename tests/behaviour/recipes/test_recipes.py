@@ -119,7 +119,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (recipe, {"train_script": "trian.py"}, r"the train_script 'trian.py' does not exist"),
     (recipe, {"model": None}, "no initial model"),
     (recipe, {"model": torch.nn.Linear}, r"model is the class Linear, not a model\. Pass Linear\(\)"),
-    (recipe, {"model": 3}, r"model is a int\. Give an nn.Module"),
+    (recipe, {"model": 3}, r"model is of type int\. Give an nn.Module"),
     (recipe, {"model": {"class": "x"}}, r"model = \{'class': 'x'\} does not have a valid form"),
     (recipe, {"model": "__main__:Net"}, "its __main__ is another program"),
     (recipe, {"num_rounds": "3"}, r"FedAvgRecipe: num_rounds is '3'\. Give a whole number"),

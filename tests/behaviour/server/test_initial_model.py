@@ -75,7 +75,7 @@ def test_calls_code_by_name_with_its_arguments(begun: Callable[..., Begun]) -> N
     assert begun(f"{__name__}:Scaled", args={"size": 2, "by": 3.0})[0] == {"w": [3.0, 3.0]}
     with pytest.raises(ConfigError, match=r"Scaled' cannot be called.*model\.args"):
         begun(f"{__name__}:Scaled", args={"length": 2})
-    with pytest.raises(ConfigError, match=r":torch' is a module\. Name a function that returns an nn\.Module"):
+    with pytest.raises(ConfigError, match=r":torch' is of type module\. Name a function that returns an nn\.Module"):
         begun(f"{__name__}:torch")
 
 

@@ -180,7 +180,7 @@ def test_an_object_that_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path)
     def no_optimizer(parameters: Any) -> list[Any]:
         return [parameters]
 
-    with pytest.raises(ConfigError, match=r"no_optimizer' .*no_optimizer' returned a list"):
+    with pytest.raises(ConfigError, match=r"no_optimizer' .*no_optimizer' returned an object of type list"):
         outer_server(tmp_path, no_optimizer).start()
     with pytest.raises(ConfigError, match=r"async.momentum_every is 2, but the outer optimizer is 'fading'"):
         outer_server(tmp_path, fading, algorithm="diloco", **{"async.momentum_every": 2}).start()

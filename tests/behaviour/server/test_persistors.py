@@ -163,11 +163,11 @@ def test_a_persistor_that_fails_ends_its_own_call_and_not_the_server(
     [
         (ValueError("no shelf"), {}, "load.. of the persistor .*Shelf' failed: ValueError: no shelf"),
         (SystemExit(4), {}, "Shelf' failed: SystemExit: 4"),
-        ([1, 2], {}, "must return a dict of tensors, but returned a list"),
-        ({"w": 1}, {}, "must return a dict of tensors, but returned a dict"),
+        ([1, 2], {}, "must return a dict of tensors, but returned an object of type list"),
+        ({"w": 1}, {}, "must return a dict of tensors, but returned an object of type dict"),
         (None, {}, "The run has no initial model"),
         (START, {"model.persistor.shelves": 3}, "Write its keyword arguments next to the path in model.persistor"),
-        (START, {"model.persistor.path": "json:loads"}, "is a function with none of load, save and save_best"),
+        (START, {"model.persistor.path": "json:loads"}, "is of type function with none of load, save and save_best"),
     ],
 )
 def test_a_persistor_that_cannot_be_used_ends_the_start(

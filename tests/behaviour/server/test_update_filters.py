@@ -318,7 +318,7 @@ def test_sites_do_not_share_their_noise(tmp_path: Path) -> None:
         ({"name": "drop"}, "is not a valid filter table"),
         ({"path": "drop", "args": ["w"], "site": "a"}, "is not a valid filter table"),
         ({"path": "drop", "args": ["w"], "sites": "a"}, "is not a valid filter table"),
-        ({"path": "math:sqrt", "args": [4.0]}, "creates a float"),
+        ({"path": "math:sqrt", "args": [4.0]}, "creates an object of type float"),
     ],
 )
 def test_an_entry_that_is_wrong_is_refused_at_the_start(entry: dict[str, Any], told: str) -> None:

@@ -475,14 +475,14 @@ def test_a_producer_or_consumer_that_fails_and_a_stream_alone_are_named_by_their
     register(Bad, "tests.bad", lambda bad: {"f": open}, lambda sent: sent["missing"])
     with pytest.raises(UsageError, match=r"payload\['a'\] \(as tests.loop\)\['again'\] is payload\['a'\] again"):
         atoll.objects.publish({"a": Loop()})
-    with pytest.raises(UsageError, match=r"payload \(as tests.bad\)\['f'\] is a builtin_function_or_method"):
+    with pytest.raises(UsageError, match=r"payload \(as tests.bad\)\['f'\] is of type builtin_function_or_method"):
         atoll.objects.publish(Bad())
     register(Bad, "tests.bad", lambda bad: {}, lambda sent: sent["missing"])
     with pytest.raises(BadRequest, match=r"payload\[0\]: the consumer of 'tests.bad' failed: KeyError: 'missing'"):
         atoll.objects.fetch(atoll.objects.publish([Bad()]))
-    with pytest.raises(UsageError, match="payload is a Stream, which Atoll cannot send"):
+    with pytest.raises(UsageError, match="payload is of type Stream, which Atoll cannot send"):
         atoll.objects.publish(Stream(torch.uint8, (1,), lambda: [b"a"]))
-    with pytest.raises(UsageError, match="is a Missing, which Atoll cannot send"):
+    with pytest.raises(UsageError, match="is of type Missing, which Atoll cannot send"):
         atoll.objects.publish([Missing()])
 
 

@@ -162,7 +162,7 @@ def test_an_error_keeps_the_round_so_that_it_can_be_sent_again(take_part: Callab
     take_part()
     received = atoll.functional.receive()
     assert received is not None
-    with pytest.raises(UsageError, match="'weight' is a str"):
+    with pytest.raises(UsageError, match="'weight' is of type str"):
         atoll.functional.send({**received.params, "weight": "ones"})
     atoll.functional.send(received.params)
     assert atoll.functional.is_running()
@@ -185,7 +185,7 @@ def test_a_loop_that_receives_and_never_sends_is_told_so_in_its_first_round(
             atoll.functional.receive(into=ones())
         with pytest.raises(UsageError, match=re.escape(told)):
             atoll.functional.is_running()
-        with pytest.raises(UsageError, match="'weight' is a str"):
+        with pytest.raises(UsageError, match="'weight' is of type str"):
             atoll.functional.send({"weight": "ones"})
 
 
@@ -331,7 +331,7 @@ def test_refuses_alone_what_a_run_refuses_and_gives_tied_tensors() -> None:
         held = fl_round.state_dict()
         assert held.keys() == {"0.weight", "1.weight"}
         assert all(torch.equal(value, model[0].weight) for value in held.values())
-        with pytest.raises(UsageError, match=r"'0\.weight' is a str"):
+        with pytest.raises(UsageError, match=r"'0\.weight' is of type str"):
             fl_round.submit({"0.weight": "heavy"})
         with pytest.raises(UsageError, match="Site alone submitted no update in round 1"):
             next(loop)

@@ -118,8 +118,8 @@ def test_arrays_of_every_make_keep_their_values(tmp_path: Path, array: Any, recw
 @pytest.mark.parametrize(
     ("entry", "words"),
     [
-        ("text", "'small' is a str: neither a tensor, nor an object with __dlpack__ or __array__"),
-        ([1.0, 2.0, 3.0], "'small' is a list: neither a tensor"),
+        ("text", "'small' is of type str: not a tensor, nor an object with __dlpack__ or __array__"),
+        ([1.0, 2.0, 3.0], "'small' is of type list: not a tensor"),
         (np.array(["a", "b", "c"]), "'small' is an array of <U1, which Atoll cannot send"),
         (np.array([{}, {}, {}]), "'small' is an array of object, which Atoll cannot send"),
         (np.ma.masked_array([1.0, 2.0, 3.0], [True, False, False]), "'small' is a masked array"),
@@ -157,7 +157,7 @@ def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> Non
         ({"weight": 10**400}, "The weight is 1000"),
         ({"weight": "3"}, "The weight is '3'. Give a positive, finite number"),
         *(({"weight": weight}, "The weight is") for weight in (0.0, -1.0, math.inf, math.nan)),
-        ({"metrics": [0.5]}, "The metrics are list, not a dict"),
+        ({"metrics": [0.5]}, "The metrics are of type list, not a dict"),
         ({"metrics": {"loss": "low"}}, "The metric 'loss' is 'low'"),
         ({"metrics": {1: 0.5}}, "'1' cannot be the name of a metric"),
         ({"metrics": {"\ud800": 0.5}}, r"'\\ud800' cannot be the name of a metric"),

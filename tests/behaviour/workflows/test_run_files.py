@@ -153,9 +153,12 @@ def gives(controller: Any) -> Any:
         (steps({"path": yielding}), ["is 'yielding', a coroutine function or a generator"]),
         (steps({"path": both}), ["is 'both', a coroutine function or a generator"]),
         (steps({"path": Awaited()}), ["a coroutine function or a generator"]),
-        (steps({"path": gives}), ["gives failed: RunFailed: it returned a generator, which is never run"]),
+        (
+            steps({"path": gives}),
+            ["gives failed: RunFailed: it returned an object of type generator, which is never run"],
+        ),
         (steps({"path": scheduled, "args": {"schedul": 1}}), ["'scheduled' cannot be called", "schedul"]),
-        (steps({"path": "json:decoder"}), ["is a module", "Use a function"]),
+        (steps({"path": "json:decoder"}), ["is of type module", "Use a function"]),
         (steps({"path": "json:laods"}), ["Did you mean 'loads'?"]),
         (
             SCHEDULED_BY_A

@@ -65,8 +65,8 @@ def twice() -> Iterator[tuple[str, Tensor]]:
 
 BAD: list[Any] = [
     pytest.param(None, "returned None, not (name, tensor) pairs", id="none"),
-    pytest.param(3, "returned a int, not", id="no-pairs"),
-    pytest.param([GOOD["w"]], "returned a Tensor instead of a (name, tensor) pair", id="tensors-only"),
+    pytest.param(3, "returned an object of type int, not", id="no-pairs"),
+    pytest.param([GOOD["w"]], "returned an object of type Tensor instead of a (name, tensor) pair", id="tensors-only"),
     pytest.param({"ww": GOOD["w"]}, "returned 'ww', which is not a parameter (Did you mean 'w'?)", id="unknown"),
     pytest.param({"mean": torch.ones(1)}, "returned 'mean', which is not a parameter", id="a-buffer"),
     pytest.param(twice(), "returned 'w' twice", id="twice"),
@@ -78,7 +78,7 @@ BAD: list[Any] = [
     pytest.param(
         {"v": torch.ones(3, dtype=torch.float16)}, "returned 'v' as F16, but must return BF16 or F32", id="half"
     ),
-    pytest.param({"w": [[1.0, 2.0], [3.0, 4.0]]}, "returned a list for 'w', not a tensor", id="list"),
+    pytest.param({"w": [[1.0, 2.0], [3.0, 4.0]]}, "returned an object of type list for 'w', not a tensor", id="list"),
     pytest.param({"w": torch.full((2, 2), torch.nan)}, "returned NaN or Inf in 'w'", id="nan"),
 ]
 
@@ -138,7 +138,7 @@ def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[st
         ("Half", {}, "has a method accept, but no reset"),
         ("Whole", {"m": 1}, "Write its keyword arguments next to the path in aggregation.aggregator"),
         ("READY", {"n": 1}, "is an object, not a class"),
-        ("NUMBER", {}, "is a int, which has no method aggregate"),
+        ("NUMBER", {}, "is of type int, which has no method aggregate"),
     ],
 )
 def test_what_cannot_be_an_aggregator_is_refused(mine: Path, name: str, options: dict[str, Any], words: str) -> None:

@@ -161,7 +161,7 @@ class CountsInItself(CountsInPython):
         (AddsNoise, "random"),
         (CountsInItsGroup, "change its `param_groups`"),
         (CountsInItself, "would be lost"),
-        (lambda parameters: [parameters], "returned a list"),
+        (lambda parameters: [parameters], "returned an object of type list"),
     ],
 )
 def test_what_cannot_be_an_outer_optimizer_is_refused_by_name(target, why):

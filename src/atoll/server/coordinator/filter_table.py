@@ -136,7 +136,7 @@ def _construct(entry: Mapping[str, Any], setting: Setting) -> _Entry:
     )
     if not isinstance(filter_, Filter):
         raise ConfigError(
-            f"{setting}: {path!r} creates a {type(filter_).__name__}, which is not a filter.",
+            f"{setting}: {path!r} creates an object of type {type(filter_).__name__}, which is not a filter.",
             "Derive it from atoll.filters.Filter.",
         )
     return filter_, frozenset(map(str, sites)), frozenset(map(str, tasks))

@@ -63,7 +63,7 @@ class Persistor:
             )
         if not any(callable(getattr(found, method, None)) for method in METHODS):
             raise ConfigError(
-                f"The persistor {self.name!r} is a {type(found).__name__} with none of load, save and save_best.",
+                f"The persistor {self.name!r} is of type {type(found).__name__} with none of load, save and save_best.",
                 "Use a class that has at least one of these methods.",
             )
         self._user = found
@@ -88,8 +88,8 @@ class Persistor:
             return None
         if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
             raise ConfigError(
-                f"load() of the persistor {self.name!r} must return a dict of tensors, but returned a "
-                f"{type(loaded).__name__}.",
+                f"load() of the persistor {self.name!r} must return a dict of tensors, but returned an "
+                f"object of type {type(loaded).__name__}.",
                 "Return a dict of tensors, as state_dict() does, or None to use the model in the settings.",
             )
         return loaded

@@ -167,7 +167,7 @@ class Components:
             found = self._at(found, where) if is_reference(found) else registry.load_attribute(found)
         if not callable(found):
             raise ConfigError(
-                f"{where} is a {type(found).__name__}, not a function.", "Use a function of one argument."
+                f"{where} is of type {type(found).__name__}, not a function.", "Use a function of one argument."
             )
         args = self._filled(dict(entry.args), where)
         if any(kind(each) for kind in LAZY for each in (found, getattr(found, "__call__", None))):  # noqa: B004

@@ -459,7 +459,8 @@ def _with_metrics(cell: Cell, payload: Any) -> Cell:
         error = f"the site returned {len(metrics)} metrics; an evaluation may have at most {messages.METRICS}"
         return cell.model_copy(update={"error": error})
     if not isinstance(metrics, Mapping) or not metrics:
-        what = "nothing" if not metrics and isinstance(metrics, Mapping | None) else f"a {type(metrics).__name__}"
+        is_nothing = not metrics and isinstance(metrics, Mapping | None)
+        what = "nothing" if is_nothing else f"an object of type {type(metrics).__name__}"
         return cell.model_copy(update={"error": f"the site returned {what} instead of a dict of metric name → number"})
     found: dict[str, float] = {}
     for key, value in metrics.items():

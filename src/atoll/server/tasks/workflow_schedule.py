@@ -416,7 +416,9 @@ def _call(
     try:
         returned: Any = function(controller)
         if inspect.isawaitable(returned) or inspect.isgenerator(returned) or inspect.isasyncgen(returned):
-            error = RunFailed(f"it returned a {type(returned).__name__}, which is never run.", "Use a plain function.")
+            error = RunFailed(
+                f"it returned an object of type {type(returned).__name__}, which is never run.", "Use a plain function."
+            )
     except ServerStops:
         return
     except BaseException as raised:

@@ -238,7 +238,7 @@ def measured(metrics: Any) -> dict[str, float]:
         UsageError: `metrics` is not a dict of names and numbers, is empty, or has too many entries.
     """
     if not isinstance(metrics, Mapping) or not metrics:
-        what = "nothing" if metrics is None or metrics == {} else f"a {type(metrics).__name__}"
+        what = "nothing" if metrics is None or metrics == {} else f"an object of type {type(metrics).__name__}"
         raise UsageError(f"The function of worker.evaluates returned {what}.", 'Return metrics: {"loss": 0.1}.')
     if len(metrics) > messages.METRICS:
         raise UsageError(
