@@ -197,10 +197,10 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """The last counted update of a site, for algorithms such as SCAFFOLD with local state, which includes the update.
+    """The last counted update of a site. With SCAFFOLD, the site needs the local state that it saved with this update.
 
-    `base_version` is the version that the update was trained from. None: no update was counted yet, and the state is
-    zero.
+    `base_version` is the version that the update was trained from. None: no update was counted yet, and the local state
+    is zero.
     """
 
     base_version: Count | None = None
@@ -289,7 +289,7 @@ class HeartbeatReply(Message):
 
 
 class TicketRequest(Message):
-    """A request for the ticket of a fragment's next round. The server waits up to `wait_s` for the round to open."""
+    """A request for the ticket of a fragment's open round. The server waits up to `wait_s` for a round to open."""
 
     fragment: Count = 0
     wait_s: float = Field(0.0, ge=0, le=20.0)
@@ -472,7 +472,7 @@ class BlobManifest(Message):
     head_bytes: Count
     nbytes: Count
     part_bytes: Count
-    inline: str | None = Field(None, description="Bytes of a small object in base64, if the request asks for them.")
+    inline: str | None = Field(None, description="All bytes in base64 if the object was published inline; else null.")
 
     @classmethod
     def of(cls, manifest: blobs.Manifest, inline: bytes | bytearray | None = None) -> BlobManifest:
@@ -533,7 +533,7 @@ class BlobManifest(Message):
         except (binascii.Error, ValueError):
             raise BadRequest(f"The bytes in the manifest of {what} are not base64.", "Publish it again.") from None
         if len(data) != manifest.nbytes:
-            raise BadRequest(f"{what} should have {manifest.nbytes} bytes, but its manifest has {len(data)} bytes.")
+            raise BadRequest(f"{what} should have {manifest.nbytes} bytes, but its manifest contains {len(data)}.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
                 raise PartCorrupt(f"Part {part.index} of {what} arrived damaged.", "Fetch it again.")

@@ -10,9 +10,10 @@ from atoll.format_text import counted, numbers, of_fragment, size
 from atoll.protocol.messages import Count, Message
 
 KEPT = "status.json"
-"""File in the state directory with the last saved status.
+"""Name of the file in the state directory with the last saved status.
 
-The server saves the status when it begins, when the run is finished, and when the server ends.
+The server saves the status when the server starts, after new versions, when the run is finished, and when the server
+ends.
 """
 
 
@@ -35,7 +36,7 @@ class WorkerStatus(Message):
     bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
     bytes_down: Count = Field(0, description="Bytes sent to the site since the server started.")
     gradient_bytes: Count = Field(
-        0, description="Bytes of one gradient per local step, over all updates accepted since the server started."
+        0, description="Bytes of gradients that data-parallel training would have sent since the server started."
     )
     retries: Count = 0
     reconnections: Count = 0
@@ -142,7 +143,7 @@ class WorkflowStatus(Message):
     name: str
     kind: str = Field(description="train, another registered kind, or empty for a user's function.")
     state: Literal["to come", "running", "done", "failed"]
-    seconds: float = Field(0.0, description="Seconds since the start of the workflow, or until its end.")
+    seconds: float = Field(0.0, description="Seconds since the start of the workflow; after its end, its duration.")
     quiet_s: float = Field(0.0, description="Seconds without any progress while it runs.")
     detail: str = Field("", description="The workflow's progress in words.")
 

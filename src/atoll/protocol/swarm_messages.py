@@ -123,7 +123,7 @@ class PeerWork(Message):
 
     stamp: Count = Field(description="Stamp of these orders; it changes with them.")
     server: Count = Field(0, description="Start time of the server, in ms since 1970.")
-    order: Count = Field(0, description="Number of this answer; a worker obeys only a server's highest number.")
+    order: Count = Field(0, description="Number of this answer; a worker ignores an answer with a lower number.")
     probe: list[Address] = Field(default_factory=list, description="Addresses of workers; test the connection to each.")
     hold: list[Hold] = Field(default_factory=list)
     collect: list[Collect] = Field(default_factory=list)

@@ -56,7 +56,7 @@ class TaskReply(Message):
     """The answer to `TaskRequest`: a task, or the reason why there is none."""
 
     status: Literal["task", "wait", "finished", "rounds"] = Field(
-        description="finished: the last workflow has ended; rounds: training continues, for processes that train."
+        description="finished: the last workflow has ended; rounds: the rounds have begun (if asked with `rounds`)."
     )
     task: TaskMessage | None = None
 

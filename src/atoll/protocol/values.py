@@ -60,7 +60,7 @@ class Next:
 
 @dataclass(frozen=True)
 class Open(Next):
-    """An open round, with this site's ticket.
+    """The answer that has a ticket for the open round.
 
     Attributes:
         ticket: the ticket.
