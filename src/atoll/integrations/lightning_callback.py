@@ -1,7 +1,7 @@
 """The Lightning callback that makes each `trainer.fit` a round. Importing this file imports Lightning.
 
     on_fit_start           load the global model into the module, on the module's device
-    on_train_start         hook the optimizer if the algorithm needs it, after other callbacks have tuned its rate
+    on_train_start         hook the optimizer if the algorithm needs it; other callbacks have tuned the learning rate
     on_train_batch_end     count the samples
     on_fit_end             submit the update with its weight, steps and metrics
     on_validation_start    in `trainer.validate`: load the global model, from which the next fit starts, too
@@ -251,7 +251,7 @@ class AtollCallback(Callback):
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Keep the metrics of `trainer.validate` for the next update.
 
-        In a DiLoCo run, keep only those of the global model.
+        In a DiLoCo run, keep those of every validation, also within a fit, if it measured the global model.
         """
         if self.measuring:
             return
@@ -621,7 +621,7 @@ class Validations:
         self._names: set[str] = set()  # names of metrics that validations have logged
 
     def begin(self, trainer: Any) -> None:
-        """Remember the metrics at the start of a validation. From them, `end` finds those that the validation logs."""
+        """Remember the metrics at the start of a validation, so that `end` finds those that the validation logs."""
         self._before = dict(trainer.callback_metrics)
 
     def end(self, trainer: Any) -> dict[str, float]:
@@ -638,7 +638,7 @@ class Validations:
 
 
 def joined_metrics(of_fit: Mapping[str, float], of_global: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a fit, together with those of the global model, named with the prefix `GLOBAL_PREFIX`.
+    """Return the metrics of a fit, and those of the global model under names with the prefix `GLOBAL_PREFIX`.
 
     Raises:
         UsageError: the fit itself logged a metric under one of the prefixed names.

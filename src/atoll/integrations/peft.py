@@ -35,7 +35,7 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
     """Return the tensors of an adapter as a module, under the names that PEFT gives them in files.
 
     Args:
-        model: the model from `get_peft_model`. The result shares its parameters: a change of one changes both.
+        model: the model from `get_peft_model`. The result has the same parameters: a change in one changes both.
         name: name of the adapter; by default the active one.
 
     Returns:

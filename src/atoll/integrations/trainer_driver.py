@@ -224,7 +224,7 @@ def value_of(value: T | Callable[[], T]) -> T:
 
 
 def require_alone(callbacks: Sequence[Any]) -> None:
-    """Raise an error if a trainer has several Atoll callbacks: one would wait for the update of the other forever.
+    """Raise an error if a trainer has several Atoll callbacks: one would wait forever for the update of another.
 
     Raises:
         UsageError: there are several callbacks. The message names their sites.

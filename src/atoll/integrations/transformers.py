@@ -150,7 +150,8 @@ class AtollCallback(TrainerCallback):
         """Join the run and load the global model.
 
         Raises:
-            UsageError: the Trainer runs in several processes, hides its optimizer, or has several Atoll callbacks.
+            UsageError: the Trainer runs in several processes, uses DeepSpeed, has several Atoll callbacks, or has an
+                optimizer that calls no step hooks.
             SchemaMismatch: the run trains a model with other tensors.
         """
         require_plain(args)

@@ -45,7 +45,7 @@ def require_engine(engine: str, processes: int | None, address: str | None) -> N
 
 
 def with_own_folder(settings: Settings, folder: Path) -> Settings:
-    """Return the settings with the state directory `folder / STATE_DIR`; unchanged if they have one already."""
+    """Return the settings with the state directory `folder / STATE_DIR`; unchanged if another one was set."""
     if settings.disk.state_dir != folder / default_of("disk.state_dir"):
         return settings
     return settings.changed({"disk.state_dir": folder / STATE_DIR})

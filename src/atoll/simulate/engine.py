@@ -114,8 +114,8 @@ class JobResult:
     Attributes:
         update: the message with which the site submitted; None if the script raised or returned without an update.
         stats: digest and norm of each part of the update. The update itself is in the job's file.
-        error: the last line of the script's error; empty if the script raised nothing.
-        trace: the whole traceback of that error.
+        error: the script's error without its traceback; empty if the script raised nothing.
+        trace: the error with its traceback.
         bytes_down: bytes of tensors that the site has loaded.
         stuck: whether the engine killed the process, because the script ran too long while other sites waited.
         disk: whether `error` is about a full or failing disk, and not about the script.
@@ -299,7 +299,7 @@ class Engine:
             thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; its result is reported. If the process that works on it ends, another process repeats it."""
+        """Queue a job; its result is reported later. If the process that works on it ends, the job is repeated."""
         with self._lock:
             if not self._closed:
                 self._waiting.append(job)
@@ -340,7 +340,7 @@ class Engine:
     def _hand_out(self) -> None:
         """Give waiting jobs to the processes with the fewest jobs. The caller must hold `_lock`.
 
-        If no jobs wait, move a job that a busy process has not begun to an idle process.
+        If no jobs wait, take back a job that a busy process has not begun, and give it to an idle process.
         """
         while self._crew:
             member = min(self._crew, key=lambda each: len(each.jobs))

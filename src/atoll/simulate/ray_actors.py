@@ -69,7 +69,7 @@ class Actor:
         self._folder.cleanup()
 
     def take(self, version: np.ndarray[Any, Any]) -> None:
-        """Store the version that the next sites train from in the actor's file, in place of the earlier version."""
+        """Store a version in the actor's file, in place of the earlier version. The next sites train from it."""
         write_at(self._base, version.data, 0)
 
     def train(self, job: dict[str, Any], kept: Kept, nbytes: int) -> tuple[dict[str, Any], Any, Kept]:

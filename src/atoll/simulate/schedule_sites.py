@@ -53,7 +53,7 @@ class VersionsInUse:
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """Protect a version for one more site, and return it. If it is new, first release unused versions."""
+        """Protect a version for one more site, and return it. If it was not in use, first release unused ones."""
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:
@@ -79,13 +79,13 @@ LOG = logging.getLogger("atoll.simulate")
 T = TypeVar("T")
 
 TRACES = 3
-"""Number of failures with a traceback in the log. For further failures, the log has only the last line."""
+"""Number of failures with a traceback in the log. For further failures, the log has only the error itself."""
 PATIENCE = 2
 """While other sites wait for a process, a site may occupy it for this many times `rounds.deadline_s`."""
 LEAST_PATIENCE_S = 10.0
 GATHER_S = 0.004
-"""Seconds to wait for further results, to handle several in one transaction, which takes as long as handling three
-results. Meanwhile, processes train the jobs that they got in advance."""
+"""Seconds to wait for further results, so that one transaction handles several. A transaction takes as long as handling
+three results. Meanwhile, processes train the jobs that they got in advance."""
 JOIN_AT_ONCE = 500
 HOST = "simulated"
 
@@ -356,7 +356,8 @@ class SiteScheduler:
     def _outcomes(self, site: str) -> tuple[messages.Outcome, ...]:
         """Return the states of the updates on which the site's local state depends.
 
-        If the state directory was restored and the folder of the sites was not, the run may not know a ticket.
+        A ticket that the run does not know is left out. This happens if the state directory was restored from a backup,
+        and the folder of the sites was not.
         """
         if self._folder is None:
             return ()

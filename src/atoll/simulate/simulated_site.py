@@ -298,7 +298,7 @@ class SiteTrainer:
 
 
 def result_of_error(error: BaseException, bytes_down: int = 0) -> JobResult:
-    """Return the result for a site that failed with an error. Atoll's own frames are left out of the traceback."""
+    """Return the result for a site that failed. Atoll's frames at the beginning of the traceback are left out."""
     if isinstance(error, NotSimulated):
         return JobResult(error=error.message, bytes_down=bytes_down, remedy=error.remedy)
     trace: TracebackType | None = error.__traceback__
