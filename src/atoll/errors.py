@@ -6,7 +6,7 @@
     │   └── NotSimulated           a training loop that simulations do not support
     ├── SchemaMismatch         6   the server and a worker have different models
     ├── UpdateRefused          6   an update that is too large, contains NaN or Inf, or has a wrong weight
-    ├── PeerError              6   an error that the server, a worker or a peer reports
+    ├── PeerError              6   an error that the server or another worker reports
     │   ├── VersionSkew            different protocol versions
     │   ├── AuthError          8   a missing or wrong token, secret or Host header
     │   ├── LeaseLost              the server declared the worker dead or does not know it: join again

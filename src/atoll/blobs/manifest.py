@@ -51,7 +51,7 @@ class Cuts:
         if not is_chunk(self.part_bytes):
             raise BadRequest(
                 f"{what} has parts of {self.part_bytes} bytes, which is not allowed.",
-                f"Use part sizes from {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of "
+                f"Use a part size from {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of "
                 f"{CHUNK_STEP_BYTES}.",
             )
         if not 0 < self.head_bytes <= MOST_HEAD_BYTES or self.head_bytes % ALIGN_BYTES or self.head_bytes > self.nbytes:

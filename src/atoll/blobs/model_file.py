@@ -101,7 +101,7 @@ class ModelFile:
             yield bytes_of(self._run(spec, start, min(start + CHUNK_ELEMENTS, spec.numel)))
 
     def part(self, part: Part) -> Iterator[memoryview]:
-        """Yield the bytes of a part of the version file, one chunk at a time; parameters come from the masters.
+        """Yield the bytes of a part of the version file, one chunk at a time. Read parameters from the masters, if any.
 
         Raises:
             StateCorrupt: a file is too short.

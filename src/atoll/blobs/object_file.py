@@ -354,7 +354,7 @@ def _from_text(name: str, entry: Plain, what: str) -> Tensor:
 MOST_INLINE_BYTES = 15 * 2**20
 """Maximum total size of inline tensors. Together with their descriptions they stay below 16 MiB."""
 DESCRIBED_BYTES = 256
-"""Estimated size of a tensor's description in a head, which has the tensor's name twice."""
+"""Estimated size of a tensor's description in a head. The description has the tensor's name twice."""
 
 
 @dataclass(frozen=True, slots=True)

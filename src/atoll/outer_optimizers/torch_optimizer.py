@@ -40,7 +40,7 @@ class StateSpec:
     Attributes:
         key: the entry's key in `optimizer.state[p]`.
         dtype: the entry's dtype, as a safetensors name.
-        shape: the entry's shape; None: the shape of the tensor. Such an entry is cut into chunks like the tensor.
+        shape: the entry's shape. None: the entry has the tensor's shape, and is cut into chunks like the tensor.
     """
 
     key: str

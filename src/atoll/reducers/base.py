@@ -55,7 +55,7 @@ class Reducer(ABC):
             reducer itself.
         needs_steps: whether every update must report its local steps.
         needs_population: whether the reducer needs `population_weight`. If so, all updates of a site get the weight of
-            the site's first update that counted.
+            the site's first aggregated update.
     """
 
     needs_all: ClassVar[bool] = False

@@ -54,7 +54,7 @@ class NormalisedMean(WeightedMean):
             raise UsageError(
                 f"An update of the round reports fewer than 1 local step (all: {list(steps)}), and normalised_mean "
                 "cannot divide by that.",
-                "Call submit(model, steps=…) with at least 1 at every site.",
+                "Call submit(model, steps=…) with at least 1 step at every site.",
             )
         effective = math.fsum(share * step for share, step in zip(shares, steps, strict=True))
         return [share * effective / step for share, step in zip(shares, steps, strict=True)]

@@ -9,8 +9,8 @@ In IEEE 754, −0.0 and +0.0 are equal. Which of them a minimum returns depends 
 register. So +0.0 is added to the results: then a zero is always +0.0.
 
 Median and trimmed mean: D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards
-Optimal Statistical Rates. ICML 2018, arXiv 1803.01498, definitions 1 and 2. They ignore weights: otherwise a hostile
-site could claim a large one.
+Optimal Statistical Rates. ICML 2018, arXiv 1803.01498, definitions 1 and 2. Both ignore weights, because a hostile
+site could claim a large weight.
 
     median         g_j = med{ (u_k)_j : k }          for an even k: the mean of the two middle values
     trimmed mean   g_j = (1 / |U_j|) · Σ_{u ∈ U_j} u        U_j: (u_k)_j without the ⌊β·k⌋ largest and ⌊β·k⌋ smallest

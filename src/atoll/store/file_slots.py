@@ -77,7 +77,7 @@ class FragmentShapes:
 
     Attributes:
         version: shape of a version's file.
-        state: shape of the file of the outer optimizer's state; None if the outer optimizer has no state.
+        state: shape of the file with the outer optimizer's state; None if the outer optimizer has no state.
         update_bytes: size of an encoded update in bytes.
         update_parts: (offset, nbytes) of each part of an update.
         delta: shape of the file with the encoded difference between two versions; None if workers always download

@@ -56,11 +56,11 @@ class Journal:
         Args:
             path: path of the SQLite file.
             durability: what a commit survives. `process`: a kill of the server. `power`: also a power loss.
-            begin: whether a new journal may be created. Pass False if files of an earlier run are there.
+            begin: whether a new journal may be created. Pass False if files of an earlier run exist.
 
         Raises:
             StateCorrupt: the file is not a journal, is damaged or was written by another version of Atoll. Or it is
-                missing, and `begin` is False.
+                missing or empty, and `begin` is False.
             StoreError: the file cannot be opened.
         """
         self.path, self.durability = path, durability
@@ -197,7 +197,7 @@ class Journal:
         self._on_commit.append(action)
 
     def after_rollback(self, action: Callable[[], None]) -> None:
-        """Call `action` if this transaction is rolled back. `action` must not raise."""
+        """Call `action` if the current `transaction` block, or a block around it, fails. `action` must not raise."""
         assert self._depth
         self._on_rollback.append(action)
 
@@ -390,7 +390,7 @@ class _Translated:
 def journal_failed(error: StoreError) -> bool:
     """Return whether an error makes the journal unusable until the server starts again.
 
-    True for a failed fsync, and for an error of SQLite that a retry cannot cure. False for a full disk.
+    True for a failed fsync, and for an error of SQLite that would occur again at a retry. False for a full disk.
     """
     return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and not transient_reason(error))
 

@@ -49,7 +49,7 @@ Contents = Callable[[Files], Iterator[memoryview]]
 
 
 class Store:
-    """The files of one run at the server. Thread-safe. Methods that read or write files block; call them in a thread.
+    """The files of one run at the server. Thread-safe. Methods that read or write files block: call them in a thread.
 
     Attributes:
         journal: the journal (the server's database), for transactions.
@@ -81,7 +81,7 @@ class Store:
 
         Raises:
             StateLocked: another server uses the directory.
-            StateCorrupt: the journal is damaged, or it is missing although tensor files are there.
+            StateCorrupt: the journal is damaged, or it is missing although tensor files exist.
             StoreError: the directory cannot be created or locked.
         """
         self.directory = directory = Path(directory)
@@ -166,7 +166,7 @@ class Store:
         return info.f_bavail * info.f_frsize
 
     def require_space(self, min_free_bytes: int) -> None:
-        """Raise an error if `free_bytes` is below `min_free_bytes`.
+        """Raise an error if `free_bytes()` is below `min_free_bytes`.
 
         Raises:
             DiskFull: fewer bytes are free. The error's `retry_after_s` says when the client may repeat its request.
@@ -185,7 +185,7 @@ class Store:
     def export(
         self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False
     ) -> Path:
-        """Write a model file to `target`, replacing an existing file atomically.
+        """Write a model file to `target`. An existing file is replaced atomically.
 
         Args:
             target: path of the file.

@@ -143,8 +143,9 @@ class _Comparison:
 
     Args:
         rows: function that runs an SQL query on the journal.
-        since: number of the earliest entry that must be read.
-        everything: True: read back to the first entry. False: stop when the entries of all needed rows are found.
+        since: number of an entry. This entry and all later ones are always read.
+        everything: True: read back to the first entry. False: stop at `since`, or later when the entries of all needed
+            rows are found.
     """
 
     def __init__(self, rows: Query, since: int, everything: bool) -> None:

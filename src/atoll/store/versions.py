@@ -278,7 +278,7 @@ class Versions:
         head, following = self._head_number(fragment), self.next_number(fragment)
         if version != following:
             raise StoreError(
-                f"Version {version}{self._journal.of(fragment)} cannot be begun: the newest version is {head}, and the "
+                f"Version {version}{self._journal.of(fragment)} cannot be made: the newest version is {head}, and the "
                 f"next one is {following}."
             )
         return head

@@ -74,7 +74,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A range of a tensor, in whole tiles of `TILE` elements: elements [start, stop), at [offset, offset + nbytes)."""
+    """A range of a tensor, in whole tiles (`TILE`): elements [start, stop), at the bytes [offset, offset + nbytes)."""
 
     segment: Segment
     start: int

@@ -248,7 +248,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _begin(tensor: Tensor) -> int:
-    """Return a number for the tensor's address in memory. It is equal for tied tensors, and rarely for others."""
+    """Return a number for the tensor's address in memory. The number is equal for tied tensors, rarely for others."""
     if is_sharded(tensor):  # this rank's shard may be empty, without an address; tied DTensors are one parameter
         return id(tensor)
     return tensor.data_ptr() or tensor.untyped_storage()._cdata
@@ -277,7 +277,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as after `expand()`. If so, it cannot be filled in place."""
+    """Return whether elements of a tensor share memory, as after `expand()`. Such tensors cannot be filled in place."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and not step for size, step in sizes)
 

@@ -113,9 +113,7 @@ def test_a_damaged_head_gives_way_to_the_version_before(tmp_path: Path, damage: 
     assert audited(store)[-1].what == "fell back"
     assert (read(store.versions.pin(0, 1).fd), read(store.versions.state_file())) == (content(1), state_content(1))
     freeze(store, 1, {6: "a", 7: "b"})
-    with pytest.raises(
-        StoreError, match=r"Version 2 cannot be begun: the newest version is 1, and the next one is 3\."
-    ):
+    with pytest.raises(StoreError, match=r"Version 2 cannot be made: the newest version is 1, and the next one is 3\."):
         store.versions.begin(0, 2)
     assert write_version(store, 3, (6, 7)).version == 3
 
