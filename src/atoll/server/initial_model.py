@@ -77,8 +77,8 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
 def is_known(settings: Settings, given_model: nn.Module | Tensors | None, schema: Schema) -> bool:
     """Return whether the initial model has this schema, without computing the model's values.
 
-    Return False if the schema differs. Return False also if it cannot be found, because the function that builds the
-    model does not run on torch's meta device.
+    Return False if the schema differs, or if it is not known without the values: the function that builds the model may
+    fail on torch's meta device.
     """
     return _schema_without_values(settings, given_model) == schema
 

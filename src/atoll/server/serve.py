@@ -48,7 +48,7 @@ GRACE_S = 30.0
 GRACE_SAID_S = 1.0
 """Seconds after which the log names the workers that have not pulled the result. Most workers need less."""
 STATUS_S = 1.0
-"""Seconds between two checks for a new version. After a new version the status is saved, for the case of a kill."""
+"""Seconds between two checks for a new version. If there is one, the status is saved, in case the server is killed."""
 WATCHED_S = 3.0
 """Seconds. If a client asked for the status within this time before the end of the run, the server waits this long for
 the client's next request, so that the client sees the end."""

@@ -56,7 +56,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
         named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text becomes the value of the
-            setting. Code replaces the setting; the kind of run must support this setting.
+            setting. Code (a class, function or object) takes the place of the setting, which the run must support.
 
     Raises:
         UsageError: an argument is a text, although `settings` is a complete `Settings` object.
@@ -92,7 +92,7 @@ def open_run(
         outer: the outer optimizer; None if the settings name it.
 
     Returns:
-        The plan of the run, its store, and one sentence for each loss of data by a crash.
+        The plan of the run, its store, and one sentence for each loss of data in a crash.
 
     Raises:
         ConfigError: the model or a setting cannot be used, or is not the one that the run began with; or the run

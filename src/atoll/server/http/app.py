@@ -250,7 +250,7 @@ class RunMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the newest version's number, and counts of workers, bytes, deaths, refused updates and local steps."""
         status = status_of(self._run)
-        yield GaugeMetricFamily("atoll_version", "Version at the head.", value=status.version)
+        yield GaugeMetricFamily("atoll_version", "Number of the newest version.", value=status.version)
         yield GaugeMetricFamily(
             "atoll_awaited_workers",
             "Workers the round waits for.",

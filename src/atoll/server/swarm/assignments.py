@@ -137,7 +137,7 @@ class SwarmView:
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """Return references to a version, one for each worker that has it. Each is enough for a download."""
+        """Return references to a version, one for each worker that has it. A download needs only one."""
         return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
 
     def work(self, site: str) -> PeerWork:
@@ -535,10 +535,10 @@ class SwarmRounds:
         site, peers, now_s = job.aggregator, self.view.peers, time.monotonic()
         idle_s = self._settings.network.idle_timeout_s
         if not peers.is_alive(site):
-            return "it has gone"
+            return "it no longer takes part"
         peer, others = peers[site], set(self.view.holding(fragment, job.version)) - {site}
         if peer.leaving and others:
-            return "it leaves"
+            return "it is leaving"
         if failed := self.view.why_not_closed(job):
             return failed
         if (fragment, job.version) not in peer.held:
@@ -561,7 +561,7 @@ class SwarmRounds:
 
     def _lose(self, fragment: int, job: Assignment, reason: str) -> None:
         LOG.warning(
-            "%s no longer aggregates round %d: %s; another worker does, and collects the updates again",
+            "%s no longer aggregates round %d: %s. Another worker takes over, and collects the updates again",
             job.aggregator,
             self._ledger.state.rounds[fragment].number,
             reason,

@@ -448,7 +448,7 @@ class EvaluationMatrix:
 
 
 def _with_metrics(cell: Cell, payload: Any) -> Cell:
-    """Return a cell with the metrics in a site's payload, or with an error if they are too many or no numbers.
+    """Return a cell with the metrics in a site's payload, or with an error if they are missing or not valid.
 
     Args:
         cell: the cell without metrics.

@@ -32,7 +32,7 @@ from atoll.tensors.payload import Packed
 LOG = logging.getLogger("atoll.server")
 
 NO_DATA_FILTERS = (
-    "Leave the filters out: a site may change the loaded model before it trains. Or use a workflow that sends each "
+    "Remove the filters. Instead, change the loaded model in the training script, or use a workflow that sends each "
     "site its own payload."
 )
 
@@ -71,9 +71,9 @@ class TaskFilters:
             )
         if self.results.tasks:
             raise ConfigError(
-                f"workflow.result_filters contains the tasks {', '.join(self.results.tasks)}, but a run with "
+                f"workflow.result_filters has filters for the tasks {', '.join(self.results.tasks)}, but a run with "
                 "rounds sends no tasks.",
-                "Remove the key tasks. To limit a filter to some sites, use the key sites.",
+                "Remove the key 'tasks'. To limit a filter to some sites, use the key 'sites'.",
             )
 
     def warn_of_strangers(self, sites: Collection[str]) -> None:

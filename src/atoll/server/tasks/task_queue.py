@@ -49,7 +49,8 @@ class Answer(OwnedFile):
         text: the payload, if it was in the message.
         contents: structure of the payload and descriptions of its tensors, if it was an object; values are in `fd`.
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
-        lost: `gone` (the site left or died) or `stuck` (no progress), if the server no longer waited for the answer.
+        lost: why the server stopped waiting for the answer: `gone` (the site left or died) or `stuck` (no
+            progress); empty if it did not stop.
     """
 
     site: str
@@ -112,7 +113,7 @@ class TaskPayload:
 
     @property
     def key(self) -> tm.ObjectKey:
-        """The key with which a site downloads the object. Only if the payload is an object, and after `hold`."""
+        """The key with which a site downloads the object. Use it only for an object, after `hold`."""
         assert self.body.object is not None
         return self.body.object
 
@@ -187,7 +188,7 @@ class OpenTask:
 
     @property
     def way(self) -> str:
-        """How the first payload is sent: `streamed`, `inline` or `skipped`. Filtered ones may be sent differently."""
+        """How the first payload is sent: `streamed`, `inline` or `skipped`. A filtered one may be sent differently."""
         return next((payload.way for payload in self.payloads), "skipped")
 
     @property
@@ -477,7 +478,7 @@ class TaskQueue:
                 self.answer(task, Answer(site, key, error=message.error or "no reason was given"))
             elif object_key is None:
                 text = body.plain or ""
-                read_plain(text, build=False)  # raises if the text is no payload
+                read_plain(text, build=False)  # raises an error if the text is not a payload
                 self.answer(task, Answer(site, key, text=text))
             else:
                 await self._take_once(task, site, key, object_key)

@@ -51,7 +51,7 @@ ProgressSigns = tuple[object, ...]
 
 
 def progress_of(run: Coordinator, site: str) -> ProgressSigns:
-    """Return values of a site that change while it makes progress: bytes, steps and its reported state."""
+    """Return those values of a site that change when the site makes progress: bytes, steps and reported state."""
     presence = run.roster.get(site)
     if presence is None:
         return ()
@@ -61,7 +61,7 @@ def progress_of(run: Coordinator, site: str) -> ProgressSigns:
 
 
 def progress_of_run(run: Coordinator) -> ProgressSigns:
-    """Return values of a run that change while the server or any site makes progress."""
+    """Return those values of a run that change when the server or a site makes progress."""
     return (
         run.task_queue.moves,
         run.bytes_up,
@@ -112,9 +112,10 @@ class AnswerLimits:
                 raise UsageError(f"{name} is {value!r}, which is not a valid number.", remedy)
 
     def exceeded(self, run: Coordinator, site: str) -> tuple[str, str]:
-        """Return two texts if the workflow should stop waiting for a site: `gone` or `stuck`, and the reason.
+        """Check whether the workflow should stop waiting for a site.
 
-        Else both are empty.
+        Returns:
+            `gone` or `stuck`, and the reason as text; two empty texts if the workflow should go on waiting.
         """
         if self.gone_too and (why := why_gone(run, site)):
             return "gone", f"the site {why}"
@@ -139,7 +140,8 @@ class Result:
         site: name of the site.
         task: name of the task.
         error: why the site failed; empty if it did not.
-        lost: `gone` (the site left or died) or `stuck` (no progress), if the server no longer waited for the answer.
+        lost: why the server stopped waiting for the answer: `gone` (the site left or died) or `stuck` (no
+            progress); empty if it did not stop.
     """
 
     def __init__(self, task: str, answer: Answer) -> None:
@@ -272,8 +274,8 @@ class Controller:
                 once for all sites, and again for each site with filters.
             sites: names of sites. By default all sites that take part now; if these are fewer than `min_responses`, the
                 call waits for more.
-            min_responses: how many sites must answer with a payload; fewer are an error. Once so many have, the call
-                still waits for sites that are alive, but for no others. None: it waits for all sites, even dead ones.
+            min_responses: number of sites that must answer with a payload; fewer payloads are an error. After that, the
+                call waits only for sites that are alive. None: the call waits for all sites, even for dead ones.
             timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops
@@ -285,7 +287,7 @@ class Controller:
         Raises:
             RunFailed: fewer than `min_responses` payloads came; the message names sites that failed or are missing.
             UsageError: the payload cannot be sent, an argument is wrong, or one of `sites` has never joined although
-                `rounds.sites` sites have.
+                `rounds.sites` sites have joined.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
         return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s))

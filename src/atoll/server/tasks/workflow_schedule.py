@@ -1,7 +1,7 @@
 """Executes the workflows of a run in order: its rounds (training), cross-site evaluations, functions of the user.
 
 The journal records which of `workflow.steps` have ended, and a restarted server does not repeat them. If a restart
-interrupts training, training continues from its last version. Any other workflow then starts again from its beginning.
+interrupts training, training continues from its last version. Any other interrupted workflow begins again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LATER_START_S = 600.0
 
 
 def unused(exports: Path) -> str:
-    """Return the first name for an evaluation that no file in the export folder has."""
+    """Return a name for an evaluation. No file in the export folder has this name yet."""
     names = itertools.chain([EVALUATES], (f"{EVALUATES}-{number}" for number in itertools.count(2)))
     return next(name for name in names if not any((exports / f"{name}{each}").exists() for each in (".json", ".md")))
 
@@ -103,7 +103,7 @@ class WorkflowSchedule:
         settings: the run's settings, with `workflow.steps` or `workflow.function`.
         function: a function that a program passes in place of these settings.
         filters: filters of payloads and answers.
-        evaluation: arguments of a cross-site evaluation. If given, it is the only workflow.
+        evaluation: arguments of a cross-site evaluation. If given, this evaluation is the only workflow.
 
     Raises:
         ConfigError: a table of the run file is wrong.
@@ -217,7 +217,7 @@ class WorkflowSchedule:
         self._task = run.spawn(self._main())
 
     def stop(self) -> None:
-        """Stop the running workflow: the next call that its function makes to the controller raises an error."""
+        """Stop the running workflow: its function gets an error from its current or next call of the controller."""
         if self._task is not None:
             self._task.cancel()
         if self._controller is not None:
@@ -307,10 +307,10 @@ class WorkflowSchedule:
             run.wake()
 
     def _require_begun(self, step: WorkflowRun) -> None:
-        """Raise an error if training has not begun within the start timeout, because fewer than `rounds.sites` joined.
+        """Raise an error if training has not begun within the start timeout, because too few sites joined.
 
         Raises:
-            RunFailed: too few sites joined in time.
+            RunFailed: fewer than `rounds.sites` sites joined in time.
         """
         if any(round_.phase == "gathering" for round_ in self._run.state.rounds):
             step.moved_s = time.monotonic()  # before training has begun, no progress is possible
