@@ -64,7 +64,7 @@ class UpdateAdmission:
             Conflict: parts are missing, or another update was accepted for this ticket.
             TicketClosed, UpdateRefused: the ticket has expired or was refused.
             DiskFull: the disk is full; nothing has changed.
-            StoreError: the store failed, and the server ends.
+            StoreError: the store failed. The server ends, unless the cause is temporary.
         """
         try:
             row = self._store.tickets.accept(
@@ -84,10 +84,10 @@ class UpdateAdmission:
         return row
 
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
-        """Return a site's message with the weight of the site's first update, if a reducer needs constant weights.
+        """Return a site's message with the weight of the site's first update, if the run needs constant weights.
 
-        A reducer needs them if it uses the total weight of all sites: earlier versions were computed with the first
-        weights. In other runs, return the message unchanged.
+        A run needs them if one of its reducers uses the total weight of all sites: earlier versions were computed with
+        the first weights. In other runs, return the message unchanged.
         """
         kept_weight = self._store.run_log.kept_weight(site) if self._plan.needs_population else 0.0
         if not kept_weight or message.weight == kept_weight:
@@ -105,7 +105,7 @@ class UpdateAdmission:
         return message.model_copy(update={"weight": kept_weight})
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
-        """Refuse an update with a weight or norm above its limit, or without the number of steps that the run needs.
+        """Refuse an update with a weight or norm above its limit, or without a number of steps if the run needs one.
 
         Raises:
             UpdateRefused: the update was refused; the message says why.

@@ -103,7 +103,7 @@ class LocalRounds:
     async def aggregate(self, closed: RoundClosed, number: int) -> Committed:
         """Aggregate the updates of a closed round, step the outer optimizer, and commit the next version.
 
-        The work runs in a pool thread. If a restart of the server has lost filtered updates, first filter these again.
+        The work runs in a pool thread. If filtered updates were lost in a restart, they are filtered again first.
 
         Args:
             closed: the closed round.

@@ -53,7 +53,7 @@ class Exports:
         their names, so that `load_state_dict(strict=True)` accepts the file.
 
         Args:
-            heads: number of the version to export, for each fragment; by default the newest. The smallest of these
+            heads: for each fragment, the number of the version to export; by default the newest. The smallest of these
                 numbers is `<version>` in the file's name.
         """
         with self._lock, made(self.folder):
@@ -142,7 +142,7 @@ def export_model(
         plan: plan of the run.
         store: store of the run.
         target: path of the file.
-        heads: number of the version to export, for each fragment; by default the newest.
+        heads: for each fragment, the number of the version to export; by default the newest.
         metadata: further metadata for the file's header.
 
     Raises:
@@ -268,7 +268,7 @@ def require_files(folder: Path, *, best: bool) -> None:
         best: whether the run writes `best.safetensors` and `best.json`, too.
 
     Raises:
-        StoreError: it has one.
+        StoreError: there is such a folder or pipe.
     """
     for path in [folder / name for name in (MODEL, METRICS, *((BEST_MODEL, BEST_NOTE) if best else ()))]:
         if path.exists() and not path.is_file():
@@ -276,7 +276,7 @@ def require_files(folder: Path, *, best: bool) -> None:
 
 
 def require_no_results(folder: Path) -> None:
-    """Before a new run begins, check that its export folder has no files of another run that it would replace.
+    """Before a new run begins, check that it will not replace files of another run in its export folder.
 
     Raises:
         ConfigError: there are such files. Empty files do not count.
@@ -290,7 +290,7 @@ def require_no_results(folder: Path) -> None:
 
 
 def require_own_results(folder: Path, run: str) -> None:
-    """Before a run continues, check that its export folder has no metrics of another run that it would replace.
+    """Before a run continues, check that it will not replace the metrics of another run in its export folder.
 
     Args:
         folder: the export folder.
@@ -472,7 +472,7 @@ class BackgroundWriter:
     async def save_result(self) -> Path | str:
         """Write the newest version as the run's result, and return its path.
 
-        In a swarm each site writes the result, so this returns a text that says so.
+        In a swarm, each site writes the result, so this method returns a text that says so.
         """
         if self._plan.is_swarm:
             return "each site writes it to its own folder"
@@ -487,7 +487,7 @@ class BackgroundWriter:
         await self.saved(METRICS, self.exports.rewrite_metrics, LAST)
 
     async def saved(self, what: str, save: Callable[[], T], then: str = "") -> T:
-        """Run `save` in a thread. Repeat it while space, file descriptors or a usable export folder are lacking."""
+        """Run `save` in a thread. Repeat this while space, file descriptors or a usable export folder are lacking."""
         loop, problem = asyncio.get_running_loop(), f"{what} could not be saved"
 
         def note(reason: str) -> None:

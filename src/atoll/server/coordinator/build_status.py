@@ -17,12 +17,12 @@ from atoll.server.coordinator.roster import Presence
 LOG = logging.getLogger("atoll.server")
 
 HISTORY = 20
-"""Maximum number of rounds in a status: the last ones. The file `metrics.jsonl` has all rounds."""
+"""Maximum number of past rounds in a status. The file `metrics.jsonl` has all rounds."""
 
 
 @functools.lru_cache(maxsize=4 * HISTORY)
 def _summary(text: str) -> status_messages.RoundSummary:
-    """Parse the JSON summary of a round. Cached, because each status needs it, and it is long with many workers."""
+    """Parse the JSON summary of a round. Cached, because each status needs it, and parsing it is slow."""
     return status_messages.RoundSummary.model_validate_json(text)
 
 
@@ -91,7 +91,7 @@ def keep_status(run: Coordinator) -> status_messages.Status:
 
 
 def write_status(run: Coordinator, status: status_messages.Status) -> None:
-    """Save a status to disk, for `atoll status` while the server does not run. If that fails, only log it."""
+    """Save a status to disk, for `atoll status` while the server does not run. Only log an error of the disk."""
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:

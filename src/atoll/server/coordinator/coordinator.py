@@ -96,7 +96,7 @@ class Workflows(Protocol):
         """Whether sites must keep the models that they submit, because a cross-site evaluation needs them later."""
 
     def will_evaluate(self, site: str) -> bool:
-        """Return whether a cross-site evaluation will still ask this site to measure models."""
+        """Return whether a cross-site evaluation will still ask this site to evaluate models."""
 
     def status(self) -> list[status_messages.WorkflowStatus]:
         """Return the status of each workflow, in order."""
@@ -371,7 +371,7 @@ class Coordinator:
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
         """Record the progress that a worker reports, and whether it will submit no more updates.
 
-        The time of the request was recorded before, by `require_lease`.
+        `require_lease` has already recorded the time of the request.
         """
         presence = self.roster.get(lease.site)
         if presence is not None:

@@ -100,7 +100,7 @@ class Persistor:
         Args:
             plan: plan of the run.
             store: store of the run.
-            heads: for each fragment, the version to save. The persistor gets the smallest number.
+            heads: for each fragment, the version to save. The smallest of these numbers is passed to the persistor.
             final: whether the version is the run's result.
 
         Returns:
@@ -110,7 +110,7 @@ class Persistor:
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
 
     def save_best(self, plan: Plan, store: Store, best: Measurement, path: Path, metric: str) -> None:
-        """Queue a call of the persistor's `save_best`. Skip the call if the file has a newer best version by then.
+        """Queue a call of the persistor's `save_best`. The call is skipped if a newer best version comes before it.
 
         Args:
             plan: plan of the run.

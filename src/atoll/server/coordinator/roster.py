@@ -115,7 +115,7 @@ class Presence:
         return joined, secret
 
     def meets(self, process: str) -> None:
-        """Handle a request of `process`. If another process has replaced it, log once that it still runs."""
+        """Handle a request of `process`. If a newer process has replaced this one, log once that both still run."""
         if process not in self.displaced:
             return
         other_host, this_host = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
@@ -440,7 +440,7 @@ def why_silent(
 
 
 ROUNDS = 20
-"""The estimate uses this many last rounds of each fragment. Older rounds say little about the current workers."""
+"""Number of last rounds of each fragment in the estimate. Older rounds say little about the current workers."""
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:

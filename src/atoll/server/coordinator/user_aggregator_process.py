@@ -55,8 +55,8 @@ class Aggregator:
 
     Args:
         plan: plan of the run.
-        on_failed: callback with an error of the aggregator, for the time when the server is not waiting for a result.
-            It is called in another thread.
+        on_failed: callback with an error of the aggregator that comes while the server is not waiting for a result. It
+            is called in another thread.
         filtering: the server's filters of updates. Its `source` returns the filtered file of an update.
 
     Raises:
@@ -109,7 +109,7 @@ class Aggregator:
         self._incremental = answer["incremental"]
 
     def close(self) -> None:
-        """End the process, and let the store reuse the files that it read. Idempotent."""
+        """End the process, and let the store reuse the files of the updates. Idempotent."""
         with self._heard:
             self._closing = True
         self._offers.shutdown(wait=True, cancel_futures=True)

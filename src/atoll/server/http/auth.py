@@ -1,4 +1,4 @@
-"""Checks which requests a server accepts: those with its token or, if it has none, those from its own machine."""
+"""Checks the token of each request or, on a server that only its own machine can reach, the Host header."""
 
 from __future__ import annotations
 

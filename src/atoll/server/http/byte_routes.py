@@ -54,8 +54,8 @@ class ByteRoutes:
     async def get_manifest(self, fragment: int, version: int) -> messages.VersionManifest:
         """Return the manifest of a version (sizes and digests of its parts).
 
-        It also describes the encoded difference from the version before, if there is one. In a swarm, it lists the
-        workers that have the version.
+        The manifest also describes the encoded difference from the previous version, if there is one. In a swarm, it
+        lists the workers that have the version.
 
         Raises:
             Gone: the server no longer has the version.
@@ -97,7 +97,7 @@ class ByteRoutes:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
-        """Send a version's delta (the encoded difference from the version before), or a byte range of it.
+        """Send a version's delta (the encoded difference from the previous version), or a byte range of it.
 
         Raises:
             Gone: the version or its delta no longer exists, or the delta has another digest.
@@ -407,7 +407,7 @@ class _ObjectPart:
         return self.written == self.part.nbytes
 
     def take(self, fill: Fill) -> None:
-        """Write the bytes that `fill` returns, until it returns none or the part is complete."""
+        """Write the bytes with which `fill` fills the buffer, until there are none or the part is complete."""
         while not self.complete:
             with self.lock:
                 count = fill(self.scratch[: self.part.nbytes - self.written])

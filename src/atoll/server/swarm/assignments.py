@@ -42,7 +42,7 @@ LOOK_S = 1.0
 PULLS = 3
 """Number of times that the aggregator tries to pull one update before another worker aggregates."""
 SLOWER = 10
-"""An aggregator that takes this many times longer than the longest earlier round is replaced, but only once a round."""
+"""An aggregator that takes this many times longer than any earlier round is replaced, but only once per round."""
 WARY = 10
 """For this many rounds, a worker that failed to aggregate is chosen only if no other worker is available."""
 
@@ -166,7 +166,7 @@ class SwarmView:
     def _holds(self, site: str, fragment: int) -> list[Hold]:
         """Return the versions of a fragment that a site has to keep. It first downloads those that it lacks.
 
-        These are: versions that the site has and the run still needs; the newest version, if the site is chosen to have
+        They are: versions that the site has and the run still needs; the newest version, if the site is chosen to have
         it; and the new version of a closed round, if the site aggregates or checks that round.
         """
         job, peer = self.assignments[fragment], self.peers[site]

@@ -33,7 +33,7 @@ LOG = logging.getLogger("atoll.server")
 SHOWN = 20
 """Maximum number of tasks in a status."""
 REMEMBERED = 10_000
-"""Number of last answers that the server recognises if a site sends them again, even after the end of their task."""
+"""Number of last answers that the server recognises if a site sends them again, even after the task has ended."""
 
 
 @dataclass(eq=False)
@@ -344,12 +344,12 @@ class TaskQueue:
         task.payloads.discard()
 
     def finish(self) -> None:
-        """Record that the last workflow has ended. Sites that ask for a task are told this."""
+        """Record that the last workflow has ended. Each site that asks for a task gets this answer."""
         self.finished = True
         self.wake()
 
     def warn(self, name: str, text: str) -> None:
-        """Show a warning about the task `name` in the status. Log the first one for each name."""
+        """Show a warning about the task `name` in the status. Log only the first warning for each name."""
         if name not in self.warnings:
             LOG.warning("%s", text)
         self.warnings[name] = text

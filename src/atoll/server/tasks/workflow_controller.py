@@ -274,8 +274,8 @@ class Controller:
                 once for all sites, and again for each site with filters.
             sites: names of sites. By default all sites that take part now; if these are fewer than `min_responses`, the
                 call waits for more.
-            min_responses: number of sites that must answer with a payload; fewer payloads are an error. After that, the
-                call waits only for sites that are alive. None: the call waits for all sites, even for dead ones.
+            min_responses: number of payloads that are enough; fewer are an error. Once it has them, the call waits
+                only for those other sites that are alive. None: it waits for all sites, even for dead ones.
             timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops

@@ -184,7 +184,7 @@ class WorkflowSchedule:
         )
 
     def will_evaluate(self, site: str) -> bool:
-        """Return whether a cross-site evaluation will still ask this site to measure models."""
+        """Return whether a cross-site evaluation will still ask this site to evaluate models."""
         return any(
             step.entry.kind == EVALUATES and step.state != "done" and site in (step.entry.args.get("sites") or [site])
             for step in self.steps
