@@ -1,4 +1,4 @@
-"""Lightning: each `trainer.fit` is a round of a federated run, or a part of a DiLoCo run, as the server's run requires.
+"""Lightning: each `trainer.fit` is a round of a federated run, or a part of a DiLoCo run, depending on the run.
 
     trainer = Trainer(max_epochs=1)
     atoll.integrations.lightning.patch(trainer)                      # reads ATOLL_SERVER and ATOLL_SITE

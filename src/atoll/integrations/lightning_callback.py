@@ -4,7 +4,7 @@
     on_train_start         hook the optimizer if the algorithm needs it; other callbacks have tuned the learning rate
     on_train_batch_end     count the samples
     on_fit_end             submit the update with its weight, steps and metrics
-    on_validation_start    in `trainer.validate`: load the global model, from which the next fit starts, too
+    on_validation_start    in `trainer.validate`: load the global model; the next fit starts from the same one
 
 Only rank 0 communicates with the server. The other ranks get the model, and the tensors for a correction of local
 steps, from rank 0.

@@ -70,7 +70,7 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
     def require_live(*_: Any) -> None:
         """Check that the model still uses the tensors that `adapter` returned, and that the adapter is not merged.
 
-        Otherwise, loading the global model would not change the model, or the update would not contain its training.
+        Otherwise, loading the global model would not change the PEFT model, or the update would not contain training.
         """
         if any(isinstance(module, BaseTunerLayer) and name in module.merged_adapters for module in model.modules()):
             raise UsageError(

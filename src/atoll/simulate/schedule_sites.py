@@ -81,7 +81,7 @@ T = TypeVar("T")
 TRACES = 3
 """Number of failures with a traceback in the log. For further failures, the log has only the error itself."""
 PATIENCE = 2
-"""While other sites wait for a process, a site may occupy it for this many times `rounds.deadline_s`."""
+"""While other sites wait, one site may occupy a process for this many times `rounds.deadline_s`."""
 LEAST_PATIENCE_S = 10.0
 GATHER_S = 0.004
 """Seconds to wait for further results, so that one transaction handles several. A transaction takes as long as handling

@@ -403,8 +403,8 @@ class Outbox(PartsFile):
     def is_damaged(self) -> bool:
         """Return whether the file's bytes differ from the digests in the note; false without a note.
 
-        After a power loss, the note may be on disk although some bytes of the file are not: the operating system writes
-        them later than the note.
+        After a power loss, the note may be on disk although some bytes of the file are not: the operating system may
+        write them later than the note.
         """
         return self.note is not None and bool(self.differing(self.note.part_digests))
 
@@ -588,7 +588,7 @@ def remove_earlier(current: Path, site: str, share: tuple[int, int] | None = Non
 
 
 def _other_divisions(current: Path, share: tuple[int, int] | None) -> Iterator[Path]:
-    """Yield the site's folders for another number of ranks, if this rank has to remove them."""
+    """Yield the folders that this rank has to remove: its share of the site's folders for another number of ranks."""
     home = current.parent.parent if share else current.parent
     rank, ranks = share or (0, 1)
     if share and rank == 0:

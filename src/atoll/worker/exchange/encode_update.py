@@ -170,7 +170,7 @@ def _as_usage_error(call: Callable[[], T]) -> T:
 MOST = 0.99
 """Share of the norm of a tensor's change that encoding may lose without a warning."""
 PATIENCE = 3
-"""With error feedback: number of updates in a row that lose a tensor's whole change, before a warning is logged."""
+"""With error feedback: a warning is logged once this many updates in a row have lost a tensor's whole change."""
 NAMED = 5
 
 

@@ -113,7 +113,7 @@ class Exchange:
         """Ask for the next ticket. If the outbox's update may still be sent under it, send the update and ask again.
 
         A server that lost power continues from its last version that is safe on disk. It no longer has the updates that
-        it received after that version. Sending such an update again saves its training.
+        it received after that version. If such an update is sent again, its training is not lost.
         """
         while True:
             reply = self.ask(wait_s, retries=retries)

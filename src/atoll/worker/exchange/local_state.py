@@ -89,7 +89,7 @@ class TwoPhaseNote:
         )
 
     def counted_pending(self) -> TwoPhaseNote:
-        """Return the note that undoes the last counted update: it is pending, and the state before it is current."""
+        """Return the note that makes the last counted update pending again, and the state before it the current one."""
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,

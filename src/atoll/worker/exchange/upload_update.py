@@ -72,7 +72,7 @@ class UpdateUpload:
         self.in_words = "" if self.number is None else f" fragment {self.number}"
 
     def progress(self, number: int) -> AbstractContextManager[TransferProgress]:
-        """Report that the update of round `number` is being sent. Return the context of a `TransferProgress`."""
+        """Report that the update of round `number` is being sent. Return what `log_lines.progress` returns."""
         self.session.tell(state=f"submitting to round {number}")
         rank = f": rank {self.session.ranks.rank}" if self.session.ranks.is_distributed else ""
         return progress(f"{self.session.site}{rank}: submitting{self.in_words}", self.outbox.layout.own_nbytes)

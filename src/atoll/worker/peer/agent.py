@@ -430,7 +430,7 @@ class SwarmPeer:
                 self._pulled[ticket] = update
 
     def _close(self, work: FrozenRound) -> None:
-        """Aggregate the updates of a round into the next version, serve this version, and store the next report."""
+        """Aggregate the updates of a round into the next version, serve this version, and store the round's report."""
         base = self._store.get(work.fragment, work.base_version)
         with self._lock:
             pulled = {each.ticket: self._pulled[each.ticket] for each in work.updates if each.ticket in self._pulled}

@@ -378,7 +378,7 @@ class PeerTransfers:
         raise last
 
     def _from(self, source: Source, hold: Hold, slot: Slot, state: Slot | None) -> Version:
-        """Download a version and, at the same time, the outer optimizer's state after it, from one worker."""
+        """Download two files from one worker at the same time: a version, and the outer optimizer's state after it."""
         layout = self._plan.fragments[hold.fragment].version
         if state is not None and source.state is None:
             raise Gone(f"The other worker lacks the optimizer state of version {hold.version}.", "Ask another worker.")

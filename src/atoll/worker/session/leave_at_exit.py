@@ -6,10 +6,10 @@ exit handlers, so while a worker is joined, `sys.exit` is replaced by a function
 code runs at the end (SIGKILL, a crash of a library), the command `atoll worker` makes the worker leave. For this, the
 process writes its lease, the token that the server gave the worker, to a folder.
 
-Python handles signals only between two bytecode instructions, so not while native code hangs. A thread watches for
-this case and ends the process. A second signal ends the process in any case. Python drops an exception that is
-raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives during one of these is sent again until
-its exception reaches the script.
+Python handles signals only between two bytecode instructions. It cannot do so while native code hangs, so a thread
+watches for this case and ends the process. A second signal ends the process in any case. Python drops an exception that
+is raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives during one of these is sent again
+until its exception reaches the script.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ class Session:
     def beat(self) -> bool:
         """Send a heartbeat. Return whether the server accepted it.
 
-        If the server has forgotten the worker, join again. The timeout is half a heartbeat interval, so that after a
-        timeout on a dead connection, there is time for another heartbeat before the server declares the worker dead.
+        If the server has forgotten the worker, join again. The timeout is half a heartbeat interval. So if a heartbeat
+        times out on a dead connection, there is time for another one before the server declares the worker dead.
         """
         lease = self.http.lease
         try:

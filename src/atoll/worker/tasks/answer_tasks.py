@@ -90,7 +90,7 @@ class _Next:
 
 
 class TaskPrefetcher:
-    """The prefetcher: a thread that asks the server for the next task, and downloads its tensors to disk.
+    """Asks the server for the next task in a thread, and downloads the task's tensors to disk.
 
     Args:
         connection: the site's session with the server.

@@ -238,7 +238,7 @@ class Round:
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
 
     def _finish(self, submitted: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
-        """Return a function that computes the tensor groups in the update besides the model; None if there are none.
+        """Return a function that computes the groups of tensors to send besides the model; None if there are none.
 
         The groups come from the hooks of `correct`, or the script has computed them and passed them to `submit`.
 

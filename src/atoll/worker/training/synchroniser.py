@@ -64,7 +64,7 @@ class Outage:
         Args:
             error: the error that caused the skip.
             site: the site's name.
-            what: which synchronisation it was, for the log: "at step 500".
+            what: which synchronisation it was, for the log, such as "at step 500".
             why: the reason, as a sentence.
         """
         was_on, self.is_on = self.is_on, is_transient(error)
@@ -89,7 +89,7 @@ class Outage:
 
         Args:
             site: the site's name.
-            text: what to log after "the server answers again; ": "synchronised at step 500".
+            text: what to log after "the server answers again; ", such as "synchronised at step 500".
         """
         if self.is_on:
             skips = f" ({self._skipped} synchronisations were skipped)" if self._skipped > 1 else ""
@@ -255,7 +255,7 @@ class Synchroniser:
 
     @property
     def counted_step(self) -> int:
-        """The last local step that an update at the server contains, the highest of all fragments."""
+        """The highest local step, over all fragments, that an update at the server contains."""
         return max(each.counted_step for each in self._fragments)
 
     @property
@@ -375,7 +375,7 @@ class Synchroniser:
             self._finish_sync(pending)
 
     def abandon(self) -> None:
-        """Stop the threads that send the updates in flight. They send or receive no further byte."""
+        """Stop the threads that send the updates in flight. They send and receive nothing more."""
         if self._pending:
             self._fragments[0].exchange.break_off()
 
