@@ -113,7 +113,7 @@ class Correction:
     """What an algorithm does before and after each optimizer step of one round. This base class changes nothing.
 
     Atoll calls the methods from hooks of the optimizer. So they also work with gradient accumulation, a learning rate
-    schedule or a framework's training loop. With several optimizers, `names` has the parameters of the one that steps.
+    schedule or a framework's training loop. `names` has the parameters of the optimizer that steps.
 
     Attributes:
         shared: name → tensor that must be equal at all ranks of the site. Before training, Atoll overwrites the tensors
@@ -144,8 +144,8 @@ class Correction:
         tensors that the site keeps (`LocalContext.set_own_state`).
 
         Args:
-            read_change: a function (parameter, start, stop) → elements of version − local; None if a filter of the site
-                drops the parameter.
+            read_change: a function (parameter, start, stop) → elements of version − local. It returns None if a filter
+                of the site drops the parameter.
             rate_sum: Σ η, the sum of the learning rates of the round's steps.
         """
         return {}
@@ -185,8 +185,8 @@ class Algorithm:
             them and logs a warning. Without effect in a federated run, where each round starts from the pulled version.
         own_reducer: whether the algorithm works only with its own reducer of `params`. If so, a run file cannot name
             another one.
-        steps_driven: whether a round ends after `sync_every` local steps. If not, the site's script decides when it
-            ends.
+        steps_driven: whether a round ends after `sync_every` local steps. If not, the site's script decides when a
+            round ends.
 
     Raises:
         UsageError: `steps_driven` is true, but the algorithm has a local rule or further groups of tensors.

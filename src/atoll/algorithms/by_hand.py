@@ -95,7 +95,7 @@ def given_groups(
 
     The function replaces `StepHooks.finish`. For each group of tensors, it returns a function (parameter, start, stop)
     → elements. If the site keeps the group between rounds, this inner function also adds the elements to the tensor
-    that the site keeps, as the server adds the reduced tensors of all sites to the tensor of the version.
+    that the site keeps. (The server does the same with the version's tensor and the reduced tensors of all sites.)
 
     Args:
         groups: group → parameter name → tensor.

@@ -58,7 +58,7 @@ def innermost(optimizer: Any) -> Optimizer:
 
 
 def _calls_hooks(optimizer: object) -> bool:
-    """Return whether `Optimizer.__init__`, which sets up the hooks, ran. Accelerate's wrapper does not run it."""
+    """Return whether `Optimizer.__init__` ran, which sets up the hooks. It does not run in Accelerate's wrapper."""
     return isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
@@ -321,7 +321,7 @@ class StepHooks:
             return
         if self.under_way:
             raise UsageError(
-                "The last optimizer.step() has not returned, or has failed, so its step is not corrected.",
+                "The last optimizer.step() has not returned, or has failed, so this step is not corrected.",
                 "Submit the round after optimizer.step() has returned. If it failed, call correct() and step() again.",
             )
         if not self.steps:
@@ -446,7 +446,7 @@ class _Followed:
 
     @contextmanager
     def _a_failed_step_has_ended(self) -> Iterator[None]:
-        """If the block raises before the step has a gradient, the step has ended, and moved nothing."""
+        """If the block raises before the step has a gradient, record that the step has ended: it moved nothing."""
         try:
             yield
         except BaseException:

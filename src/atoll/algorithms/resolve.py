@@ -113,8 +113,8 @@ def _loaded(settings: Settings) -> Algorithm:
         raise ConfigError(
             f"algorithm.path = {name!r} has a local rule, but no installed package has the algorithm "
             f"{algorithm.name!r}: sites load a local rule only from an installed package.",
-            f"Make it the entry point {algorithm.name!r} of the group atoll.algorithms in a package, install that at "
-            f"the server and at every site, and set algorithm.name = {algorithm.name!r}; see docs/algorithms/own.md.",
+            f"Make it the entry point {algorithm.name!r} of the group atoll.algorithms in a package, install the "
+            f"package at server and sites, and set algorithm.name = {algorithm.name!r}; see docs/algorithms/own.md.",
         )
     return algorithm
 
@@ -159,8 +159,8 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
         )
     if settings.async_.enabled and has_state:
         raise ConfigError(
-            f"algorithm.name is {name!r}, but async.enabled is true: this algorithm's own tensors change only "
-            "in rounds.",
+            f"algorithm.name is {name!r}, but async.enabled is true: this algorithm's own tensors need "
+            "synchronous rounds.",
             "Set async.enabled = false, or use another algorithm.",
         )
     registry.require_known("staleness", "async.staleness_weight", settings.async_.staleness_weight)

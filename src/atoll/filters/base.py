@@ -105,14 +105,14 @@ class Filter:
         """
 
     def keeps(self, spec: TensorSpec) -> bool:
-        """Return whether to send this tensor. If not, an update does not change it; a payload has None in its place."""
+        """Return whether to send this tensor. If not, it counts as unchanged in an update, and is None in a payload."""
         return True
 
     def apply(self, name: str, start: int, values: Tensor) -> Tensor:
         """Return the filtered values of n neighbouring elements of a tensor.
 
         Atoll can call this several times for the same elements, also from several threads. Return the same result each
-        time. Atoll does not call this for integer tensors.
+        time. Atoll calls this only for floating point tensors.
 
         Args:
             name: name of the tensor.
@@ -146,7 +146,7 @@ class BadFilter(Exception):
     Attributes:
         filter: the filter.
         what: the fault, as words that follow the filter's name.
-        raised: whether the filter raised an error. If so, it is the cause of this error.
+        raised: whether the filter raised an error. If so, the filter's error is the cause of this one.
     """
 
     def __init__(self, filter_: Filter, what: str, *, raised: bool) -> None:
@@ -298,7 +298,7 @@ def filtered(packed: Packed, filters: Sequence[Filter], about: About, what: str)
         if not bool(torch.isfinite(values).all()):  # checked first, so that the filters are not blamed
             raise UsageError(
                 f"{name!r} has NaN or Inf before it is filtered.",
-                "Drop the tensor first, or send a mask as booleans.",
+                "Drop this tensor with the first filter, or, if it is a mask, send it as booleans.",
             )
         return values
 

@@ -23,7 +23,7 @@ from atoll.tensors.schema import TensorSpec
 
 
 class Drop(Filter):
-    """A filter that does not send the tensors with matching names.
+    """A filter that leaves out the tensors with matching names.
 
     In rounds, the mean counts this site's change of a dropped tensor as zero. The site's own training of the tensor is
     lost when the site loads the next version. In tasks, the payload has None in place of a dropped tensor.
@@ -53,7 +53,7 @@ class Drop(Filter):
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UsageError(
-                    f"{self!r}: no tensor of the {what} has the name {pattern!r}; nothing was sent.",
+                    f"{self!r}: no tensor of the {what} matches {pattern!r}; nothing was sent.",
                     nearest(pattern, names, remedy),
                 )
 

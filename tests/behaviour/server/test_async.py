@@ -264,7 +264,7 @@ def test_settings_that_defeat_each_other_are_warned_of_at_the_start_and_in_statu
     [
         ({"aggregation.download_codec.density": 0.1, "async.enabled": False}, "but no name of a codec"),
         ({"aggregation.download_codec.name": "itn8"}, "download_codec.name = 'itn8' is not one of none, bf16"),
-        ({"algorithm.name": "scaffold"}, "this algorithm's own tensors change only in rounds"),
+        ({"algorithm.name": "scaffold"}, "this algorithm's own tensors need synchronous rounds"),
         ({"rounds.best_metric": "loss"}, "rounds.best_metric is 'loss', but async.enabled is true"),
         ({"filters": [NormClip(1.0)]}, "by the argument filters, but async.enabled is true: .*Leave the argument fil"),
         ({"filters": {"a": [NormClip(1.0)]}}, "result_filters is given by the argument filters, but async.enabled is"),

@@ -215,7 +215,7 @@ class Undecided(Filter):
         ([Applies(Tensor.double)], r"Applies.* changed 'w' from torch.float32 \[2\] to torch.float64"),
         ([Applies(lambda values: None)], r"Applies.* changed 'w' from torch.float32 \[2\] to NoneType"),
         ([Applies(lambda values: 1 / 0)], r"Applies.* failed at 'w': ZeroDivisionError: division by zero"),
-        ([Drop("haed")], r"no tensor of the model has the name 'haed'.*nothing was sent.*Did you mean 'head'"),
+        ([Drop("haed")], r"no tensor of the model matches 'haed'.*nothing was sent.*Did you mean 'head'"),
         ([lambda values: values], "is not a filter"),
         (Drop("w"), r"filters is Drop\('w'\), not a list.*Pass a list: \[Drop\('w'\)\]"),
     ],
