@@ -24,7 +24,7 @@ def command(
         Path | None, typer.Argument(help="State directory of a server, running or stopped.", metavar="STATE_DIR")
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option("--dir", help="The state directory, as an option.", show_default=False)
+        Path | None, typer.Option("--dir", help="Another way to give STATE_DIR.", show_default=False)
     ] = None,
     last: Annotated[int, typer.Option(min=0, help="How many of the last entries to print.")] = 20,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,

@@ -55,13 +55,13 @@ def command(
         ),
     ] = None,
     evaluation_timeout_s: Annotated[
-        float, typer.Option("--evaluation-timeout-s", min=0, help="Skip a site after so many seconds without progress.")
+        float, typer.Option("--evaluation-timeout-s", min=0, help="Skip a site that makes no progress for this long.")
     ] = 3600.0,
     sets: Sets = None,
     port: Port = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the results here, too: JSON if *.json, else Markdown.", show_default=False),
+        typer.Option(help="Also write the results to this file: JSON if *.json, else Markdown.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:

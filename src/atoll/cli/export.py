@@ -42,11 +42,11 @@ fp32 masters (None: export the values in the version itself)."""
 
 
 ATTEMPTS = 4
-"""Attempts to export the newest version. An attempt fails if the server deletes that version meanwhile."""
+"""Maximum attempts to export the newest version. An attempt fails if the server deletes the version meanwhile."""
 
 
 def command(
-    out: Annotated[Path, typer.Argument(help="File to write, complete or not at all.", metavar="OUT.safetensors")],
+    out: Annotated[Path, typer.Argument(help="File to write; never left incomplete.", metavar="OUT.safetensors")],
     server: Annotated[
         str | None, typer.Option(help="Server address. Default: ATOLL_SERVER, else port 8512 here.", show_default=False)
     ] = None,
@@ -104,7 +104,7 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
 
 
 def _repeated(attempt: Callable[[], int], version: int | None) -> int:
-    """Export a version. If the newest is wanted (None) and was deleted meanwhile, try again, up to `ATTEMPTS` times."""
+    """Export a version. If `version` is None and the newest was deleted meanwhile, retry, up to `ATTEMPTS` times."""
     attempts = ATTEMPTS if version is None else 1
     while True:
         try:

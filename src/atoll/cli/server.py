@@ -241,7 +241,7 @@ class Reminder:
 
 
 def _joined_texts(texts: Mapping[int, str], count: int) -> str:
-    """Return one text from the texts that say what the rounds of each fragment wait for.
+    """Join the texts that say what each fragment's round waits for.
 
     If all `count` fragments have the same text, return it only once. Otherwise, put the fragment's number before each
     text.

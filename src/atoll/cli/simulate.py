@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LOG = logging.getLogger("atoll.cli")
 
 LINE_S = 1.0
-"""Least seconds between two lines of progress."""
+"""Minimum seconds between two lines of progress."""
 NAMED = 3
 
 

@@ -119,7 +119,7 @@ def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
     """Return the status that the server saved last, and when (Unix time).
 
     The status is updated from the journal (a database), which may be newer. The time since a site's last request is
-    as of now.
+    counted up to now.
 
     Raises:
         UsageError: the directory contains no run.
@@ -134,7 +134,7 @@ def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
 
 
 def _last_status(db: sqlite3.Connection, state_dir: Path, run: str) -> tuple[status_messages.Status, float]:
-    """Return the status that the server saved, and when. If none can be read, return one with the model's size."""
+    """Return the saved status, and when it was saved. If it cannot be read, return one with only the model's size."""
     path = state_dir / status_messages.KEPT
     try:
         status = status_messages.Status.model_validate_json(path.read_bytes())

@@ -173,7 +173,7 @@ def live_table(
     """Draw the status table on a terminal and keep it below all printed lines.
 
     Yields:
-        `show(status, trouble="")`, which redraws the table with `status`, and the line `trouble` below in red.
+        The function `show(status, trouble="")`, which redraws the table, and prints `trouble` below it in red.
     """
     from rich.console import Console, Group
     from rich.live import Live
@@ -208,8 +208,8 @@ COLUMNS = (
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash is a value that is unknown or has no meaning.
 
-    A script may count no steps. Staleness has a meaning only while a site trains or submits: else it gets the newest
-    version next, or none.
+    A script may count no steps. Staleness has a meaning only while a site trains or submits: any other site gets the
+    newest version next, or none.
     """
     is_training = worker.state.startswith("alive") and worker.doing.startswith(("training", "submitting"))
     pace = f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else "")

@@ -1,7 +1,8 @@
 """`atoll worker -- python train.py`: run a training script as one worker of a run.
 
-The script gets the server, the site's name and its folder as ATOLL_SERVER, ATOLL_SITE and ATOLL_DIR. A token comes only
-from the environment (ATOLL_TOKEN, ATOLL_TOKEN_FILE), because other users of the machine can read a command line.
+The script gets the server's address, the site's name and the site's folder in variables: ATOLL_SERVER, ATOLL_SITE and
+ATOLL_DIR. A token comes only from the environment (ATOLL_TOKEN, ATOLL_TOKEN_FILE), because other users of the machine
+can read a command line.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def command(
             min=0, help="Retries to reach the server before DiLoCo skips a synchronisation.", show_default=False
         ),
     ] = None,
-    restarts: Annotated[int, typer.Option(min=0, help="How often to restart a command that fails or is killed.")] = 0,
+    restarts: Annotated[int, typer.Option(min=0, help="Maximum number of restarts of a failed or killed command.")] = 0,
 ) -> None:
     """Run a training script as a worker. A token comes from ATOLL_TOKEN or ATOLL_TOKEN_FILE, never from an option."""
     address = server_address(server)
@@ -221,7 +222,7 @@ def _leave(leases: Path, failure: str, *, killed: bool) -> None:
     """For each site of a command that ended without leaving its run: leave the run, and print the reason.
 
     Args:
-        leases: the folder in which the command stored its leases, the tokens with which its sites can leave.
+        leases: the folder in which the command stored its leases. With a lease, this process can leave for the site.
         failure: how the command ended, in words; the server gets this text.
         killed: whether a signal ended the command.
     """

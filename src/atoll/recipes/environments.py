@@ -70,7 +70,7 @@ OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
 """Variables that have a different value in each site's process."""
 
 NOT_COMPARED = {"protocol", "run", "trains", "sends_tasks", "keeps_local", "local_package"}
-"""Fields of a server's run description that no setting decides."""
+"""Fields of a server's run description that are not compared with the recipe."""
 SETTING_OF = {
     "name": "run.name",
     "schema_digest": "model.source",

@@ -123,7 +123,7 @@ class InitialModel:
         checkpoint: a safetensors file with the model's weights, or None.
 
     Raises:
-        UsageError: neither is given, or `model` is something else.
+        UsageError: both are None, both name a file, or `model` is something else.
     """
 
     def __init__(self, model: Any, checkpoint: str | Path | None) -> None:
@@ -173,7 +173,7 @@ class InitialModel:
             save(folder / INITIAL_FILE, self.tensors(settings), self._weights())
 
     def tensors(self, settings: Settings) -> nn.Module | Tensors:
-        """Return the initial tensors as the server would build them. A checkpoint for a given `model` is not loaded."""
+        """Return the initial tensors as the server would build them, but do not load a checkpoint beside `model`."""
         from atoll.server.initial_model import initial_model
 
         if self._is_module:
@@ -213,11 +213,11 @@ def _source(model: Mapping[str, Any]) -> dict[str, Any]:
 def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None) -> None:
     """Write a model as a safetensors file, with a header that marks buffers and tied tensors.
 
-    The file appears complete, in one step.
+    The file appears only when it is complete.
 
     Args:
         path: the file to write.
-        model: the model; gives the names, dtypes and shapes.
+        model: the model, which determines the names, dtypes and shapes.
         weights: values to write instead of the model's own; None: the model's own.
 
     Raises:
@@ -270,7 +270,7 @@ class RunResult:
 
     Attributes:
         model: path of the trained model, a safetensors file; None if it is on another machine.
-        history: summaries of the rounds, oldest first. With `ServerEnv`, only of the last rounds.
+        history: summaries of the rounds, oldest first. With `ServerEnv`, only the last rounds.
         finished: whether the run is finished. With `ServerEnv`, the script may have ended before the run.
         state_dir: the run's state directory; None if it is on another machine.
         folder: the folder of the run file and the logs; None with `ServerEnv`.
@@ -287,7 +287,7 @@ class RunResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics of the last round: for each, the mean over the sites that reported it."""
+        """The metrics of the last round: for each, the weighted mean over the sites that reported it."""
         return dict(self.history[-1].metrics) if self.history else {}
 
 

@@ -127,7 +127,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
-        """Check that an elementwise codec gives the same bytes for two segments, separate or joined.
+        """Check that an elementwise codec gives the same bytes for two segments, encoded separately or as one.
 
         Skip other codecs.
         """
@@ -275,7 +275,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_a_bit(self, size: int) -> None:
-        """Reduce updates in chunks of `size` elements and whole, and compare. The server's memory decides the size."""
+        """Reduce updates in chunks of `size` elements and as a whole, and compare. A server may use any chunk size."""
         for dtype in self.dtypes:
             rows, weights = self._rows(dtype), normalised([1.0, 2.0, 3.5, 0.1])
             cut = [self._reduce(self._cut(rows, at, size), weights) for at in range(0, rows[0].numel(), size)]
@@ -283,7 +283,7 @@ class ReducerContract:
 
     @pytest.mark.parametrize("size", [1, 7, 64, 1000])
     def test_no_cut_changes_the_sign_of_a_zero(self, size: int) -> None:
-        """Reduce four updates of ±0 with every combination of signs, in chunks and whole, and compare the signs."""
+        """Reduce four updates of ±0 with all combinations of signs, in chunks and as a whole; compare the signs."""
         for dtype in self.dtypes:
             if not dtype.is_floating_point:
                 continue
@@ -321,7 +321,7 @@ class OuterContract:
 
     @pytest.fixture
     def rule(self) -> OuterRule:
-        """Build `target` with `options`, as a server does. A trial run finds whether the optimizer can step chunks."""
+        """Build `target` with `options`, as a server does. A trial run shows whether it can step chunks."""
         return build_outer(self.target, self.options)
 
     def _numbers(self, dtype: torch.dtype) -> list[Tensor]:
@@ -337,7 +337,7 @@ class OuterContract:
         return parameter.detach(), dict(optimizer.state[parameter])
 
     def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[State]]:
-        """Step chunk by chunk in each round, as the server does. Each chunk has its own state, even 0-d tensors."""
+        """Step chunk by chunk in each round, as the server does. Each chunk has its own state, 0-d tensors included."""
         flat = [value.clone().reshape(-1) for value in values]
         starts = range(0, flat[0].numel(), size)
         states: list[State] = []
@@ -429,7 +429,7 @@ class PayloadTypeContract:
     in_memory: ClassVar[bool] = True
 
     def make(self, folder: Path, nbytes: int) -> Any:
-        """Return a value of about `nbytes` bytes, equal for equal `nbytes`. Create files only in `folder`."""
+        """Return a value of about `nbytes` bytes, equal in each such call. Create files only in `folder`."""
         raise NotImplementedError
 
     def same(self, one: Any, other: Any) -> bool:
@@ -443,7 +443,7 @@ class PayloadTypeContract:
 
     @pytest.mark.parametrize("nbytes", [0, 1000, 5_000_001])
     def test_it_arrives_as_it_was_sent(self, tmp_path: Path, nbytes: int) -> None:
-        """Send a value of no bytes, of a few bytes, or of several parts of a file, and compare the received value."""
+        """Send a value of no bytes, of a few bytes, or of several parts, and compare the received value with it."""
         value = self.make(tmp_path, nbytes)
         arrived = there_and_back(value)
         assert type(arrived) is type(value)
@@ -520,7 +520,7 @@ def there_and_back(tree: Any) -> Any:
 
 
 def peak_growth(work: Callable[[], Any]) -> int:
-    """Return by how many bytes the memory of this process grows at most during `work`. Linux only."""
+    """Return the maximum growth of this process's memory during `work`, in bytes. Linux only."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     before = _kib("VmRSS")

@@ -348,8 +348,8 @@ def missing(summary: status_messages.RoundSummary, tracking: Tracking) -> str:
 
 T = TypeVar("T")
 
-LAST = " The server ends only after that, or with Ctrl-C. Then nothing is lost: its next start writes the file."
-"""Text about a file that is written after the last round."""
+LAST = " The server ends only after that, or with Ctrl-C. Ctrl-C loses nothing: the next start writes the file."
+"""Text for the log about a file that is written after the last round."""
 
 
 class BackgroundWriter:

@@ -1,8 +1,8 @@
 """A user's persistor: an object that loads the initial model or saves versions.
 
     load()                    return the initial model as name → tensor, or None to use the model in the settings
-    save(state, info)         save a version, given as name → tensor; called every `disk.export_every` rounds and at
-                              the end of the run
+    save(state, info)         save a version, given as name → tensor; called at the end of the run and, if
+                              `disk.export_every` is set, for version 0 and every so many rounds
     save_best(state, info)    save the best version so far
 
 A persistor has at least one of these methods. `state` is a copy of the model, which the method may keep. `save` and

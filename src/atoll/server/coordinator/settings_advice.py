@@ -32,7 +32,7 @@ def advice(plan: Plan) -> list[str]:
     if settings.diloco.fragment_update_alpha == 1 and sites > 1:
         advice.append(
             "diloco.fragment_update_alpha is 1: workers keep only their own parameters, and never use the "
-            "training of other workers. Set it below 1; 0: use the global parameters alone"
+            "training of other workers. Set it below 1, or to 0 to use the global parameters alone"
         )
     return [*advice, *_of_lost_steps(plan), *_of_the_way_down(plan)]
 

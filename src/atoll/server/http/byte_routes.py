@@ -259,7 +259,7 @@ class PartReceiver:
             BadRequest: there is no such part, or the length of the body is wrong.
             LeaseLost, Superseded: the lease is not valid.
             TicketClosed, UpdateRefused: the ticket is not open.
-            Busy: the site uploads too many parts at the same time.
+            Busy, DiskFull: the site uploads too many parts at the same time, or the disk has too little space.
             PartCorrupt: the part does not match its digest.
         """
         coordinator = self._coordinator
@@ -297,7 +297,7 @@ class PartReceiver:
             BadRequest: there is no such part, or the length of the body is wrong.
             Gone: the object does not exist, has expired, or was withdrawn.
             AuthError: the secret does not belong to the object.
-            Busy: too many object parts are being uploaded at the same time.
+            Busy, DiskFull: too many object parts are being uploaded at the same time, or the disk has too little space.
             Conflict: the object is complete already.
             PartCorrupt: the part does not match its digest.
         """

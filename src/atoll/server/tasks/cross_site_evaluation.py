@@ -260,8 +260,8 @@ class ModelsToEvaluate:
                 raise Gone(f"Version {min(heads)} does not exist: the newest is {min(newest)}.") from None
             raise Gone(
                 f"Version {min(heads)} is no longer kept.",
-                "To keep it, set disk.export_every before training. Once the run is finished, "
-                "disk.keep_versions does not apply.",
+                "To keep it, set disk.export_every before training. After training, a larger "
+                "disk.keep_versions does not help.",
             ) from None
 
     def _written(self, path: Path) -> ObjectKey:
