@@ -171,7 +171,7 @@ class RayHost:
             return self.ray.get(ref, timeout=timeout_s)
         except errors.GetTimeoutError:
             raise RunFailed(
-                f"Ray did not start a process that trains simulated sites within {timeout_s:g} s.",
+                f"Within {timeout_s:g} s, Ray did not start a process that trains simulated sites.",
                 f"Use fewer processes than {self._count}, or a cluster with that many free CPUs.",
             ) from None
         except errors.OutOfMemoryError as error:  # Ray killed the actor before the kernel would

@@ -77,7 +77,7 @@ def test_what_an_actor_had_is_trained_by_another_one_when_it_is_killed(
         ("OutOfDiskError", r"Ray failed: OutOfDiskError: .* To continue from the state directory"),
         (
             "GetTimeoutError",
-            r"Ray did not start a process that trains simulated sites within 3 s\. Use fewer processes than 2",
+            r"Within 3 s, Ray did not start a process that trains simulated sites\. Use fewer processes than 2",
         ),
     ],
 )

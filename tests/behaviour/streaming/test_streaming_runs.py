@@ -120,7 +120,7 @@ def test_that_training_waited_for_a_result_is_counted(tmp_path: Path, caplog: py
     assert steps_until_a_waited == [4], "taken after the third, merged within the fifth"
     metrics = workers.loops["a"].sync_metrics
     assert metrics["merges_waited"] >= 1
-    assert f", 2 rounds (fragments merged; {metrics['merges_waited']} of them waited for), 0 skipped" in caplog.text
+    assert f", 2 rounds (merges that training waited for: {metrics['merges_waited']}), 0 skipped" in caplog.text
     assert metrics["merges_late"] == 0
     assert metrics["rounds"] == 2
 

@@ -233,4 +233,4 @@ def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, 
     with plain_server(tmp_path, START, sites=1, rounds=1) as server:
         with Client(server.url, "a", folder=tmp_path / "w", filters=[Silence()]) as site:
             take_round(site, 1, 1.0, 1.0)
-    assert "the pseudo-gradient is all zero after this site's filters. Check" in warned()[0]
+    assert "the pseudo-gradient is all zero (with this site's filters applied). Check" in warned()[0]

@@ -263,7 +263,7 @@ class EncodingLosses:
     def _zero(self, steps: int, filters: bool) -> str:
         text = f"the pseudo-gradient is all zero{f' after {steps} steps' if steps else ''}"
         if filters:
-            text += " after this site's filters"
+            text += " (with this site's filters applied)"
         text += ". Check that the optimizer has this model's parameters, and a learning rate above zero."
         if self._narrow:
             text += (

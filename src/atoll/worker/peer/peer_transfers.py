@@ -439,7 +439,7 @@ class PeerTransfers:
                 expected, parts = Manifest.of_cuts(cut, digests), cut.parts()
             if manifest != expected:
                 raise PartCorrupt(
-                    f"The file at {ref.server} does not have the expected parts.", "Use the same Atoll everywhere."
+                    f"The file at {ref.server} does not have the expected parts.", "Use one Atoll release at all sites."
                 )
             path = routes.OBJECT_DATA.format(object=ref.object)
             transfer.pull(path, digests, parts, [SlotWriter(slot)], on_bytes=self._move, on_part=on_part)

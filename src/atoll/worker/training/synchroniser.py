@@ -284,8 +284,8 @@ class Synchroniser:
         """
         if self._is_whole and not self._merges:
             return ""
-        late = f", {self.merges_late} merged late" if self.merges_late else ""
-        return f" (fragments merged; {self.merges_waited} of them waited for{late})"
+        late = f"; late: {self.merges_late}" if self.merges_late else ""
+        return f" (merges that training waited for: {self.merges_waited}{late})"
 
     @property
     def _merges(self) -> bool:
