@@ -247,7 +247,7 @@ def _require_workflows(at: At) -> None:
         versions = entry.args.get("versions") if entry.kind == EVALUATES else None
         if isinstance(versions, list) and "best" in versions and not at("rounds.best_metric"):
             raise ConfigError(
-                f"{entry.name} is to evaluate the version 'best', but rounds.best_metric is not set, so none is best.",
+                f"{entry.name} evaluates the version 'best', but rounds.best_metric is not set, so no version is best.",
                 "Set rounds.best_metric to the name of a metric that workers report, or leave 'best' out.",
             )
 

@@ -49,8 +49,8 @@ NOT_SETTINGS = frozenset(
         "ATOLL_FAILPOINTS",
     }
 )
-"""ATOLL_* variables that are not settings of a run: they configure a worker, contain a secret, are for tests, or are
-set by Atoll itself."""
+"""ATOLL_* variables that are not settings of a run. They configure a worker, contain a secret, are for tests, or Atoll
+itself sets them."""
 
 OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
 """Variables that set a setting although their names do not have the form ATOLL_<GROUP>__<KEY>: name → `group.key`."""
@@ -69,7 +69,7 @@ FUNCTIONS = ("algorithm.path", "workflow.function", "run.script", "model.source"
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")
 """Settings with paths. FOLDERS: paths of files and folders. CODE: tables with a `path` of code. FUNCTIONS: paths of
-code. FILTERS, TABLES: lists of tables with a `path`. The path of a codec is looked up by every site, so it stays."""
+code. FILTERS, TABLES: lists of tables with a `path`. Paths of codecs are not rewritten: each site looks them up."""
 
 
 # -- keys and values
@@ -79,7 +79,8 @@ def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> 
     """Merge values, given by `group.key`, into nested tables, and return the result.
 
     Tables are merged key by key, with two exceptions. If the new value is a table with `name` or `path`, it replaces
-    the whole earlier table. If only the key `path` is new, it removes an earlier `name`, and vice versa.
+    the whole earlier table. If `values` sets only the key `path` of a table, an earlier `name` is removed; and the
+    other way round.
 
     Args:
         values: `group.key` → value, or `group` → a table or object with settings of that group.
@@ -124,7 +125,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def source_of(key: str, source: Mapping[str, str]) -> str:
     """Return where a key was set: the name of a file or variable, or COMMAND_LINE. Empty if the key was not set.
 
-    If `source` does not have the key, return the source of a table that contains the key, or of a key inside it.
+    If `source` does not have the key, return the source of a table that contains the key. If there is none, and the key
+    is that of a table, return the source of a key inside this table.
 
     Args:
         key: `group.key`.
@@ -224,10 +226,10 @@ def require_known_variables(environ: Mapping[str, str], fields: Fields) -> None:
         if variable.startswith(ENV_PREFIX) and variable not in known and not _key_of(variable, fields):
             names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
             close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), names, n=1)
-            meant = f"Did you mean {ENV_PREFIX}{close[0]}? Otherwise, give yours" if close else "Give yours"
+            meant = f"Did you mean {ENV_PREFIX}{close[0]}? Otherwise, rename" if close else "Rename"
             raise ConfigError(
                 f"The environment variable {variable} is unknown to Atoll.",
-                f"{meant} a name that does not begin with {ENV_PREFIX}, or remove it.",
+                f"{meant} your variable so that it does not begin with {ENV_PREFIX}, or remove it.",
             )
 
 
@@ -297,7 +299,7 @@ def file_layer(path: Path, fields: Fields) -> Layer:
 
 
 Move = Callable[[str], str | Path]
-"""A function that rewrites a path relative to one folder as a path relative to another folder."""
+"""A function that takes a path relative to one folder, and returns it relative to another folder."""
 
 
 def moved(key: str, value: Any, move: Move) -> Any:
@@ -328,7 +330,7 @@ def _code(target: Any, move: Move) -> Any:
 def _moved_table(key: str, table: Any, move: Move) -> Any:
     """Return a table of the setting `key`, with every path in the table replaced by `move(path)`.
 
-    A workflow step without a name gets its old path as its name, so that moving the folder does not rename the step.
+    A workflow step without a name gets the path before the move as its name, so that a move does not rename the step.
     """
     if not isinstance(table, Mapping):
         return table
@@ -376,10 +378,10 @@ def _key(key: Any) -> str:
 
 
 def toml_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a run file with these values. `values` must list the settings of one group together.
+    """Yield the lines of a run file with these values.
 
     Args:
-        values: `group.key` → value.
+        values: `group.key` → value. The settings of one group must follow one another.
     """
     last = ""
     for key, value in values.items():

@@ -237,7 +237,7 @@ class Rounds(Group):
         "`rounds.sites`, or with `rounds.sample_fraction` all drawn sites. Default for DiLoCo, asynchronous "
         "runs and runs with a quorum: 1.",
     )
-    quorum: int = Field(0, ge=0, description="Number of updates that closes a round after its deadline; 0: all.")
+    quorum: int = Field(0, ge=0, description="Number of updates that are enough after `rounds.deadline_s`; 0: all.")
     deadline_s: float = Field(0.0, ge=0, description="Seconds after which `rounds.quorum` is enough; 0: no deadline.")
     sample_fraction: float = Field(
         1.0, gt=0, le=1, description="Share of the sites that is drawn at random for each round."
@@ -259,7 +259,7 @@ class Rounds(Group):
         0, ge=0, description="End the run after this many rounds without an improvement; 0: never."
     )
     early_stop_min_delta: float = Field(
-        0.0, ge=0, description="Smallest change of `rounds.best_metric` that counts as an improvement."
+        0.0, ge=0, description="For early stopping, `rounds.best_metric` has to improve by more than this."
     )
 
     @property
@@ -478,7 +478,7 @@ class Settings(BaseModel):
         """Read settings from a run file, the environment and the command line (in rising priority).
 
         Args:
-            path: a TOML run file; relative paths in the file, and the state directory, are relative to its folder.
+            path: a TOML run file; relative paths in the file, and the default state directory, start at its folder.
             given: `group.key` → value, from the command line; None means "not given".
             environ: the environment variables; by default those of the process.
 
@@ -527,7 +527,7 @@ class Settings(BaseModel):
         return getattr(table, name) if name else table
 
     def chosen(self, keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return the settings and groups with these keys, as key → value that JSON can express."""
+        """Return the settings and groups with these keys: key → value, in a form that JSON can express."""
         chosen = {}
         for key in keys:
             group, _, name = key.partition(".")
@@ -579,7 +579,7 @@ def default_of(key: str) -> Any:
 def collected(
     path: Path | None, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Merge the settings of the run file, the environment and the command line; also note where each was set.
+    """Merge the settings of the run file, the environment and the command line, and record where each one was set.
 
     Returns:
         The values as nested tables, not validated yet; and `group.key` → the source of its value.

@@ -306,7 +306,7 @@ def test_a_wrong_value_names_its_source_and_itself(
         (
             'rounds.total = 3\n[[workflow.steps]]\nkind = "train"\n[[workflow.steps]]\n'
             'kind = "cross_site_evaluation"\nversions = ["best"]',
-            "evaluate the version 'best', but rounds.best_metric is not set",
+            "evaluates the version 'best', but rounds.best_metric is not set",
         ),
         (
             "network.heartbeat_interval_s = 120",
