@@ -182,7 +182,7 @@ def _status(db: sqlite3.Connection, last: status_messages.Status, age_s: float) 
 def _workflows(
     db: sqlite3.Connection, last: list[status_messages.WorkflowStatus]
 ) -> list[status_messages.WorkflowStatus]:
-    """Return the workflows of a run. Mark the first workflow that has not ended as running."""
+    """Return the workflows of a run. The first one that has not ended gets the state `running`."""
     ended = {place for (place,) in db.execute("SELECT place FROM workflows").fetchall()}
     found = [each.model_copy(update={"state": "done"}) if place in ended else each for place, each in enumerate(last)]
     place = next((place for place, each in enumerate(found) if each.state != "done"), None)

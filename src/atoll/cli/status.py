@@ -206,7 +206,7 @@ COLUMNS = (
 
 
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
-    """Return the cells of one worker, in the order of `COLUMNS`. A dash is a value that is unknown or has no meaning.
+    """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
     A script may count no steps. Staleness has a meaning only while a site trains or submits: any other site gets the
     newest version next, or none.

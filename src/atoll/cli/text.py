@@ -68,8 +68,8 @@ def require_file(out: Path, example: str) -> None:
 def staleness(counts: Mapping[str, int]) -> str:
     """Return how outdated the aggregated updates were, as text: "staleness 1.3 on average, at most 4".
 
-    The staleness of an update is the number of versions of the model that were made between the version that the update
-    was trained from and the version that it went into.
+    The staleness of an update is the number of versions that were committed between the update's base version and the
+    version that contains the update.
 
     Args:
         counts: staleness → number of updates with this staleness. If empty, the text is empty.

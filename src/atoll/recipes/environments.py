@@ -67,7 +67,7 @@ FAILURES: dict[int, type[AtollError]] = {
 """Exit code of a server → the class of the error that ended it."""
 
 OF_THE_CALL = {"ATOLL_SERVER", "ATOLL_SITE", "ATOLL_DIR"}
-"""Variables that have a different value in each site's process."""
+"""Variables that child processes do not inherit: each environment sets its own values."""
 
 NOT_COMPARED = {"protocol", "run", "trains", "sends_tasks", "keeps_local", "local_package"}
 """Fields of a server's run description that are not compared with the recipe."""

@@ -154,7 +154,7 @@ class InitialModel:
         return self._is_module or (self._checkpoint is not None and self._model is not None)
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """Return the settings for this model in a run file in `folder`. Paths are relative to the current folder."""
+        """Return this model's settings for a run file in `folder`. Paths are relative to the current folder."""
         if self._is_written or not isinstance(self._model, Mapping):
             return {"model.source": str(folder / INITIAL_FILE) if self._is_written else self._checkpoint or self._model}
         return _source(self._model)
@@ -271,7 +271,7 @@ class RunResult:
     Attributes:
         model: path of the trained model, a safetensors file; None if it is on another machine.
         history: summaries of the rounds, oldest first. With `ServerEnv`, only the last rounds.
-        finished: whether the run is finished. With `ServerEnv`, the script may have ended before the run.
+        finished: whether the run is finished. False if, with `ServerEnv`, the script ended before the run did.
         state_dir: the run's state directory; None if it is on another machine.
         folder: the folder of the run file and the logs; None with `ServerEnv`.
         status: the server's last status: sites, bytes, warnings. None for a simulation, and for a run that was finished
@@ -370,8 +370,8 @@ class Recipe(Strict):
     def add_server_config(self, config: Mapping[str, Any] | None = None, **given: Any) -> Self:
         """Add settings to the run file (docs/reference/settings.md lists them). A later call overrides earlier ones.
 
-        Paths are relative to the current folder. The settings are checked in each call, so give settings that need each
-        other in one call.
+        Paths are relative to the current folder. The settings are checked in each call, so give settings that depend
+        on each other in one call.
 
         Args:
             config: the settings, as `{"group.key": value}` or `{"group": {"key": value}}`.

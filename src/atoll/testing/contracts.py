@@ -192,7 +192,7 @@ class CodecContract:
         assert torch.equal(target, wide)
 
     def test_the_difference_of_two_fp16_values_stays_finite(self) -> None:
-        """Check that differences beyond fp16's range stay finite. Skip raw codecs, which get fp16 tensors as fp32."""
+        """Check that differences beyond fp16's range stay finite. Skip raw codecs: fp16 updates do not use them."""
         if self.codec.raw:
             pytest.skip("the codec is raw")
         values = torch.tensor([131008.0, -131008.0, 1.0])

@@ -1,4 +1,4 @@
-"""The script of every site: load the global model, measure it, train it on the site's data, and submit it.
+"""The script of every site: load the global model, evaluate it, train it on the site's data, and submit it.
 
 python train.py                                              trains alone, without a server
 atoll worker --server URL --site NAME -- python train.py     takes part in a run

@@ -317,7 +317,7 @@ def measured_of(history: list[HistoryRow], metric: str) -> list[Measurement]:
     This is the version that the round starts from, because workers measure the model that they download.
 
     Args:
-        history: every version of one fragment, oldest first.
+        history: the journal's rows about the versions of one fragment, oldest first.
         metric: name of the metric.
     """
     found, base = [], 0

@@ -2,7 +2,7 @@
 
     load()                    return the initial model as name → tensor, or None to use the model in the settings
     save(state, info)         save a version, given as name → tensor; called at the end of the run and, if
-                              `disk.export_every` is set, for version 0 and every so many rounds
+                              `disk.export_every` = n is set, at the beginning and every n rounds
     save_best(state, info)    save the best version so far
 
 A persistor has at least one of these methods. `state` is a copy of the model, which the method may keep. `save` and

@@ -161,7 +161,7 @@ class Presence:
 
 @dataclass(frozen=True)
 class Lease:
-    """A lease (the right of one worker process to act for a site), as a request states it in its header.
+    """A lease (the right of one worker process to act for a site), as stated in the header of a request.
 
     Attributes:
         site: name of the site.
@@ -417,7 +417,7 @@ def why_silent(
         sites: names of the sites that a round waits for.
         roster: site → what the server knows about its worker.
         state: state of the run.
-        network: settings with the heartbeats' times.
+        network: the network settings, among them the times of heartbeats.
         now_s: current time of `time.monotonic`.
     """
     interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s

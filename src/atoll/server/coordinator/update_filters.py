@@ -215,7 +215,7 @@ class _Work:
             fd: descriptor of the file.
             filters: the filters, in order.
             about: facts about the update that filters may read.
-            model: names of all tensors of the model, if the update has only those of one fragment; else empty.
+            model: names of all tensors of the model, if the update has the tensors of one fragment only; else empty.
         """
         specs = {each.spec.name: each.spec for each in self._layout.segments if not each.spec.is_extra}
         squares = []

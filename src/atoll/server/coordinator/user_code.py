@@ -1,8 +1,8 @@
 """The user's code at the server: functions and `@id` components of the run file, and threads that run user code.
 
 At its exit, Python waits for the threads of a pool, so a filter that hangs would block the end of the server. Therefore
-user code runs in daemon threads, a few at a time. A call that takes long is logged, and no longer counts as one of
-these few, so that filters that hang do not block the filters of other sites.
+user code runs in daemon threads, a few at a time. The log names a call that takes long. Such a call no longer counts as
+one of the few, so that a filter that hangs does not block the filters of other sites.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SAY_S = 30.0
 AT_ONCE = 8
 """Maximum number of running calls that began less than `SAY_S` seconds ago. Each needs memory for tensor values."""
 LAZY = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-"""Tests for functions that do nothing when they are called: coroutine functions and generators."""
+"""Checks for coroutine functions and generators, which do nothing when they are called."""
 
 
 async def shared(
@@ -84,7 +84,7 @@ class UserThreads:
 
         Args:
             call: the function to run.
-            what: text for the log that names the code and its work.
+            what: text for the log that says what the code does.
             key: calls with the same key run one after another, because a filter has state during a call.
             timeout_s: maximum seconds to wait for earlier calls with this key, and then for the call itself; None: no
                 limit.

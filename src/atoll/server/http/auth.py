@@ -35,7 +35,7 @@ class Gate:
             hosts: the Host headers of the request.
 
         Raises:
-            AuthError: there is no Host header, or one of them is not a loopback name.
+            AuthError: the request has no Host header, or one that does not name a loopback address.
         """
         if not self._needs_local_name or (hosts and all(map(_is_local_name, hosts))):
             return

@@ -299,7 +299,7 @@ class SwarmView:
         return [row for row in self.peers[job.aggregator].closed if (row.fragment, row.version, row.tickets) == key]
 
     def _is_sound(self, closed: ReducedRound) -> bool:
-        """Return whether a report has one digest for each part, and these agree with its digest of the version."""
+        """Return whether a report has one digest for each part, and these digests give the digest of the version."""
         layout = self._plan.fragments[closed.fragment].version
         try:
             parts, _ = digests_in(closed.part_digests), digests_in(closed.state_digests)

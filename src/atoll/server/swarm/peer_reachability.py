@@ -28,13 +28,13 @@ class Peer:
         address: address for other workers.
         process: id of the worker's process.
         number: number of the newest report; -1 before the first.
-        sent_stamp: checksum of the work that the server has last given to the worker; None before the first.
+        sent_stamp: checksum of the work that the server gave to the worker last; None if it gave none yet.
         moved: number of bytes that the worker has sent and received for the swarm.
         bytes_s: time when `moved` last changed.
         heard_s: time of the newest report.
         until_s: time after which the next report is overdue.
         leaving: whether the worker wants to leave the run.
-        held: (fragment, version) → report about this version, which the worker has.
+        held: the versions that the worker has: (fragment, version) → the worker's report about the version.
         collected: ticket → result of the attempt to download its update.
         closed: results of rounds that the worker has aggregated.
         reached: addresses of other workers to which this worker has connected.
