@@ -419,7 +419,7 @@ class Engine:
                 self._waiting.appendleft(job)
 
     def _begun(self) -> Process:
-        """Start a process and return it when it is ready. If a signal kills it first, try again with a new process."""
+        """Start a process, and return it when it is ready. If a signal kills it before that, start another one."""
         for attempt in range(1, ATTEMPTS + 1):
             process = self._host.begin(self._beginning)
             try:

@@ -304,7 +304,7 @@ class UpdateTarget(Protocol):
     layout: Layout
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write `data` at byte `offset` of the update. Called in ascending order of the update's parts."""
+        """Write `data` at byte `offset` of the update. The calls come in ascending order of `offset`."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ from atoll.worker.log_lines import LOG, TransferProgress, size
 from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
 
 MAX_REFUSALS = 5
-"""Refused updates in a row after which a worker gives up."""
+"""A worker gives up after this many refused updates in a row."""
 
 MOMENTS_NAMED = 3
 

@@ -231,7 +231,7 @@ class TwoPhaseFile:
         self._write(note.pending_counted())
 
     def lose(self) -> None:
-        """Set all tensors to zero, because an update counted, but the values that belong to it are damaged."""
+        """Set all tensors to zero. Called if an update has counted, but the values after this update are damaged."""
         self.zero()
 
     def take_back(self, ticket: int) -> None:

@@ -1,9 +1,9 @@
 """The work of a worker in a swarm: exchange files with other workers, check them, and aggregate rounds.
 
-In a swarm, workers aggregate the updates instead of the server. The server sends each worker the full list of what it
-should have and do. The worker reports the full list of what it has and has done (`protocol/swarm_messages`). The worker
-compares the two lists, starts a job for each missing item, and drops items that are no longer wanted. So the order of
-messages does not matter, and a lost message does no harm.
+In a swarm, the workers aggregate the updates, not the server. The server sends each worker the full list of what this
+worker should have and do. The worker reports the full list of what it has and has done (`protocol/swarm_messages`). The
+worker compares the two lists, starts a job for each missing item, and drops items that are no longer wanted. So the
+order of messages does not matter, and a lost message does no harm.
 
     hold      download a version and the outer optimizer's state from a worker that has both, and check every byte
     collect   download an update, check that its values are finite, and compute its norm

@@ -44,7 +44,7 @@ The status is written when the worker leaves, because the server may be gone aft
 UNNOTED = "the server notices only after heartbeat_timeout_s."
 
 GOODBYE_S = 5.0
-"""Seconds to wait for the server's answer when leaving. Without an answer, the server notices missing heartbeats."""
+"""Seconds to wait for the server's answer when leaving. If none comes, the server will notice that heartbeats stop."""
 
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that raise `EndedBySignal` in the script. Under nohup, SIGHUP stays ignored."""
@@ -203,7 +203,7 @@ def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -
 def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
     """Return a `sys.unraisablehook` that sends a signal again if Python has dropped the signal's exception.
 
-    The dropped exception can be the signal's own, or can have the signal's exception in its chain of `__context__`.
+    It does so, too, if Python dropped another exception, which was raised while the signal's was being handled.
 
     Args:
         before: the hook to call for each dropped exception that is not the signal's own.

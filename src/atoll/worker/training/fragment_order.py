@@ -103,7 +103,7 @@ class FragmentOrder:
         return max(1, h // len(candidates))
 
     def pick(self, candidates: Sequence[Candidate]) -> int | None:
-        """Return the number of the fragment to synchronise next; None if every fragment is finished or in flight."""
+        """Return the number of the fragment to synchronise next; None if no fragment is free."""
         free = [index for index, each in enumerate(candidates) if each.is_free]
         first = self._rules.sync_rounds_first
         waits = [index for index in free if self._rules.waits or candidates[index].round <= first]

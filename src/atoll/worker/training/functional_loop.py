@@ -131,7 +131,7 @@ def send(
     groups: Mapping[str, Arrays] | None = None,
     clear_cache: bool = True,
 ) -> None:
-    """Submit the trained model, and end the round. Arguments not described here are as for `Round.submit`.
+    """Submit the trained model, and end the round. The other arguments are those of `Round.submit`.
 
     Args:
         clear_cache: whether to empty the round's attribute `params`, to free memory while this worker waits for the
