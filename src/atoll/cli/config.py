@@ -89,7 +89,7 @@ NAMES = (
     ("codecs", "aggregation.upload_codec"),
     ("codecs", "aggregation.download_codec"),
 )
-"""(Kind of extension, setting with a name of that kind)."""
+"""(Kind of extension, setting that names an extension of this kind)."""
 
 
 def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:

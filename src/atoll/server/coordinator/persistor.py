@@ -110,7 +110,7 @@ class Persistor:
         return self._thread.submit(self._call, "save", plan, min(heads), {"final": final}, read)
 
     def save_best(self, plan: Plan, store: Store, best: Measurement, path: Path, metric: str) -> None:
-        """Queue a call of the persistor's `save_best`. The call is skipped if a newer best version comes before it.
+        """Queue a call of the persistor's `save_best`. Skip it if a better version is found before the call begins.
 
         Args:
             plan: plan of the run.

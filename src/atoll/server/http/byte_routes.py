@@ -407,7 +407,7 @@ class _ObjectPart:
         return self.written == self.part.nbytes
 
     def take(self, fill: Fill) -> None:
-        """Write the bytes with which `fill` fills the buffer, until there are none or the part is complete."""
+        """Fill the buffer with `fill`, and write its bytes, until there are none left or the part is complete."""
         while not self.complete:
             with self.lock:
                 count = fill(self.scratch[: self.part.nbytes - self.written])

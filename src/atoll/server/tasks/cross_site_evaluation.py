@@ -373,7 +373,7 @@ class EvaluationMatrix:
     async def _next_for(self, site: str) -> ModelSource | None:
         """Wait for the next model that a site has to evaluate, and return it; None if it has evaluated all.
 
-        Each site begins with another model, so that not all sites download the same one at once.
+        Each site begins with a different model, so that not all sites download the same model at once.
         """
         begin = self.sites.index(site)
         order = self.sources[begin:] + self.sources[:begin]
