@@ -265,7 +265,7 @@ class StepHooks:
         """
         if self._followed:
             raise UsageError(
-                "The round is already corrected by another call.", "Call correct() once, with all optimizers in a list."
+                "Another call already corrects this round.", "Call correct() once, with all optimizers in a list."
             )
         *others, last = optimizers_in(optimizer)
         require_trains([*others, last], self.parameters)

@@ -286,7 +286,7 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
         )
     algorithm = registry.load("algorithms", name)
     if not isinstance(algorithm, Algorithm) or algorithm.local is None:
-        raise ConfigError(f"The algorithm {name!r} installed at this site does not correct local training.", install)
+        raise ConfigError(f"The run's {name!r} corrects local training, but this site's {name!r} does not.", install)
     rule = algorithm.local
     return registry.construct(lambda: rule(**options), f"The options {dict(options)!r} do not fit {name!r}", install)
 

@@ -288,7 +288,7 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # tomllib names the table ('a', 'b') that the file writes as [a.b]
         reason = re.sub(r"\('(.+?)',?\)", lambda found: f"[{found[1]}]".replace("', '", "."), str(error))
-        raise ConfigError(f"{path}: {reason}.", "A run file is TOML: tables with one key = value a line.") from None
+        raise ConfigError(f"{path}: {reason}.", "A run file is TOML: tables, and one key = value per line.") from None
     values: dict[str, Any] = {}
     for group, table in tables.items():
         values |= (

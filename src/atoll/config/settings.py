@@ -211,7 +211,7 @@ class DiLoCo(Group):
     fragment_update_alpha: float = Field(
         0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps (α); 0: take the global ones."
     )
-    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be in flight at once.")
+    max_inflight: int = Field(1, ge=1, description="Fragments for which a worker may have unfinished updates at once.")
     dynamic_local_steps: bool = Field(
         False,
         description="DyLU: in an asynchronous run, give slower workers fewer local steps: H × their speed / the "

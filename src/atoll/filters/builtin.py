@@ -77,7 +77,7 @@ class NormClip(Filter):
 
     def __init__(self, max_norm: float, noise: float = 0.0, *, seed: bytes | None = None) -> None:
         if not (math.isfinite(max_norm) and max_norm > 0):
-            raise UsageError(f"NormClip: the norm {max_norm:g} is not positive and finite.", "Write NormClip(1.0).")
+            raise UsageError(f"NormClip: max_norm {max_norm:g} is not positive and finite.", "Write NormClip(1.0).")
         if not (math.isfinite(noise) and noise >= 0):
             raise UsageError(f"NormClip: the noise {noise:g} is negative or not finite.", "Use 0 for no noise.")
         self.max_norm, self.noise = max_norm, noise

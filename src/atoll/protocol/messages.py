@@ -111,7 +111,7 @@ class RunInfo(Message):
     fragments: int = Field(ge=1, description="Number of fragments of the model.")
     tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
-    max_inflight: int = Field(1, ge=1, description="Fragments of one worker that may be in flight at once.")
+    max_inflight: int = Field(1, ge=1, description="Fragments for which a worker may have unfinished updates at once.")
     codec: str = Field(description="Codec of `params` in an update.")
     codec_options: dict[str, str | int | float] = Field(
         default_factory=dict, description="The codec's keyword arguments."
@@ -237,7 +237,7 @@ class Join(Message):
         description="Updates after which this state was saved; empty: the site has no state.",
     )
     new_local_state: bool = Field(
-        False, description="The state may start from zero if it is not the one that the run expects."
+        False, description="The algorithm's state may start from zero if it is not the one that the run expects."
     )
 
 
@@ -536,5 +536,5 @@ class BlobManifest(Message):
             raise BadRequest(f"{what} should have {manifest.nbytes} bytes, but its manifest contains {len(data)}.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
-                raise PartCorrupt(f"Part {part.index} of {what} arrived damaged.", "Fetch it again.")
+                raise PartCorrupt(f"Part {part.index} of {what} arrived damaged.", "Fetch the object again.")
         return data

@@ -68,7 +68,7 @@ class RoundSummary(Message):
     )
     bytes_up: Count
     staleness: list[Count] = Field(
-        default_factory=list, description="Number of versions between the base of each update and that of the round."
+        default_factory=list, description="For each update, versions between its base and the base of the round."
     )
     expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")
     population: Count = Field(0, description="Number of workers that had joined when the round closed.")

@@ -121,7 +121,7 @@ class Collect(Message):
 class PeerWork(Message):
     """The complete list of what the server orders a worker to store and do. The worker drops everything else."""
 
-    stamp: Count = Field(description="Stamp of these orders; it changes with them.")
+    stamp: Count = Field(description="Stamp of these orders; other orders have another stamp.")
     server: Count = Field(0, description="Start time of the server, in ms since 1970.")
     order: Count = Field(0, description="Number of this answer; a worker ignores an answer with a lower number.")
     probe: list[Address] = Field(default_factory=list, description="Addresses of workers; test the connection to each.")

@@ -152,9 +152,7 @@ class QuorumDeadline(Policy):
             return StayOpen(decision.reason, until_s=deadline_s)
         if len(view.accepted) >= view.floor:
             return Close(tuple(ticket.id for ticket in view.accepted))
-        return StayOpen(
-            f"{decision.reason}; the deadline has passed, {len(view.accepted)} of {view.floor} updates are in"
-        )
+        return StayOpen(f"{decision.reason}; the deadline has passed with {len(view.accepted)} of {view.floor} updates")
 
 
 @dataclass(frozen=True, slots=True)

@@ -288,7 +288,7 @@ class State:
         return round_.head + (round_.phase == "closing") + steps - ticket.base_version
 
     def due(self, site: str) -> int:
-        """Return the fragment that a site should train first: the one with the fewest committed rounds.
+        """Return the fragment that a site should synchronise first: the one with the fewest committed rounds.
 
         If the server has already accepted the site's update for a fragment's current round, that fragment comes last.
         """

@@ -54,7 +54,7 @@ class Response(http.client.HTTPResponse):
     """
 
     def begin(self) -> None:
-        """Read the status line and the headers. Raise an error if a line is cut off."""
+        """Read the status line and the headers. Raise `IncompleteRead` if the headers are cut off."""
         stream = self.fp
         lines: Any = _HeaderLines(stream)
         self.fp = lines
@@ -485,11 +485,11 @@ def unanswered(server: str) -> TransferStalled:
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
-    """Return the error to raise for a failed connection: `TransferStalled` (a read timeout) or `ServerUnreachable`.
+    """Return the error to raise for a failed connection: `TransferStalled` for a timeout, else `ServerUnreachable`.
 
     Args:
         server: address of the server.
-        timeout_s: the read timeout in seconds, for the message.
+        timeout_s: the timeout in seconds, for the message.
         error: the error of the connection.
     """
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(

@@ -225,7 +225,7 @@ class Publisher:
 
     @public_api
     def withdraw(self, ref: TensorRef) -> bool:
-        """Stop serving an object and free its disk space. Its running downloads end with an error.
+        """Stop serving an object and free its disk space. Running downloads of it end with an error.
 
         Returns:
             False if this publisher does not serve the object.
@@ -335,7 +335,7 @@ def send(
 
 @public_api
 def withdraw(ref: TensorRef | str) -> bool:
-    """Delete a published object at the process or server that keeps it. Its running downloads end with an error.
+    """Delete a published object at the process or server that keeps it. Running downloads of it end with an error.
 
     Returns:
         False if the object no longer existed.

@@ -374,7 +374,7 @@ class ObjectHost:
         return address_of(self.name, self.port, secure=self._context is not None)
 
     def withdraw(self, ref: TensorRef) -> bool:
-        """Stop serving an object; its running downloads end with an error.
+        """Stop serving an object. Running downloads of it end with an error.
 
         Returns:
             False if this host does not serve the object.

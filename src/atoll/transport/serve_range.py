@@ -43,7 +43,8 @@ def parse_range(header: str | None, nbytes: int) -> tuple[int, int] | None:
         nbytes: size of the file in bytes.
 
     Returns:
-        The range; None for the whole file. None also if the header has a form that a server may ignore.
+        The range; None if the whole file is to be sent, because there is no header, or because the header has a form
+        that a server may ignore.
 
     Raises:
         RangeNotSatisfiable: the range contains no byte of the file.

@@ -72,7 +72,7 @@ def test_below_min_sites_a_round_never_closes(tmp_path: Path) -> None:
     with serve_wide(tmp_path, rounds=1, **settings) as server:
         silent = WireSite(server.url, "b")
         alone = Sites(server.url, tmp_path, names=["a"])
-        passed = "the deadline has passed, 1 of 2 updates are in"
+        passed = "the deadline has passed with 1 of 2 updates"
         wait_until(lambda: passed in server.status().fragments[0].reason, "the deadline")
         assert server.status().fragments[0].version == 0
         silent.leave()

@@ -131,7 +131,7 @@ def test_below_quorum_or_min_sites_the_deadline_closes_nothing(story, quorum, mi
     run = story("ab", min_sites=min_sites, policy=QuorumDeadline(quorum, 60), heartbeat_timeout_s=0)
     run.submit("a")
     assert closed(run.wait(1000)) == []
-    assert run.why() == "waits for b; the deadline has passed, 1 of 2 updates are in"
+    assert run.why() == "waits for b; the deadline has passed with 1 of 2 updates"
     assert run.state.next_deadline_s is None
     assert closed(run.submit("b")) == [(1, 2)]
 

@@ -190,7 +190,7 @@ LACKS = "waits for another site: it has or expects {} updates (rounds.min_sites)
         (TWO, view("abc", "abc"), 100, Close((1, 2, 3))),
         (TWO, view("abc", "ab"), 129, StayOpen("waits for c", until_s=130)),
         (TWO, view("abc", "ab"), 130, Close((1, 2))),
-        (TWO, view("abc", "a", 2), 131, StayOpen("waits for b and c; the deadline has passed, 1 of 2 updates are in")),
+        (TWO, view("abc", "a", 2), 131, StayOpen("waits for b and c; the deadline has passed with 1 of 2 updates")),
         (TWO, view("a", "a", 2), 129, StayOpen(LACKS.format("1 of 2"), until_s=130)),
     ],
 )
