@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from harness.processes import Kept, Nursery
+from harness.processes import Nursery, RestartedProcess
 from kit import ForkedServer, ForkedSite, exported, tensors_digest
 from safetensors.torch import load_file
 
@@ -169,7 +169,7 @@ class Tally:
 class Disturber:
     """Ends and stops processes of a run, until it is told to leave them alone."""
 
-    def __init__(self, targets: list[Kept], chance: random.Random) -> None:
+    def __init__(self, targets: list[RestartedProcess], chance: random.Random) -> None:
         self._targets, self._chance = targets, chance
         self._over = threading.Event()
         self.kills = self.stops = 0
@@ -196,7 +196,9 @@ class Disturber:
         self._thread.join()
 
 
-def run_once(nursery: Nursery, folder: Path, mode: Mode, disturb: Callable[[list[Kept]], Disturber | None]) -> None:
+def run_once(
+    nursery: Nursery, folder: Path, mode: Mode, disturb: Callable[[list[RestartedProcess]], Disturber | None]
+) -> None:
     """One run to its end.
 
     Raises:
@@ -207,20 +209,20 @@ def run_once(nursery: Nursery, folder: Path, mode: Mode, disturb: Callable[[list
     ) as server:
         patience = {"ATOLL_MAX_SYNC_RETRIES": "1000"} if mode.same_bits else {}  # a turn that is skipped changes bits
         sites = [
-            Kept(partial(ForkedSite(nursery, folder, server.url, site, mode.script).start, **patience))
+            RestartedProcess(partial(ForkedSite(nursery, folder, server.url, site, mode.script).start, **patience))
             for site in mode.sites
         ]
-        disturber = disturb([server.kept, *(sites if mode.kills_sites else [])])
+        disturber = disturb([server.process, *(sites if mode.kills_sites else [])])
         try:
-            for kept in (*sites, server.kept):
-                code = kept.wait(END_S)
-                told = f"{kept.now.output()[-2000:]}\nserver:\n{server.log.read_text()[-2000:]}"
+            for process in (*sites, server.process):
+                code = process.wait(END_S)
+                told = f"{process.now.output()[-2000:]}\nserver:\n{server.log.read_text()[-2000:]}"
                 assert code == 0, f"exit code {code}: {told}"
         finally:
             if disturber is not None:
                 disturber.close()
-            for kept in sites:
-                kept.close()
+            for process in sites:
+                process.close()
 
 
 def digest_of(folder: Path, mode: Mode) -> str:
@@ -273,7 +275,7 @@ def soak(nursery: Nursery, names: list[str], minutes: float, seed: int, kept: Pa
         tally, mode = tallies[name], MODES[name]
         started: list[Disturber] = []
 
-        def disturb(targets: list[Kept], started: list[Disturber] = started) -> Disturber:
+        def disturb(targets: list[RestartedProcess], started: list[Disturber] = started) -> Disturber:
             started.append(Disturber(targets, chance))
             return started[0]
 

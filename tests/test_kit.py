@@ -49,7 +49,7 @@ def test_threads_and_forked_processes_leave_the_same_bits(tmp_path: Path, nurser
     with ForkedServer(nursery, forked) as remote:
         processes = [ForkedSite(nursery, forked, remote.url, site, SCRIPT).start() for site in "ab"]
         assert [process.wait(60) for process in processes] == [0, 0]
-        assert remote.kept.wait() == 0
+        assert remote.process.wait() == 0
     assert tensors_digest(exported(threads)) == tensors_digest(exported(forked))
 
 

@@ -295,20 +295,20 @@ def _serve(channel: socket.socket) -> None:
         if not data:
             os._exit(0)
         request = json.loads(data)
-        told, tell = os.pipe()
+        read_fd, write_fd = os.pipe()
         between = os.fork()
         if not between:
             between = os.getpid()
             if os.fork():
                 os._exit(0)
-            os.close(told)
+            os.close(read_fd)
             channel.close()
-            _become(request, fds, between, tell)
-        for fd in (*fds, tell):
+            _become(request, fds, between, write_fd)
+        for fd in (*fds, write_fd):
             os.close(fd)
         os.waitpid(between, 0)
-        answer = os.read(told, 64)  # its pid, once it is what was asked for: signals and its group may be used then
-        os.close(told)
+        answer = os.read(read_fd, 64)  # its pid, once it is what was asked for: signals and its group may be used then
+        os.close(read_fd)
         channel.send(b"%d %s" % (request["number"], answer or b"0"))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from atoll.testing.run import free_port, wait_until
 from harness.fork_server import end_with_test
 
-__all__ = ["Kept", "Nursery", "Process", "free_port", "interruptible", "wait_until"]
+__all__ = ["Nursery", "Process", "RestartedProcess", "free_port", "interruptible", "wait_until"]
 
 POLL_S = 0.01
 
@@ -152,7 +152,7 @@ class Nursery:
             process.kill()
 
 
-class Kept:
+class RestartedProcess:
     """A process that is started again each time SIGKILL has ended it.
 
     Args:

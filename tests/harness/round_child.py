@@ -85,8 +85,8 @@ def work(options: dict[str, Any]) -> None:
             opened_s = time.monotonic()
             if number == rounds:
                 times.append({"opened_s": opened_s})
-                told = {"times": times, "bytes_up": worker.bytes_up, "bytes_down": worker.bytes_down}
-                tell("trained", cpu_s=_cpu_s() - cpu_before, **told)
+                figures = {"times": times, "bytes_up": worker.bytes_up, "bytes_down": worker.bytes_down}
+                tell("trained", cpu_s=_cpu_s() - cpu_before, **figures)
                 round_.load_into(model)
                 workers = range(options["workers"])
                 exact = round_model.is_exact(model, workers, rounds, options["codec"], options["downlink_codec"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.processes import Kept, Nursery, Process, free_port, wait_until
+from harness.processes import Nursery, Process, RestartedProcess, free_port, wait_until
 
 from kit.servers import SETTINGS, long
 
@@ -88,7 +88,7 @@ class ForkedServer:
         self.folder, self.port, self.log = folder, port or free_port(), folder / "server.log"
         self._nursery = nursery
         write_run_file(folder, **{"network.port": self.port}, **settings)
-        self.kept = Kept(self._start, lives)
+        self.process = RestartedProcess(self._start, lives)
 
     def _start(self, failpoints: str) -> Process:
         return self._nursery.start("atoll", "server", "run.toml", cwd=self.folder, failpoints=failpoints, log=self.log)
@@ -101,7 +101,7 @@ class ForkedServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kept.close()
+        self.process.close()
 
 
 class ForkedSite:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.testing.run import Threads, together, wait_until
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.models import SITES, build_model, local_step, train_
 
 __all__ = [
@@ -23,41 +23,43 @@ __all__ = [
     "FederatedSites",
     "Gate",
     "Threads",
-    "clients",
     "diloco",
     "federated",
     "finish",
-    "play_round",
+    "manual_sites",
     "run_to_end",
     "take_steps",
     "together",
+    "train_round",
 ]
 
 
-def clients(server: atoll.Server, folder: Path, sites: Iterable[str] = "ab", **options: Any) -> dict[str, Client]:
+def manual_sites(
+    server: atoll.Server, folder: Path, sites: Iterable[str] = "ab", **options: Any
+) -> dict[str, ManualSite]:
     """Sites that have joined, and that a test moves one by one."""
-    return {site: Client(server.url, site=site, folder=folder / "w", **options).register() for site in sites}
+    return {site: ManualSite(server.url, site=site, folder=folder / "w", **options).join() for site in sites}
 
 
-def play_round(
-    sites: Mapping[str, Client],
+def train_round(
+    sites: Mapping[str, ManualSite],
     number: int,
     train: Callable[[str, dict[str, Tensor]], Mapping[str, Tensor]],
     weights: Mapping[str, float] | None = None,
     **about: Any,
 ) -> None:
     """All sites get a ticket of the round; then each submits what `train` makes of what it pulled."""
-    for client in sites.values():
-        assert client.next_round() == number
-    for site, client in sites.items():
-        client.submit(train(site, client.pull()), weight=(weights or {}).get(site, 1.0), **about)
+    for site in sites.values():
+        assert site.next_round() == number
+    for name, site in sites.items():
+        site.submit(train(name, site.pull()), weight=(weights or {}).get(name, 1.0), **about)
 
 
-def finish(server: atoll.Server, sites: Mapping[str, Client]) -> dict[str, Tensor]:
+def finish(server: atoll.Server, sites: Mapping[str, ManualSite]) -> dict[str, Tensor]:
     """The sites hear that the run is over, and leave; the model that the run has exported."""
-    for client in sites.values():
-        assert client.next_round() is None
-        client.close()
+    for site in sites.values():
+        assert site.next_round() is None
+        site.close()
     assert server.wait(60)
     return load_file(server.exports / "model.safetensors")
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from harness.processes import free_port
 from kit import ask_journal
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.servers import plain_server
-from kit.sites import clients, finish
+from kit.sites import finish, manual_sites
 from scaffold_world import ETA, STEPS, TARGETS, One, first_round, one_round, sgd, train
 from torch import nn
 
@@ -72,7 +72,7 @@ def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> Non
     """
     x, c, own = 0.0, 0.0, dict.fromkeys(TARGETS, 0.0)
     with plain_server(tmp_path, One(), algorithm="scaffold", sites=2, rounds=3) as server:
-        sites = clients(server, tmp_path, TARGETS)
+        sites = manual_sites(server, tmp_path, TARGETS)
         for number in (1, 2, 3):
             before = c
             x, c, own, y = one_round(x, c, own)
@@ -89,7 +89,7 @@ def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> Non
 @pytest.mark.covers("S7", "S12")
 def test_the_update_carries_the_step_count_and_the_scripts_own_wins(tmp_path: Path) -> None:
     with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=3) as server:
-        sites = clients(server, tmp_path, "a")
+        sites = manual_sites(server, tmp_path, "a")
         for part, told in ((with_the_helper, {}), (with_the_round, {}), (with_the_round, {"steps": 70})):
             sites["a"].next_round()
             part(sites["a"].round, 1.0, **told)
@@ -101,7 +101,7 @@ def test_the_update_carries_the_step_count_and_the_scripts_own_wins(tmp_path: Pa
 def test_the_controls_given_out_are_copies(tmp_path: Path) -> None:
     """Δc = (0 − y)/(K·η) with y = 1 − 0.9³ = 0.271; N = 1, so c = c_i = −0.271/0.3."""
     with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=2) as server:
-        with Client(server.url, "a", folder=tmp_path / "w") as client:
+        with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
             client.next_round()
             with_the_round(client.round, 1.0)
             client.next_round()
@@ -145,7 +145,7 @@ def descend(fl_round: Any, curvature: torch.Tensor, target: torch.Tensor, steps:
     fl_round.submit(model, weight=weight)
 
 
-def one_step(client: Client, site: str, weight: float | None = None) -> tuple[float, float, float]:
+def one_step(client: ManualSite, site: str, weight: float | None = None) -> tuple[float, float, float]:
     """Local part with one step at rate ½ on ½·(x − target)²; x, c and the site's c_i, as the round begins."""
     fl_round, one = client.round, torch.ones(1, dtype=torch.float64)
     x = fl_round.load_into(Point()).x.item()
@@ -161,7 +161,7 @@ def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> N
     curvatures = {site: 0.5 + torch.rand(6, generator=generator, dtype=torch.float64) for site in weights}
     targets = {site: torch.randn(6, generator=generator, dtype=torch.float64) for site in weights}
     with plain_server(tmp_path, Point(6), algorithm="scaffold", sites=3, rounds=50) as server:
-        sites = clients(server, tmp_path, weights)
+        sites = manual_sites(server, tmp_path, weights)
         for _ in range(50):
             for site, client in sites.items():
                 client.next_round()
@@ -183,13 +183,13 @@ def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
         x = −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12;   c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6
     """
     with plain_server(tmp_path, Point(), algorithm="scaffold", sites=2, rounds=4) as server:
-        sites = clients(server, tmp_path, "ab")
+        sites = manual_sites(server, tmp_path, "ab")
         for site, client in sites.items():
             client.next_round()
             assert one_step(client, site) == (0.0, 0.0, 0.0)
         for client in sites.values():
             assert client.next_round() == 2
-        sites |= clients(server, tmp_path, "c")  # the second round is open, for two
+        sites |= manual_sites(server, tmp_path, "c")  # the second round is open, for two
         assert one_step(sites["a"], "a") == (-1.0, 2.0, -1.0)
         assert one_step(sites["b"], "b") == (-1.0, 2.0, 3.0)
         for site, own in (("a", -2.0), ("b", 2.0), ("c", 0.0)):
@@ -208,12 +208,12 @@ def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Pa
     """
     run = {"sites": 3, "rounds": 3, "rounds.min_sites": 2}
     with plain_server(tmp_path, One(), algorithm="scaffold", **run) as server:
-        sites = clients(server, tmp_path, "abc")
+        sites = manual_sites(server, tmp_path, "abc")
         for number, weights in enumerate([{"a": 1.0, "b": 2.0, "c": 4.0}, {"a": 8.0, "b": 8.0}, {"a": 1.0, "b": 1.0}]):
             for site, weight in weights.items():
                 sites[site].next_round()
                 if (site, number) == ("a", 2):
-                    Client(server.url, "d", folder=tmp_path / "w").register().close()
+                    ManualSite(server.url, "d", folder=tmp_path / "w").join().close()
                 with_the_round(sites[site].round, 1.0, weight=weight)
             if number == 0:
                 sites.pop("c").close()
@@ -227,7 +227,7 @@ def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, capl
     """The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal."""
     settings = {"algorithm": "scaffold", "sites": 2, "rounds": 3, "network.port": free_port()}
     with plain_server(tmp_path, Point(), **settings) as server:
-        sites = clients(server, tmp_path, "ab")
+        sites = manual_sites(server, tmp_path, "ab")
         for site, client in sites.items():
             client.next_round()
             one_step(client, site)
@@ -248,7 +248,7 @@ def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, capl
 def test_equal_weights_are_the_papers_to_the_last_bit(tmp_path: Path) -> None:
     """Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site. Δc_i = g_i(0) = −target."""
     with plain_server(tmp_path, Point(), algorithm="scaffold", sites=3, rounds=2) as server:
-        sites = clients(server, tmp_path, POINTS)
+        sites = manual_sites(server, tmp_path, POINTS)
         for site, client in sites.items():
             client.next_round()
             one_step(client, site, 1.0)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from harness.processes import free_port, wait_until
 from kit import SITES, copy_folder, together
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.servers import plain_server
-from kit.sites import clients
+from kit.sites import manual_sites
 from torch import Tensor
 
 import atoll
@@ -41,7 +41,7 @@ class Run:
 
     def part(self, server: atoll.Server, site: str = "a", until: int = 0, workers: Path | None = None) -> list[float]:
         """Rounds up to this one, at least one; c_i as the last of them begins."""
-        with Client(server.url, site=site, folder=workers or self.workers) as client:
+        with ManualSite(server.url, site=site, folder=workers or self.workers) as client:
             number = 0
             while number < (until or 1):
                 number = client.next_round() or until
@@ -82,7 +82,7 @@ class Run:
             with self.serve(sites=2) as server:
                 if until:
                     self.both(server, until)
-                for client in clients(server, self.folder).values() if knows and until == after else ():
+                for client in manual_sites(server, self.folder).values() if knows and until == after else ():
                     assert client.next_round() == after + 1
                     client.close()
             if until == version:
@@ -180,7 +180,7 @@ def test_its_folder_may_move_to_another_machine(server: atoll.Server, run: Run) 
 
 @pytest.mark.covers("S2")
 def test_a_site_that_comes_late_or_has_no_counted_update_begins_at_zero(server: atoll.Server, run: Run) -> None:
-    with Client(server.url, site="a", folder=run.workers) as client:
+    with ManualSite(server.url, site="a", folder=run.workers) as client:
         client.next_round()
         client.pull()
     assert run.part(server, workers=run.folder / "other") == [0.0, 0.0]
@@ -190,7 +190,7 @@ def test_a_site_that_comes_late_or_has_no_counted_update_begins_at_zero(server: 
 @pytest.mark.covers("S2")
 def test_an_update_that_is_accepted_and_not_yet_counted_counts(run: Run) -> None:
     """Two are awaited: a's update lies there, accepted, when a loses its files."""
-    with run.serve(sites=2) as server, Client(server.url, site="b", folder=run.workers).register():
+    with run.serve(sites=2) as server, ManualSite(server.url, site="b", folder=run.workers).join():
         run.part(server)
         shutil.rmtree(run.workers / "a")
         with pytest.raises(ConfigError, match="This run has accepted 1 update of a, but"):
@@ -256,7 +256,7 @@ def test_refuses_a_copy_from_before_an_update_that_is_in_and_not_counted_yet(run
     """The copy has the control of the last update that counts, and nothing of the one that is going to."""
     with run.serve(sites=2) as server:
         run.both(server, 2)
-        with Client(server.url, site="a", folder=run.workers) as client:
+        with ManualSite(server.url, site="a", folder=run.workers) as client:
             assert client.next_round() == 3  # adopts what was pending
         older = copy_folder(run.workers / "a", run.folder / "older")
         run.part(server)  # the round still waits for b
@@ -298,7 +298,7 @@ def test_a_running_site_steps_back_with_a_restored_server(run: Run, caplog: pyte
     """The server lost its third version. The site sends the third update again, and c_i is as after two, then three."""
     port, seen = free_port(), list[list[float]]()
 
-    def rounds(client: Client, server: atoll.Server, until: int) -> None:
+    def rounds(client: ManualSite, server: atoll.Server, until: int) -> None:
         number = 0
         while number != until:
             number = client.next_round() or 0
@@ -309,7 +309,7 @@ def test_a_running_site_steps_back_with_a_restored_server(run: Run, caplog: pyte
 
     with ExitStack() as stack:
         with run.serve(port=port) as server:
-            client = stack.enter_context(Client(server.url, site="a", folder=run.workers))
+            client = stack.enter_context(ManualSite(server.url, site="a", folder=run.workers))
             rounds(client, server, until=2)
         backup = copy_folder(run.folder / "state", run.folder / "backup")
         with run.serve(port=port) as server:

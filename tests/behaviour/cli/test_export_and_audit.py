@@ -21,7 +21,7 @@ from kit.damage import flip_bit
 from kit.models import Tied
 from kit.processes import command, export
 from kit.servers import plain_server
-from kit.sites import clients, play_round
+from kit.sites import manual_sites, train_round
 from safetensors import safe_open
 from torch import nn
 
@@ -104,11 +104,11 @@ def overwritten(tmp_path, monkeypatch) -> Iterator[None]:
 
     read, rounds = export.region_digest, iter(range(1, 6))
     with plain_server(tmp_path, {"w": torch.zeros(2)}, sites=1, rounds=0) as server:
-        site = clients(server, tmp_path, "a")
+        site = manual_sites(server, tmp_path, "a")
 
         def read_late(file: int, ranges: Ranges) -> bytes:
             for number in rounds:
-                play_round(site, number, lambda _, pulled: {"w": pulled["w"] + 1})
+                train_round(site, number, lambda _, pulled: {"w": pulled["w"] + 1})
             return read(file, ranges)
 
         monkeypatch.setattr(export, "region_digest", read_late)

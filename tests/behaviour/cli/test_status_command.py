@@ -318,7 +318,7 @@ def test_the_directory_has_the_status_of_a_version_where_its_server_is_killed(
             wait_until(
                 lambda: '"value":0.5' in (tmp_path / "state" / "status.json").read_text(), "that version 1 is saved"
             )
-            server.kept.close()
+            server.process.close()
     code, said = status_of("--dir", "state", "--json")
     assert code == 0, said
     assert json.loads(said)["best"]["value"] == 0.5

@@ -220,8 +220,8 @@ def images_of(scenario: Scenario, nursery: Nursery, folder: Path) -> tuple[str, 
     scenario.run_file(run)
     script = SITE_SCRIPT.format(here=str(HERE), part=scenario.part.__name__)
     with ForkedServer(nursery, run, (stops(scenario.server),), **scenario.all_settings) as server:
-        camera.follow([server.kept.now], lambda: answers(server.url), "the start of the server")
-        running = [server.kept.now]
+        camera.follow([server.process.now], lambda: answers(server.url), "the start of the server")
+        running = [server.process.now]
         for site in SITES:
             failpoints = stops(scenario.site) if site in scenario.observed else ""
             running.append(ForkedSite(nursery, run, server.url, site, script).start(failpoints))
@@ -234,7 +234,7 @@ def images_of_a_restart(image: Image, scenario: Scenario, nursery: Nursery, fold
     """Start the server on an image, with failpoints, and kill it once it listens."""
     camera = Camera(image.folder, folder / "restarted")
     with ForkedServer(nursery, image.folder, (stops(scenario.server),), **scenario.all_settings) as server:
-        camera.follow([server.kept.now], lambda: answers(server.url), "the start of the server")
+        camera.follow([server.process.now], lambda: answers(server.url), "the start of the server")
     return camera.images
 
 

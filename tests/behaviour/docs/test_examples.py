@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness.processes import Nursery
 from kit.processes import command, run_commands
-from kit.sites import clients, finish, play_round
+from kit.sites import finish, manual_sites, train_round
 from pages import ROOT, blocks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -129,9 +129,9 @@ def run_rounds(run_file: Path, rounds: int, adds: dict[str, float], **flags: obj
     given = {"network.port": 0, "disk.min_free_bytes": 0} | flags
     settings = atoll.Settings.read(run_file, given, environ={})
     with atoll.Server({"w": torch.zeros(2, 2), "v": torch.zeros(3)}, settings=settings) as server:
-        sites = clients(server, run_file.parent, adds)
+        sites = manual_sites(server, run_file.parent, adds)
         for number in range(1, rounds + 1):
-            play_round(sites, number, lambda site, base: {name: value + adds[site] for name, value in base.items()})
+            train_round(sites, number, lambda site, base: {name: value + adds[site] for name, value in base.items()})
         result = finish(server, sites)
         server.run()
         return result

@@ -171,11 +171,11 @@ def test_a_server_that_is_killed_in_the_middle_evaluates_again_and_does_not_trai
     with ForkedServer(nursery, tmp_path, **run_settings(**{"rounds.total": 1, "workflow.steps": AFTER})) as server:
         sites = [start_site(nursery, tmp_path, server.url, name, *words) for name, words in C_HANGS.items()]
         until_it_hangs(tmp_path)
-        server.kept.now.kill()
+        server.process.now.kill()
         began_again = "workflow 1 of 2, train, ended before this start"
         wait_until(lambda: began_again in server.log.read_text(), "the next start")
         (tmp_path / "c.go").touch()
-        assert server.kept.wait() == 0
+        assert server.process.wait() == 0
     assert [site.wait() for site in sites] == [0, 0, 0]
     assert losses(matrix_of(tmp_path)) == MATRIX
     assert [site.output().count("submitted") for site in sites] == [1, 1, 1]

@@ -18,7 +18,7 @@ from fault_world import PART_BYTES, Result, Sites, parts_sent, serve_wide
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Pace, Proxy
 from kit import SITES, FederatedSites, Gate, exported, run_to_end, serve, tensors_digest, together, train_
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.models import wide_model
 from kit.wire import DIGEST_BYTES, WireSite, update_parts, version_parts
 from kit.workflows import workflow_server
@@ -149,7 +149,7 @@ def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_c
 @pytest.mark.covers("F19")
 def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_path: Path) -> None:
     with serve_wide(tmp_path, sites=1, rounds=1) as server:
-        older, newer = (Client(server.url, "a", folder=tmp_path / name) for name in ("older", "newer"))
+        older, newer = (ManualSite(server.url, "a", folder=tmp_path / name) for name in ("older", "newer"))
         assert older.next_round() == 1
         model = older.pull()
         assert newer.next_round() == 1

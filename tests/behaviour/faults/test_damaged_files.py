@@ -232,7 +232,7 @@ def finish_from_version_1(
         wait_until(lambda: "listening" in again.log.read_text(), "the second start")
         gate.open()
         sites.join()
-        assert again.kept.wait() == 0
+        assert again.process.wait() == 0
         assert "Version 2 was lost; the run continues from version 1" in again.log.read_text()
     result = Result(server.folder)
     assert (result.exports, result.digests) == (undisturbed.exports, undisturbed.digests)
@@ -272,8 +272,8 @@ def test_a_version_that_is_damaged_while_the_server_runs_ends_it_and_the_next_st
         sites, gate = waiting_in_round_3(server, tmp_path)
         flip(slots_of_head(tmp_path)[which])
         gate.open()
-        assert server.kept.wait() == 7
-        last = server.kept.now.output().splitlines()[-1]
+        assert server.process.wait() == 7
+        last = server.process.now.output().splitlines()[-1]
         assert last.startswith("atoll: Version 2 was damaged on disk while the server was running: The ")
         assert "start the server again: it continues from the newest undamaged version" in last
     finish_from_version_1(nursery, server, sites, gate, undisturbed)
@@ -285,8 +285,8 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
     for path in (tmp_path / "state/slots").glob("version-*"):
         flip(path)
     with ServerProcess(nursery, tmp_path) as server:
-        assert server.kept.wait() == 7
-        last = server.kept.now.output().splitlines()[-1]
+        assert server.process.wait() == 7
+        last = server.process.now.output().splitlines()[-1]
     assert last.startswith(f"atoll: All versions in {tmp_path / 'state'} are damaged (their digests differ)")
     assert "Restore the whole directory from a backup" in last
 

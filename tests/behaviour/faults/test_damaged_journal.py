@@ -269,8 +269,8 @@ def test_a_start_after_a_power_loss_may_be_killed_and_made_again(
     rewrite_note(head, boot="of the start before the power loss", entries=entries + lost - 1)
     with ForkedServer(nursery, folder, ("epoch.raised=kill",) * 2, port=halfway.port) as server:
         FederatedSites(server.url, folder).join()
-        assert server.kept.wait() == 0
-    assert server.kept.deaths == 2
+        assert server.process.wait() == 0
+    assert server.process.deaths == 2
     assert digest_of(exported(folder)) == halfway.digest
     assert ask_journal(folder, "SELECT count(*) FROM audit WHERE what = 'lost'") == [(1,)]
     assert audited(folder) == ""

@@ -14,8 +14,8 @@ from fault_world import STREAMING, Result, StreamingSites, left_undisturbed, par
 from harness.processes import free_port, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import Gate, Threads, ask_journal, diloco, run_to_end, serve, take_steps
-from kit.client import Client
 from kit.digests import same
+from kit.manual_site import ManualSite
 from kit.models import wide_model
 from safetensors.torch import load_file
 from torch import nn
@@ -154,7 +154,7 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
         loop.stop()
 
 
-def submit_two_steps(client: Client) -> None:
+def submit_two_steps(client: ManualSite) -> None:
     """8 → 6 in the round that is open; then the process ends."""
     assert client.next_round() is not None
     client.submit({"x": client.pull()["x"] - 2.0}, steps=2)
@@ -170,8 +170,8 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
     """
     changed = {"sites": 2, "algorithm.outer_optimizer.lr": 1.0}
     with serve(tmp_path, Numbers(8.0), **SETTINGS | changed) as server:
-        b = Client(server.url, "b", folder=tmp_path / "workers").register()
-        submit_two_steps(Client(server.url, "a", folder=tmp_path / "workers"))
+        b = ManualSite(server.url, "b", folder=tmp_path / "workers").join()
+        submit_two_steps(ManualSite(server.url, "a", folder=tmp_path / "workers"))
 
         def submit_once_a_waits() -> None:
             def waits(each: Any) -> bool:

@@ -348,13 +348,13 @@ def test_a_failed_fsync_ends_the_server_with_the_reason(
     """No site is told of success; the next start goes on, and the workers with it."""
     with ServerProcess(nursery, tmp_path, (f"fsync=eio@{nth}",), **{"disk.durability": durability}) as server:
         sites = Sites(server.url, tmp_path)
-        assert server.kept.wait() == 7
-        last = server.kept.now.output().splitlines()[-1]
+        assert server.process.wait() == 7
+        last = server.process.now.output().splitlines()[-1]
     assert last.startswith("atoll: fsync of ")
     assert "what was written last may be lost. Check the disk, then start the server again" in last
     with ServerProcess(nursery, tmp_path, **{"disk.durability": durability}, port=server.port) as again:
         sites.join()
-        assert again.kept.wait() == 0
+        assert again.process.wait() == 0
     Result(tmp_path).require_same(undisturbed, sites)
 
 
@@ -408,11 +408,11 @@ def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
     with ServerProcess(nursery, tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)
         gate.wait()
-        pid = server.kept.now.pid
+        pid = server.process.now.pid
         resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes(pid) + spare_bytes, resource.RLIM_INFINITY))
-        assert server.kept.wait(60) not in (0, None), "it ends by itself, and as one that failed"
+        assert server.process.wait(60) not in (0, None), "it ends by itself, and as one that failed"
         gate.open()
         with ServerProcess(nursery, tmp_path, port=server.port) as again:
             sites.join()
-            assert again.kept.wait(60) == 0  # it has exported the model
+            assert again.process.wait(60) == 0  # it has exported the model
     Result(tmp_path).require_same(undisturbed, sites)

@@ -172,8 +172,8 @@ def test_the_summary_names_failed_sites_and_missed_rounds(nursery: Nursery, tmp_
             failing = SiteProcess(nursery, tmp_path, server.url, "b").start(FAIL_IN="1")
         Sites(server.url, tmp_path, "a" if fails else "ab").join()
         assert not fails or failing.wait() == 1
-        assert server.kept.wait() == 0
-        said = server.kept.now.output()
+        assert server.process.wait() == 0
+        said = server.process.now.output()
     (summary,) = [line for line in said.splitlines() if " finished at version 3 after" in line]
     assert ("1 failed" in summary, "b took part in 0 of 3 rounds" in summary) == (fails, fails)
     assert "a took part in" not in summary

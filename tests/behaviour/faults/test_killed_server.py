@@ -29,7 +29,7 @@ from fault_world import (
     serve_wide,
 )
 from harness.process_figures import Peaks
-from harness.processes import Kept, Nursery, wait_until
+from harness.processes import Nursery, RestartedProcess, wait_until
 from harness.proxy import Fault, Proxy
 from kit import SITES, Gate, Threads, ask_journal, exported
 from kit.models import wide_model
@@ -114,8 +114,8 @@ def run_with_deaths(
     with ServerProcess(nursery, folder, lives, **settings) as server:
         sites = kind(server.url, folder)
         sites.join()
-        assert server.kept.wait() == 0
-        assert server.kept.deaths == deaths, "a failpoint did not fire"
+        assert server.process.wait() == 0
+        assert server.process.deaths == deaths, "a failpoint did not fire"
     return sites
 
 
@@ -236,16 +236,16 @@ def test_goes_on_after_kills_in_the_middle_of_a_part_and_while_all_sites_train(
         proxy.faults.append(stall)
         sites = Sites(proxy.url, tmp_path, during=gate)
         assert stall.reached.wait(60)
-        server.kept.now.kill()
+        server.process.now.kill()
         proxy.cut()
-        wait_until(lambda: server.kept.deaths == 1, "a new start")
+        wait_until(lambda: server.process.deaths == 1, "a new start")
         proxy.heal()
         gate.wait()
-        server.kept.now.kill()
-        wait_until(lambda: server.kept.deaths == 2, "another start")
+        server.process.now.kill()
+        wait_until(lambda: server.process.deaths == 2, "another start")
         gate.open()
         sites.join()
-        assert server.kept.wait() == 0
+        assert server.process.wait() == 0
         sent = parts_sent(proxy.requests, 3)
     # a request a part: 0, 1 and 2 were there before the kill, and are not sent again
     assert [part for part in sent if part != 3] == [0, 1, 2, 4, 5]
@@ -259,7 +259,7 @@ def test_killed_while_it_exports(nursery: Nursery, tmp_path: Path, undisturbed: 
     with ServerProcess(nursery, tmp_path, ("export.write=kill",)) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()
-        wait_until(lambda: server.kept.deaths == 1, "its death")
+        wait_until(lambda: server.process.deaths == 1, "its death")
         wait_until((tmp_path / "state/exports/model.safetensors").exists, "the export")
         leftovers = list((tmp_path / "state/exports").glob(".model*"))
     assert leftovers == []
@@ -295,13 +295,13 @@ def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery,
         wait_until(lambda: "listening" in server.log.read_text(), "the server")
         sites = Sites(server.url, tmp_path, names, during=lambda *_: submitting.wait(60))
         submitting.wait(60)  # all of them send at once, and
-        server.kept.now.kill()
-        wait_until(lambda: server.kept.deaths == 1, "a new start")
+        server.process.now.kill()
+        wait_until(lambda: server.process.deaths == 1, "a new start")
         wait_until(lambda: server.log.read_text().count("listening") == 2, "the server once more")
-        peaks.begin(server.kept.now.pid)
+        peaks.begin(server.process.now.pid)
         sites.join()
-        peak_mb = peaks.peak_mb(server.kept.now.pid)
-        assert server.kept.wait() == 0
+        peak_mb = peaks.peak_mb(server.process.now.pid)
+        assert server.process.wait() == 0
     peaks.close()
     assert 0.0 < peak_mb < MORE_MB
     assert sites.trained == {(site, 1): 1 for site in names}
@@ -345,12 +345,12 @@ def test_whatever_is_killed_no_acknowledged_update_is_lost(nursery: Nursery, tmp
     undisturbed = left_undisturbed(tmp_path / "undisturbed", rounds=8)
     with ServerProcess(nursery, tmp_path, lives(SERVER_PLACES, 5), **{"rounds.total": 8}) as server:
         sites = [SiteProcess(nursery, tmp_path, server.url, site) for site in SITES]
-        workers = [Kept(site.start, lives(SITE_PLACES, 3)) for site in sites]
+        workers = [RestartedProcess(site.start, lives(SITE_PLACES, 3)) for site in sites]
         try:
             assert [worker.wait() for worker in workers] == [0, 0]
-            assert server.kept.wait() == 0
+            assert server.process.wait() == 0
         finally:
             for worker in workers:
                 worker.close()
-        assert server.kept.deaths + sum(worker.deaths for worker in workers) >= 8, "hardly anything was killed"
+        assert server.process.deaths + sum(worker.deaths for worker in workers) >= 8, "hardly anything was killed"
     Result(tmp_path).require_same(undisturbed)

@@ -163,14 +163,14 @@ class World:
         if number == STEPS + 2:
             theirs = "accepted" if len(self.names) == 2 else "counted"  # round 1 is counted by now
             wait_until(lambda: theirs in ticket_states(self.folder).values(), "the other site's update")
-            self.server.kept.now.kill()
-            wait_until(lambda: self.server.kept.deaths == 1, "a new start")
+            self.server.process.now.kill()
+            wait_until(lambda: self.server.process.deaths == 1, "a new start")
 
     def require_each_update_once(self) -> float:
         """Every site's update of every round counted once, and the server had died; returns w of the result."""
         self.other.join()
-        assert self.server.kept.wait() == 0
-        assert self.server.kept.deaths == 1
+        assert self.server.process.wait() == 0
+        assert self.server.process.deaths == 1
         each = [(site, number) for site in self.names for number in range(1, ROUNDS + 1)]
         assert Result(self.folder).counted() == each
         return exported(self.folder)["w"].item()

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from harness.processes import free_port, wait_until
 from kit.servers import new_server
-from kit.sites import clients
+from kit.sites import manual_sites
 from torch import Tensor
 
 import atoll
@@ -41,8 +41,8 @@ class Clients:
         }
         self.server = new_server({"weight": start}, **self.options).start()
         stack.callback(lambda: self.server.stop())
-        self.clients = clients(self.server, folder, sites)
-        for client in self.clients.values():
+        self.sites = manual_sites(self.server, folder, sites)
+        for client in self.sites.values():
             stack.enter_context(client)
         self.base: dict[str, Tensor] = {}
 
@@ -52,12 +52,12 @@ class Clients:
 
     def pull(self, *sites: str) -> None:
         for site in sites:
-            assert self.clients[site].next_round() is not None
-            self.base[site] = self.clients[site].pull()["weight"]
+            assert self.sites[site].next_round() is not None
+            self.base[site] = self.sites[site].pull()["weight"]
 
     def submit(self, site: str, u: Tensor, **about: Any) -> None:
         """Submit the pseudo-gradient `u` against what the site pulled last."""
-        self.clients[site].submit({"weight": self.base[site] - u}, **about)
+        self.sites[site].submit({"weight": self.base[site] - u}, **about)
 
     def advance(self, site: str, *seeds: int) -> None:
         """The site submits a gradient for each seed, and pulls what comes of it."""

@@ -19,7 +19,7 @@ from async_world import LR, MOMENTUM, SITES, START, Clients, gradient, nesterov,
 from harness.processes import wait_until
 from harness.proxy import Fault, Proxy
 from kit import joined, post, serve
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import diloco, together
 from torch import nn
@@ -292,10 +292,10 @@ def test_settings_that_an_asynchronous_run_does_not_have_are_refused(
 def test_keeps_a_version_that_a_worker_is_to_pull(world: WORLD) -> None:
     """Two versions are kept in any case; a has a ticket of version 0, and pulls it when the head is at 4."""
     run = world()
-    assert run.clients["a"].next_round() == 1
+    assert run.sites["a"].next_round() == 1
     run.pull("b")
     run.advance("b", 0, 1, 2, 3)
-    assert torch.equal(run.clients["a"].pull()["weight"], START)
+    assert torch.equal(run.sites["a"].pull()["weight"], START)
     run.wait(4)
 
 
@@ -318,13 +318,13 @@ def test_a_version_that_its_site_trains_from_is_kept_no_longer(world: WORLD) -> 
 
 def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: WORLD) -> None:
     run = world(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
-    assert run.clients["a"].next_round() == 1
-    assert run.clients["c"].next_round() == 1
+    assert run.sites["a"].next_round() == 1
+    assert run.sites["c"].next_round() == 1
     run.pull("b")
     run.advance("b", 0, 1, 2)
-    run.clients["c"].next_round()  # of version 3, so that version 0 is no longer among the newest that are wanted
+    run.sites["c"].next_round()  # of version 3, so that version 0 is no longer among the newest that are wanted
     run.advance("b", 3)
-    pulled = run.clients["a"].pull()["weight"]
+    pulled = run.sites["a"].pull()["weight"]
     assert torch.allclose(pulled, nesterov([gradient(n) for n in range(4)]), rtol=0, atol=1e-12)
 
 
@@ -332,14 +332,14 @@ def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: WORLD) -> None:
 def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: WORLD) -> None:
     """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
     run = world(rounds=1, **{"disk.keep_versions": 1})
-    assert run.clients["a"].next_round() is not None
+    assert run.sites["a"].next_round() is not None
     run.pull("b")
     run.submit("b", gradient(0))
     wait_until_durable(run.server, 1)
-    pulled = run.clients["a"].pull()["weight"]
+    pulled = run.sites["a"].pull()["weight"]
     assert torch.equal(pulled, run.weight())
-    run.clients["a"].submit({"weight": pulled - gradient(1)})  # in vain, and no error
-    assert run.clients["a"].next_round() is None
+    run.sites["a"].submit({"weight": pulled - gradient(1)})  # in vain, and no error
+    assert run.sites["a"].next_round() is None
     assert run.staleness() == [("b", 0)]
 
 
@@ -350,7 +350,7 @@ def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(world: WORLD) -> N
     run.pull("a", "b")
     run.submit("b", gradient(0))
     run.wait(1)
-    newest = run.clients["a"].worker.load_into({"weight": torch.zeros_like(START)})
+    newest = run.sites["a"].worker.load_into({"weight": torch.zeros_like(START)})
     assert torch.equal(newest["weight"], run.weight())
     run.submit("a", gradient(1))
     run.wait(2)
@@ -381,7 +381,7 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
     monkeypatch.setattr(Coordinator, "apply", late)
     run.submit("b", gradient(0))
     assert committed.wait(30)
-    place = run.clients["a"]._place
+    place = run.sites["a"]._place
     assert place is not None
     reply = place.exchange.ask(wait_s=0.0)
     assert reply.ticket is not None
@@ -455,7 +455,7 @@ class Breaking(Clients):
             "network.connections": 1,
         }
         super().__init__(folder, stack, sites="b", start=torch.randn(SIZE, SIZE, dtype=torch.float64), **settings)
-        self.moved, self.b = 0.0, self.clients["b"]
+        self.moved, self.b = 0.0, self.sites["b"]
         self.line = stack.enter_context(Proxy(self.options["network.port"]))
 
     def break_the_next_pull(self) -> Fault:
@@ -472,7 +472,7 @@ class Breaking(Clients):
             self.wait(at + further)
         self.restart()
 
-    def submit_less(self, client: Client, state: dict[str, torch.Tensor], by: float) -> None:
+    def submit_less(self, client: ManualSite, state: dict[str, torch.Tensor], by: float) -> None:
         client.submit({"weight": state["weight"] - by})
         self.moved += by
 
@@ -490,7 +490,7 @@ def breaking(tmp_path: Path) -> Iterator[Breaking]:
 @pytest.mark.covers("L3", "L10")
 def test_a_federated_site_pulls_the_head_instead(breaking: Breaking) -> None:
     broken = breaking.break_the_next_pull()
-    with Client(breaking.line.url, site="a", folder=breaking.folder / "w") as a:
+    with ManualSite(breaking.line.url, site="a", folder=breaking.folder / "w") as a:
         assert a.next_round() is not None
         state = a.pull()
         assert broken.reached.is_set()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port, wait_until
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.servers import plain_server
-from kit.sites import clients
+from kit.sites import manual_sites
 from torch import nn
 
 import atoll
@@ -113,11 +113,11 @@ def test_settings_that_sites_have_read_hold_for_them_until_they_start_again(tmp_
     later = {"network.connections": 3, "network.heartbeat_interval_s": 40.0, "network.idle_timeout_s": 9.0}
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.total": 3}
     with diloco_server(tmp_path, **run, **told) as server:
-        (a,) = clients(server, tmp_path, "a").values()
+        (a,) = manual_sites(server, tmp_path, "a").values()
         one_round(a)
     with diloco_server(tmp_path, **run, **later) as server:
         one_round(a)
-        (b,) = clients(server, tmp_path, "b").values()
+        (b,) = manual_sites(server, tmp_path, "b").values()
         for client, expected in ((a, told), (b, later)):
             place = client._place
             assert place is not None
@@ -134,7 +134,7 @@ def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_worke
     """The run gets a round more, of fewer workers, by a median, and refuses what is too large."""
     run: dict[str, Any] = {"algorithm.name": "fedavg", "network.port": free_port(), "rounds.sites": 2}
     with diloco_server(tmp_path, **run, rounds=1, **{"rounds.min_sites": 2}) as server:
-        sites = clients(server, tmp_path)
+        sites = manual_sites(server, tmp_path)
         for client in sites.values():
             one_round(client)
         wait_until(lambda: server.finished, "the end of its one round")
@@ -153,7 +153,7 @@ def test_settings_of_the_server_alone_hold_from_its_next_start_for_running_worke
         assert server.status().history[-1].workers == ["b"]
 
 
-def one_round(client: Client) -> None:
+def one_round(client: ManualSite) -> None:
     assert client.next_round() is not None
     client.submit(client.pull())
 

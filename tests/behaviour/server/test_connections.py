@@ -25,7 +25,7 @@ import pytest
 import torch
 from aiohttp import web
 from harness.processes import wait_until
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.requests import answer, begin_request, version_path
 from kit.servers import plain_server
 from kit.tls import write_certificate
@@ -304,7 +304,7 @@ def test_a_stalled_reader_gets_its_own_version_or_is_cut_off(tmp_path: Path) -> 
     readers: list[tuple[socket.socket, bytes]] = []
     versions: list[bytes] = []
     with plain_server(tmp_path, model, **{"disk.keep_versions": 1, "disk.max_pinned_versions": 2}) as server:
-        with Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with ManualSite(server.url, site="a", folder=tmp_path / "w") as client:
             for number in range(8):
                 assert client.next_round() == number + 1
                 state = client.pull()

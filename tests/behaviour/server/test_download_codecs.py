@@ -15,10 +15,10 @@ from harness.processes import Nursery
 from harness.proxy import Fault, Proxy
 from kit import flip_bit
 from kit.aggregators import MEAN
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.processes import export
 from kit.servers import PLAIN_DILOCO, long, plain_server
-from kit.sites import clients, finish, play_round
+from kit.sites import finish, manual_sites, train_round
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -172,7 +172,7 @@ def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(found[name], tensor), name
 
 
-def down_bytes(client: Client) -> int:
+def down_bytes(client: ManualSite) -> int:
     """Of tensors, that this client's process has received so far."""
     received: int = client.worker.bytes_down
     return received
@@ -198,7 +198,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.server.start()
-        self.sites = clients(self.server, self.folder)
+        self.sites = manual_sites(self.server, self.folder)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -209,7 +209,7 @@ class Run:
     def run_rounds(self, *numbers: int, **about: Any) -> None:
         """`about` goes to `submit`."""
         for number in numbers:
-            play_round(self.sites, number, partial(self._train, number), WEIGHTS, **about)
+            train_round(self.sites, number, partial(self._train, number), WEIGHTS, **about)
             self.reference.round(number, "".join(self.sites))
 
     def _train(self, number: int, site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -
 
         def pulled_anew() -> int:
             """Another process of b pulls the head; how many bytes came."""
-            with Client(run.server.url, site="b", folder=tmp_path / "w") as client:
+            with ManualSite(run.server.url, site="b", folder=tmp_path / "w") as client:
                 found = client.worker.load_into({n: torch.zeros_like(t) for n, t in run.reference.held.items()})
                 require_equal(found, run.reference.held)
                 return down_bytes(client)
@@ -478,7 +478,7 @@ def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) 
 
 def whole_pull(server: atoll.Server, folder: Path, model: Any) -> tuple[dict[str, Tensor], int]:
     """What a new site gets, with what its file has beside the model; and its bytes."""
-    client = Client(server.url, site="joiner", folder=folder / "joiner").register()
+    client = ManualSite(server.url, site="joiner", folder=folder / "joiner").join()
     client.worker.load_into(model)
     (base,) = (folder / "joiner").rglob("base.safetensors")
     state, nbytes = load_file(base), down_bytes(client)
@@ -497,9 +497,9 @@ def whole_pull(server: atoll.Server, folder: Path, model: Any) -> tuple[dict[str
 )
 def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
     with codec_server(tmp_path, **{"rounds.min_sites": 1}, **options) as server:
-        sites = clients(server, tmp_path)
+        sites = manual_sites(server, tmp_path)
         for number in (1, 2, 3):
-            play_round(sites, number, partial(trained, number))
+            train_round(sites, number, partial(trained, number))
         for client in sites.values():
             assert client.next_round() == 4
         held, nbytes = whole_pull(server, tmp_path, start())
@@ -512,10 +512,10 @@ def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, opti
 def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
     model = dict(nn.Linear(90, 60).state_dict())
     with codec_server(tmp_path, model, algorithm="scaffold", **{"rounds.min_sites": 1, "model.buffers": ()}) as server:
-        sites = clients(server, tmp_path)
+        sites = manual_sites(server, tmp_path)
         for number in (1, 2, 3):
             controls = {"control": {name: torch.full_like(tensor, 0.1 * number) for name, tensor in model.items()}}
-            play_round(sites, number, partial(trained, number), steps=1, groups=controls)
+            train_round(sites, number, partial(trained, number), steps=1, groups=controls)
         for client in sites.values():
             assert client.next_round() == 4
         held, nbytes = whole_pull(server, tmp_path, model)
@@ -564,8 +564,8 @@ def test_masters_that_were_damaged_are_never_exported(
 ) -> None:
     out = tmp_path / "model.safetensors"
     with codec_server(tmp_path, rounds=1, **{"algorithm.outer_optimizer": options}) as server:
-        sites = clients(server, tmp_path)
-        play_round(sites, 1, partial(trained, 1))
+        sites = manual_sites(server, tmp_path)
+        train_round(sites, 1, partial(trained, 1))
         exported = finish(server, sites)
     state = str(tmp_path / "state")
     assert export(nursery, out, "--dir", state) == 1

@@ -15,7 +15,7 @@ from async_world import START, Clients, gradient, wait_until_durable
 from harness.process_figures import memory_files_bytes
 from harness.processes import free_port, wait_until
 from kit import FederatedSites, ask_journal, flip_bit, serve
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.models import wide_model
 from kit.servers import PLAIN_DILOCO, new_server, plain_server
 from kit.wire import WireSite
@@ -67,7 +67,7 @@ def test_rounds_that_overtake_the_disk_keep_no_more_versions(tmp_path: Path, mon
     waits.set()
     versions = set()
     with plain_server(tmp_path, nn.Linear(4, 3), rounds=7) as server:
-        with Client(server.url, site="a", folder=tmp_path / "workers") as client:
+        with ManualSite(server.url, site="a", folder=tmp_path / "workers") as client:
             while (number := client.next_round()) is not None:
                 if number == 2:
                     wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")

@@ -20,7 +20,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit import build_model, joined, post, serve
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.peers import Connection, Peer, Request
 from kit.requests import get
 from torch import nn
@@ -245,7 +245,7 @@ def test_a_site_of_a_hostile_name_does_not_start(tmp_path: Path, site: str, monk
     starts: list[Callable[[], object]] = [
         lambda: atoll.join(nowhere, site=site, folder=folder),
         lambda: atoll.DiLoCo(model, optimizer, server=nowhere, site=site, folder=folder).start(),
-        lambda: Client(nowhere, site=site, folder=folder).register(),
+        lambda: ManualSite(nowhere, site=site, folder=folder).join(),
         lambda: atoll.tasks(nowhere, site),
     ]
     if "\x00" not in site:  # no environment can hold it

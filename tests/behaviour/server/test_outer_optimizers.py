@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.servers import plain_server
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def outer_server(folder: Path, outer: str | Callable[..., Any] | None = None, **
 
 def run_rounds(server: atoll.Server, folder: Path, first: int = 1, last: int = ROUNDS) -> dict[str, Tensor]:
     """These rounds of a run; the model after them."""
-    with server, Client(server.url, site="a", folder=folder / "w") as client:
+    with server, ManualSite(server.url, site="a", folder=folder / "w") as client:
         for number in range(first, last + 1):
             assert client.next_round() == number
             moved = gradients(number)

@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 from harness.processes import wait_until
-from kit.client import Client
 from kit.folders import open_paths
+from kit.manual_site import ManualSite
 from kit.models import TiedHead
 from kit.servers import plain_server
-from kit.sites import clients, federated
+from kit.sites import federated, manual_sites
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ def run_rounds(server: atoll.Server, folder: Path) -> None:
     server.run()
 
 
-def measure(client: Client, *accuracies: float) -> None:
+def measure(client: ManualSite, *accuracies: float) -> None:
     """A round for each accuracy; every element grows by 1."""
     for accuracy in accuracies:
         assert client.next_round() is not None
@@ -219,7 +219,7 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp
     When the turn of 2 comes, the run is at version 5 and keeps two.
     """
     with slow_server(tmp_path, rounds=5) as server:
-        (client,) = clients(server, tmp_path, "a").values()
+        (client,) = manual_sites(server, tmp_path, "a").values()
         measure(client, 0.5)
         assert Slow.begun.wait(30)
         measure(client, 0.7, 0.9, 0.1, 0.1)
@@ -238,7 +238,7 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp
 def test_the_next_server_hands_over_a_best_version_that_was_due(tmp_path: Path) -> None:
     """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""
     with slow_server(tmp_path, rounds=9) as server:
-        with Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with ManualSite(server.url, site="a", folder=tmp_path / "w") as client:
             measure(client, 0.5)
             assert Slow.begun.wait(30)
             measure(client, 0.9, 0.1, 0.1, 0.1)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from harness.processes import free_port, wait_until
 from kit.aggregators import MEAN
-from kit.client import Client
 from kit.folders import open_paths
+from kit.manual_site import ManualSite
 from kit.servers import plain_server
-from kit.sites import clients, finish, play_round
+from kit.sites import finish, manual_sites, train_round
 from safetensors.torch import load_file
 from torch import nn
 
@@ -36,7 +36,7 @@ def of_reducer(**options: Any) -> dict[str, Any]:
     return {f"aggregation.reducer.{key}": value for key, value in options.items()}
 
 
-def submit_value(client: Client, value: float, **how: Any) -> None:
+def submit_value(client: ManualSite, value: float, **how: Any) -> None:
     client.submit({name: torch.tensor([value]) for name in client.pull()}, **how)
 
 
@@ -45,7 +45,7 @@ def after_one_round(
 ) -> tuple[float, float]:
     """What models of these values become together: a parameter and a buffer. `how` a site submits it."""
     with plain_server(folder, ONE, **settings, sites=len(values), rounds=1) as server:
-        sites = clients(server, folder, values)
+        sites = manual_sites(server, folder, values)
         for client in sites.values():
             assert client.next_round() == 1
         for site, client in sites.items():
@@ -115,7 +115,7 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
     caplog.set_level(logging.INFO, "atoll")
     settings = {"rounds.sites": 2, "rounds.total": 2, "rounds.min_sites": 1}
     with plain_server(tmp_path, ONE, algorithm="fednova", **settings) as server:
-        a, b = (sites := clients(server, tmp_path)).values()
+        a, b = (sites := manual_sites(server, tmp_path)).values()
         assert a.next_round() == b.next_round() == 1
         submit_value(b, -100.0)
         submit_value(a, -4.0, steps=2)
@@ -181,9 +181,9 @@ def trained(number: int, site: str, state: dict[str, torch.Tensor]) -> dict[str,
     return {name: (tensor + added[name]).to(tensor.dtype) for name, tensor in state.items()}
 
 
-def run_rounds(sites: dict[str, Client], *numbers: int) -> None:
+def run_rounds(sites: dict[str, ManualSite], *numbers: int) -> None:
     for number in numbers:
-        play_round(sites, number, partial(trained, number), SITES, metrics={"loss": 1.0 / number})
+        train_round(sites, number, partial(trained, number), SITES, metrics={"loss": 1.0 / number})
 
 
 def require_updates_in_use(server: atoll.Server, count: int) -> None:
@@ -220,7 +220,7 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
             "disk.in_files": in_files,
         }
         with aggregator_server(tmp_path, "mean", start=start, **(options | extra)) as server:
-            sites = clients(server, folder)
+            sites = manual_sites(server, folder)
             run_rounds(sites, 1, 2)
             require_updates_in_use(server, 0)
             finish(server, sites)
@@ -254,7 +254,7 @@ class Keeper:
 """,
     )
     with aggregator_server(tmp_path, "Keeper", rounds=2, **{"aggregation.aggregator.factor": 2.0}) as server:
-        sites = clients(server, tmp_path, "ba")
+        sites = manual_sites(server, tmp_path, "ba")
         run_rounds(sites, 1, 2)
         require_updates_in_use(server, 4)
         model = finish(server, sites)
@@ -278,7 +278,7 @@ class Keeper:
 def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path: Path) -> None:
     write(tmp_path, MEAN)
     with aggregator_server(tmp_path, "mean", rounds=12) as server:
-        sites = clients(server, tmp_path)
+        sites = manual_sites(server, tmp_path)
         run_rounds(sites, 1, 2)
 
         def spools_open() -> list[int]:
@@ -337,7 +337,7 @@ class AsTheyArrive:
         sites[site].submit(trained(number, site, sites[site].pull()), weight=SITES[site])
 
     with aggregator_server(tmp_path, "AsTheyArrive", rounds=2, **{"aggregation.max_kept_updates": 1}) as server:
-        sites = clients(server, tmp_path)
+        sites = manual_sites(server, tmp_path)
         for number in (1, 2):
             for site in "ba":
                 assert sites[site].next_round() == number
@@ -362,7 +362,7 @@ def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_th
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     port = free_port()
     server = aggregator_server(tmp_path, "mean", **{"network.port": port}).start()
-    sites = clients(server, tmp_path)
+    sites = manual_sites(server, tmp_path)
     run_rounds(sites, 1)
     with pytest.raises(RunFailed) as raised:
         server.wait(60)
@@ -397,7 +397,7 @@ def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_th
 def test_an_aggregator_without_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
     server = aggregator_server(tmp_path, "bad", sites=1, **{"aggregation.aggregator_timeout_s": 1.0}).start()
-    run_rounds(clients(server, tmp_path, "a"), 1)
+    run_rounds(manual_sites(server, tmp_path, "a"), 1)
     with pytest.raises(RunFailed) as raised:
         server.wait(60)
     assert "mine.py:bad' failed" in raised.value.message
@@ -423,7 +423,7 @@ def waits(updates):
     )
     port = free_port()
     server = aggregator_server(tmp_path, "waits", sites=1, **{"network.port": port}).start()
-    sites = clients(server, tmp_path, "a")
+    sites = manual_sites(server, tmp_path, "a")
     run_rounds(sites, 1)
     pid = tmp_path / "pid"
     wait_until(lambda: pid.exists() and pid.read_text(), "the aggregation")

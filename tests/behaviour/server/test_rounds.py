@@ -19,7 +19,7 @@ import pytest
 import torch
 from harness.crowd import Crowd
 from harness.round_run import Bench, measure
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.requests import answer
 from kit.servers import plain_server
 from kit.sites import together
@@ -293,7 +293,7 @@ def test_five_thousand_tensors_travel_as_one_stream_each_way(tmp_path: Path) -> 
     """5,000 tensors of 12 bytes: requests are counted in parts, not in tensors."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(5000)}
     with plain_server(tmp_path, model, rounds=1) as server:
-        with Client(server.url, site="a", folder=tmp_path / "w") as client:
+        with ManualSite(server.url, site="a", folder=tmp_path / "w") as client:
             assert client.next_round() == 1
             state = client.pull()
             assert torch.equal(state["layer.4999"], torch.full((3,), 4999.0))

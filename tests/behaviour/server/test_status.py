@@ -20,7 +20,7 @@ import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit.processes import command
 from kit.servers import plain_server
-from kit.sites import clients
+from kit.sites import manual_sites
 from kit.wire import WireSite, heard
 
 import atoll
@@ -210,12 +210,12 @@ def test_names_a_site_that_misses_heartbeats_and_the_consequence(tmp_path: Path,
 @pytest.mark.covers("L13")
 def test_status_names_the_sites_that_the_round_waits_for(tmp_path: Path) -> None:
     with plain_server(tmp_path, START, sites=2) as server:
-        first = clients(server, tmp_path, ["first"])["first"]
+        first = manual_sites(server, tmp_path, ["first"])["first"]
         assert first.next_round(wait_s=0.0) is None
         waiting = status(server.url)
         assert "waits for 2 sites to join; 1 joined so far" in waiting.fragments[0].reason
         assert waiting.policy == "barrier"
-        second = clients(server, tmp_path, ["second"])["second"]
+        second = manual_sites(server, tmp_path, ["second"])["second"]
         assert (first.next_round(), second.next_round()) == (1, 1)
         first.submit(first.pull())
         assert [missing.site for missing in server.status().fragments[0].waiting_for] == ["second"]

@@ -19,9 +19,9 @@ import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit import Threads
 from kit.aggregators import MEAN
-from kit.client import Client
 from kit.filters import Broken, Halved, Hanging, Infinite, Leaving, Shorter, Undecided
 from kit.folders import nameless_files
+from kit.manual_site import ManualSite
 from kit.processes import Outcome, command
 from kit.servers import PLAIN_DILOCO, new_server, plain_server
 from kit.sites import diloco, finish
@@ -55,11 +55,11 @@ def filter_server(folder: Path, start: State = START, **options: Any) -> atoll.S
 
 def join(
     server: atoll.Server, folder: Path, sites: str, filters: Mapping[str, Sequence[Filter]] | None = None
-) -> dict[str, Client]:
+) -> dict[str, ManualSite]:
     """Sites with filters of their own that have pulled the version of round 1."""
     own = filters or {}
     found = {
-        site: Client(server.url, site=site, folder=folder / "w", filters=own.get(site, ())).register() for site in sites
+        site: ManualSite(server.url, site=site, folder=folder / "w", filters=own.get(site, ())).join() for site in sites
     }
     for client in found.values():
         assert client.next_round() == 1

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.servers import plain_server
-from kit.sites import clients, finish, play_round
+from kit.sites import finish, manual_sites, train_round
 from torch import Tensor
 
 import atoll
@@ -87,14 +87,14 @@ def codec_server(folder: Path, codec: str, **options: Any) -> atoll.Server:
 def test_an_own_codec_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
     """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives."""
     with codec_server(tmp_path, name, per=4) as server:
-        sites, found = clients(server, tmp_path, "a"), []
+        sites, found = manual_sites(server, tmp_path, "a"), []
 
         def train(_: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             found.append(state["w"].tolist())
             return {"w": state["w"] - (0.26, 0.12)[len(found) - 1]}
 
-        play_round(sites, 1, train)
-        play_round(sites, 2, train)
+        train_round(sites, 1, train)
+        train_round(sites, 2, train)
         found.append(finish(server, sites)["w"].tolist())
     assert found == [[0.0] * 3, [-0.25] * 3, [-0.5] * 3]  # 0.12 + 0.01 = 0.13, which rounds to ¼
 
@@ -145,16 +145,16 @@ def test_an_object_that_is_no_codec_is_refused_at_the_start(
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
     with codec_server(tmp_path, codec) as server:
-        site = clients(server, tmp_path, "a")["a"]
+        site = manual_sites(server, tmp_path, "a")["a"]
         site.next_round()
         model = site.pull()
         shutil.rmtree(tmp_path / "w")
         with pytest.raises(StoreError, match=r"cannot be written.*folder was removed, start that worker again"):
             site.submit({"w": model["w"] - 1})
         site.close()
-        again = clients(server, tmp_path, "a")
+        again = manual_sites(server, tmp_path, "a")
         for number in (1, 2):
-            play_round(again, number, lambda _, state: {"w": state["w"] - 1})
+            train_round(again, number, lambda _, state: {"w": state["w"] - 1})
         assert finish(server, again)["w"].tolist() == [-2.0] * 3
 
 
@@ -209,7 +209,7 @@ def test_bytes_that_no_codec_has_written_are_refused_or_finite(
     """The server refuses them with the tensor's name, or has finite values of them."""
     codec, (change, refused) = forged.partition("-")[0], FORGED[forged]
     with plain_server(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, rounds=2, codec=codec) as server:
-        site = clients(server, tmp_path, "a")["a"]
+        site = manual_sites(server, tmp_path, "a")["a"]
         codecs, honest = site._place.exchange.local.layouts.codecs, build_codecs(codec, {})[codec]
         moved = {"w": torch.linspace(1, 2, 300), "v": torch.ones(5)}
         rounds = [Forged(honest, change), honest] + [honest] * bool(refused)  # a refused update is a round that was not

@@ -124,7 +124,7 @@ class World(ForkedServer):
         for ranks in sites:
             for rank in ranks:
                 assert rank.wait(90) == 0, rank.output()[-4000:]
-        assert self.kept.wait() == 0
+        assert self.process.wait() == 0
 
 
 def told(out: Path, site: str, rank: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def test_the_server_is_killed(nursery: Nursery, tmp_path: Path) -> None:
     lives += ("part.recorded=kill@3",)
     with World(nursery, tmp_path, lives, H=2, rounds=3, sites=2) as world:
         world.ended(world.site("a"), world.site("b"))
-        assert world.kept.deaths == len(lives), "a failpoint did not fire"
+        assert world.process.deaths == len(lives), "a failpoint did not fire"
     require_close(tmp_path, expected("ab", sync_every=2, rounds=3))
     assert Result(tmp_path).counted() == [(site, number) for site in "ab" for number in (1, 2, 3)]
 
@@ -218,7 +218,7 @@ def test_an_update_with_a_lost_acknowledgement_counts_once(nursery: Nursery, tmp
     back = tmp_path / "back"
     with World(nursery, tmp_path, ("accept.after=kill",), H=2, rounds=2, sites=1, **PLAIN_OUTER) as world:
         ranks = world.site("a", max_sync_retries=0, held={"3": str(back)})
-        wait_until(lambda: world.kept.deaths == 1, "the server's death", 60)
+        wait_until(lambda: world.process.deaths == 1, "the server's death", 60)
         wait_until(lambda: is_at(world.url, 1), "the server's return", 60)
         back.touch()
         world.ended(ranks)

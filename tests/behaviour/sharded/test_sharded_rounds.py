@@ -78,7 +78,7 @@ def test_an_asynchronous_run_of_one_worker_is_the_synchronous_one(nursery: Nurse
     """Every update is applied to the version that it was formed against; also where the server is killed behind one."""
     with World(nursery, tmp_path, ("accept.after=kill@2",), H=2, rounds=3, sites=1, **{"async.enabled": True}) as world:
         world.ended(world.site("a"))
-        assert world.kept.deaths == 1
+        assert world.process.deaths == 1
     require_close(tmp_path, expected("a", sync_every=2, rounds=3))
 
 

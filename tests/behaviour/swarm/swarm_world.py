@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.processes import Kept, Nursery, Process
+from harness.processes import Nursery, Process, RestartedProcess
 from kit import ForkedServer, ForkedSite, Threads, run_to_end, serve, tensors_digest
 from kit.models import local_step, wide_model
 from kit.results import Result
@@ -130,19 +130,21 @@ class SiteProcess(ForkedSite):
         self, nursery: Nursery, folder: Path, url: str, site: str, lives: Sequence[str] = (), **env: str
     ) -> None:
         super().__init__(nursery, folder, url, site, Path(__file__).with_name("swarm_site.py"))
-        self.kept = Kept(lambda failpoints: self.start(failpoints, **{"LOOP": "federated", **env}), lives)
+        self.process = RestartedProcess(
+            lambda failpoints: self.start(failpoints, **{"LOOP": "federated", **env}), lives
+        )
 
     def ended(self) -> str:
         """The digest of its model, once it has come to its end by itself."""
-        process: Process = self.kept.now
-        assert self.kept.wait() == 0, process.output()
-        return self.kept.now.output().split("digest ")[-1].split()[0]
+        process: Process = self.process.now
+        assert self.process.wait() == 0, process.output()
+        return self.process.now.output().split("digest ")[-1].split()[0]
 
     def __enter__(self) -> SiteProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kept.close()
+        self.process.close()
 
 
 def trains(process: Process, number: int) -> bool:

@@ -180,9 +180,9 @@ def test_the_same_bits_as_a_server_makes_with_code_of_a_package(tmp_path: Path) 
 def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, tmp_path: Path) -> None:
     with serve_swarm(tmp_path, **PLAIN | OURS | {"aggregation.upload_codec.name": "none"}) as server:
         with SiteProcess(nursery, tmp_path, server.url, "c") as site:  # it has not got what is put on this one's path
-            assert site.kept.wait() != 0
+            assert site.process.wait() != 0
         assert server.status().workers == []
-    said = site.kept.now.output()
+    said = site.process.now.output()
     assert "This worker cannot aggregate with the server's settings: algorithm.name = 'half' is not one of" in said
     assert "and of plugins at all sites" in said
 

@@ -82,7 +82,7 @@ def test_a_run_with_killed_sites_has_the_bits_of_an_undisturbed_one(
         digests = {each.ended() for each in killed.values()}
         others.join()
         assert len(digests | others.digests) == 1
-        assert {site: each.kept.deaths for site, each in killed.items()} == dict.fromkeys(lives, 1), "did not fire"
+        assert {site: each.process.deaths for site, each in killed.items()} == dict.fromkeys(lives, 1), "did not fire"
         server.run()
     require_same(tmp_path, undisturbed)
 
@@ -94,8 +94,8 @@ def test_a_killed_server_comes_to_the_undisturbed_bits(nursery: Nursery, tmp_pat
     with ServerProcess(nursery, tmp_path, lives, **IN_TURN) as server:
         sites = Sites(server.url, tmp_path)
         sites.join()
-        assert server.kept.wait() == 0
-        assert server.kept.deaths == len(lives), "a failpoint did not fire"
+        assert server.process.wait() == 0
+        assert server.process.deaths == len(lives), "a failpoint did not fire"
     assert len(sites.digests) == 1
     assert sorted(sites.trained) == EVERY_SITE_AND_ROUND
     require_same(tmp_path, undisturbed)
@@ -165,7 +165,7 @@ def test_a_stopped_worker_is_replaced_and_does_no_harm_when_it_goes_on(
     ):
         other = Sites(server.url, tmp_path, "c")
         wait_until(Path(f"{paused}.reached").exists, "the reduction")
-        process = sites["a" if stopped == "aggregator" else "b"].kept.now
+        process = sites["a" if stopped == "aggregator" else "b"].process.now
         process.send(signal.SIGSTOP)
         if stopped == "checker":
             paused.touch()
@@ -285,8 +285,8 @@ def test_a_killed_server_of_a_diloco_run_comes_to_the_same_updates_and_bits(nurs
         (folder := tmp_path / str(len(lives))).mkdir()
         with ServerProcess(nursery, folder, lives, **DILOCO) as server:
             Loops(server.url, folder, names=SITES).join()
-            assert server.kept.wait() == 0
-            assert server.kept.deaths == len(lives), "a failpoint did not fire"
+            assert server.process.wait() == 0
+            assert server.process.deaths == len(lives), "a failpoint did not fire"
         found.append(Result(folder))
     undisturbed, result = found
     assert (result.versions, result.updates) == (undisturbed.versions, undisturbed.updates)
@@ -306,8 +306,8 @@ def test_streamed_fragments_come_to_the_same_end_everywhere_though_aggregator_an
         others = Loops(server.url, tmp_path, names="bc")
         digests = {killed["a"].ended()}
         others.join()
-        assert server.kept.wait() == 0
-        assert (server.kept.deaths, killed["a"].kept.deaths) == (2, 1), "a failpoint did not fire"
+        assert server.process.wait() == 0
+        assert (server.process.deaths, killed["a"].process.deaths) == (2, 1), "a failpoint did not fire"
     digests |= {tensors_digest(dict(model.state_dict())) for model in others.models.values()}
     assert len(digests) == 1
     result = Result(tmp_path)

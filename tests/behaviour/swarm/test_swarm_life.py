@@ -41,7 +41,7 @@ def test_the_last_worker_waits_and_says_why(nursery: Nursery, tmp_path: Path) ->
         a = Sites(server.url, tmp_path, "a", during=gate)
         with SiteProcess(nursery, tmp_path, server.url, "b", HOLD=f"2:{tmp_path / 'never'}") as b:
             gate.wait()
-            wait_until(lambda: trains(b.kept.now, 2), "round 2 at b")
+            wait_until(lambda: trains(b.process.now, 2), "round 2 at b")
         gate.open()
         wait_until(lambda: "waits for a second worker: version 2" in server.status().fragments[0].reason, "the reason")
         again = Sites(server.url, tmp_path, "b")
@@ -56,8 +56,8 @@ def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery
         first = Sites(server.url, tmp_path, "ab")
         wait_until(lambda: len(server.status().workers) == 2, "two workers")
         with SiteProcess(nursery, tmp_path, server.url, "c", ATOLL_PEER_NAME="127.0.0.2") as hidden:
-            assert hidden.kept.wait(60) != 0
-        told = hidden.kept.now.output()
+            assert hidden.process.wait(60) != 0
+        told = hidden.process.now.output()
         assert "cannot reach c at http://127.0.0.2:" in told
         assert "ATOLL_PEER_NAME" in told
         assert server.status().version == 0
@@ -96,9 +96,9 @@ def test_when_all_die_what_they_hold_counts_where_it_is_whole(nursery: Nursery, 
     with serve_swarm(tmp_path, **IN_TURN) as server:
         never = f"2:{tmp_path / 'never'}"
         running = [SiteProcess(nursery, tmp_path, server.url, site, HOLD=never) for site in SITES]
-        wait_until(lambda: all(trains(each.kept.now, 2) for each in running), "round 2")
+        wait_until(lambda: all(trains(each.process.now, 2) for each in running), "round 2")
         for each in running:
-            each.kept.close()
+            each.process.close()
         holders = sorted(path.parent for path in (tmp_path / "workers").glob("*/*/held.json"))
         assert len(holders) == 2  # have version 1
         for folder in holders[:damaged]:
@@ -138,7 +138,7 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
         others = Sites(server.url, tmp_path, "acd", during=gate, last={"a": 2})
         with SiteProcess(nursery, tmp_path, server.url, "b", HOLD=f"2:{tmp_path / 'never'}") as b:
             gate.wait()
-            wait_until(lambda: trains(b.kept.now, 2), "round 2 at b")
+            wait_until(lambda: trains(b.process.now, 2), "round 2 at b")
             held = sorted(path.parent.parent.name for path in (tmp_path / "workers").glob("*/*/held.json"))
             assert held == ["a", "b"]
         gate.open()

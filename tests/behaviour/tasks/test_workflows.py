@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from harness.processes import Nursery, Process, free_port, wait_until
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.payloads import plain
 from kit.processes import command, url_of
 from kit.servers import plain_server
@@ -218,7 +218,7 @@ def test_rounds_and_tasks_do_not_mix(tmp_path: Path) -> None:
     over = threading.Event()
     with workflow_server(tmp_path / "one", lambda _: over.wait(30) or None) as server:
         with (
-            Client(server.url, "a", folder=tmp_path) as client,
+            ManualSite(server.url, "a", folder=tmp_path) as client,
             pytest.raises(ConfigError, match=r"atoll\.tasks"),
         ):
             client.next_round()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness.processes import Nursery
 from kit import atoll_worker, diloco, take_steps
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.processes import command
 from kit.servers import plain_server
 from safetensors.torch import load_file
@@ -132,7 +132,7 @@ def test_memory_of_what_was_sent_is_free_at_once(
         atoll.functional.receive(into=ones())
         submit = atoll.functional.send
     else:
-        client = Client(server.url, "a", folder=tmp_path / "a", filters=filters)
+        client = ManualSite(server.url, "a", folder=tmp_path / "a", filters=filters)
         request.addfinalizer(client.close)
         client.next_round()
         client.pull(into=ones())

@@ -10,9 +10,9 @@ import pytest
 import torch
 from harness.processes import free_port, wait_until
 from kit import ask_journal, flip_bit
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.servers import plain_server
-from kit.sites import clients, finish
+from kit.sites import finish, manual_sites
 from torch import Tensor
 
 from atoll.filters import Filter
@@ -22,7 +22,7 @@ START = {"w": torch.zeros(2)}
 FOUR_ROUNDS: dict[str, Any] = {"sites": 1, "rounds": 4, "codec": "int8"}
 
 
-def take_round(site: Client, number: int, *change: float) -> list[float]:
+def take_round(site: ManualSite, number: int, *change: float) -> list[float]:
     """A round in which a site moves by `change` along −g; what it began with."""
     assert site.next_round() == number
     base = site.pull()["w"]
@@ -40,7 +40,7 @@ def test_what_is_too_small_for_the_scale_arrives_in_the_end(tmp_path: Path, lose
     """
     port = {"network.port": free_port()}
     with plain_server(tmp_path, START, **FOUR_ROUNDS | port) as server:
-        sites = clients(server, tmp_path, "a")
+        sites = manual_sites(server, tmp_path, "a")
         for number in (1, 2, 3, 4)[: 2 if loses else 4]:
             take_round(sites["a"], number, 127.0, 0.28)
         if not loses:
@@ -69,7 +69,7 @@ def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
     start["h"] = torch.randn(300, generator=generator).half()
     moved = {name: torch.zeros(tensor.shape) for name, tensor in start.items()}
     with plain_server(tmp_path, start, sites=1, rounds=14, codec=codec) as server:
-        sites = clients(server, tmp_path, "a")
+        sites = manual_sites(server, tmp_path, "a")
         for number in range(1, 15):
             assert sites["a"].next_round() == number
             model = dict(sites["a"].pull())
@@ -87,7 +87,7 @@ def test_all_that_was_trained_arrives(tmp_path: Path, codec: str) -> None:
 def test_what_a_refused_update_would_have_left_is_forgotten(tmp_path: Path) -> None:
     """The second update is refused: the third still has 0.4 of the first, makes 0.8 of it, and rounds that to 1."""
     with plain_server(tmp_path, START, **FOUR_ROUNDS, **{"aggregation.max_update_norm": 1000.0}) as server:
-        site = clients(server, tmp_path, "a")["a"]
+        site = manual_sites(server, tmp_path, "a")["a"]
         take_round(site, 1, 127.0, 0.4)
         take_round(site, 2, 12700.0, 49.0)
         assert server.status().refused == 1
@@ -129,7 +129,7 @@ def rounds_of(
     own = {"aggregation.upload_codec.path": f"{__name__}:{codec.__name__}"} if isinstance(codec, type) else {}
     shown = []
     with plain_server(folder, start, sites=1, rounds=len(changes), **own or {"codec": codec}) as server:
-        with Client(server.url, site="a", folder=folder / "w") as site:
+        with ManualSite(server.url, site="a", folder=folder / "w") as site:
             for change in changes:
                 site.next_round()
                 model = site.pull()
@@ -231,6 +231,6 @@ class Silence(Filter):
 @pytest.mark.covers("L14")
 def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, warned: Warned) -> None:
     with plain_server(tmp_path, START, sites=1, rounds=1) as server:
-        with Client(server.url, "a", folder=tmp_path / "w", filters=[Silence()]) as site:
+        with ManualSite(server.url, "a", folder=tmp_path / "w", filters=[Silence()]) as site:
             take_round(site, 1, 1.0, 1.0)
     assert "the pseudo-gradient is all zero (with this site's filters applied). Check" in warned()[0]

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from kit import build_model, serve, tensors_digest, train_
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.servers import plain_server
-from kit.sites import clients
+from kit.sites import manual_sites
 from torch import nn
 
 import atoll
@@ -33,16 +33,16 @@ class Mixed(nn.Module):
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
+def client(tmp_path: Path) -> Iterator[ManualSite]:
     """A site in the first of two rounds of `Mixed`."""
     with plain_server(tmp_path, Mixed(), rounds=2) as server:
-        with Client(server.url, "a", folder=tmp_path / "w") as client:
+        with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
             client.next_round()
             yield client
 
 
 @pytest.fixture
-def round_of(client: Client) -> Any:
+def round_of(client: ManualSite) -> Any:
     """The round of that site."""
     return client.round
 
@@ -73,7 +73,7 @@ class ByDLPack(Foreign):
 @pytest.mark.covers("P16")
 @pytest.mark.parametrize("wrap", [np.asarray, ByArray, ByDLPack], ids=["numpy", "__array__", "dlpack"])
 @pytest.mark.parametrize("tied", [("wide", "twin"), ("wide",)], ids=["both", "one"])
-def test_a_worker_receives_and_submits_arrays(client: Client, wrap: Any, tied: tuple[str, ...]) -> None:
+def test_a_worker_receives_and_submits_arrays(client: ManualSite, wrap: Any, tied: tuple[str, ...]) -> None:
     """wide + 1, count + 1, small doubled: each exact in its dtype, so the next version has exactly these."""
     arrays, tensors = client.pull(framework="numpy"), client.pull()
     for name, array in arrays.items():
@@ -227,7 +227,7 @@ def test_refuses_every_call_of_a_worker_that_has_left(tmp_path: Path, join: str,
 
 
 @pytest.mark.parametrize("call", ["load_into", "submit", "state_dict"])
-def test_refuses_the_round_of_a_worker_that_has_left(client: Client, round_of: Any, call: str) -> None:
+def test_refuses_the_round_of_a_worker_that_has_left(client: ManualSite, round_of: Any, call: str) -> None:
     model = round_of.load_into(Mixed())
     client.close()
     with pytest.raises(UsageError):
@@ -242,7 +242,7 @@ def test_a_late_site_may_look_at_the_newest_model_and_goes_on(tmp_path: Path) ->
     settings = {"rounds.min_sites": 1, "rounds.quorum": 1, "rounds.deadline_s": 0.2, "rounds.total": 4}
     model, seen = build_model(), build_model()
     with serve(tmp_path, **settings) as server:
-        a, b = clients(server, tmp_path).values()
+        a, b = manual_sites(server, tmp_path).values()
         assert (a.next_round(), b.next_round()) == (1, 1)
         b.pull(into=model)
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -266,7 +266,7 @@ def test_a_restarted_site_knows_that_the_server_has_its_update(
     caplog.set_level("INFO", "atoll")
     with serve(tmp_path, sites=1, rounds=2) as server:
         for number in (1, 2):
-            with Client(server.url, "a", folder=tmp_path / "w") as client:
+            with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
                 assert client.next_round() == number
                 client.submit(client.pull())
     assert "a: the server has the update of round 1 that an earlier process sent" in caplog.messages
@@ -287,15 +287,15 @@ def test_loading_the_newest_model_serves_as_the_base_of_a_round_that_starts_from
 def test_does_not_warn_about_an_update_that_was_never_formed(tmp_path: Path, warned: Callable[[], list[str]]) -> None:
     """Site b left a round without an update: nothing did not count."""
     with serve(tmp_path, **{"rounds.min_sites": 1}) as server:
-        join = partial(Client, server.url, folder=tmp_path / "workers")
+        join = partial(ManualSite, server.url, folder=tmp_path / "workers")
         with join("a") as a:
-            a.register()
+            a.join()
             with join("b") as b:
                 assert b.next_round() == 1  # and ends, as a script that breaks off while it trains
             assert a.next_round() == 1
             a.submit({name: value + 1 for name, value in a.pull().items()})
             assert a.next_round() == 2
-            with join("b").register() as b:
+            with join("b").join() as b:
                 a.submit({name: value + 1 for name, value in a.pull().items()})
                 assert b.next_round() == 3  # it came when round 2 was open already
     assert warned() == []

@@ -16,12 +16,12 @@ import pytest
 import torch
 from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedSite, copy_folder, flip_bit, rewrite_note, serve
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.peers import Connection, Peer, Request
 from kit.processes import wait_for_words
 from kit.requests import get
 from kit.servers import plain_server
-from kit.sites import clients
+from kit.sites import manual_sites
 from torch import nn
 
 import atoll
@@ -231,7 +231,7 @@ def test_a_site_joins_again_while_a_child_that_its_killed_script_forked_still_ru
 def test_an_outbox_of_another_site_is_not_sent(tmp_path: Path) -> None:
     """a's folder is a copy of b's: b's update must not count once more as a's."""
     with plain_server(tmp_path, {"w": torch.zeros(1)}, sites=2, rounds=2) as server:
-        known = clients(server, tmp_path)
+        known = manual_sites(server, tmp_path)
         for client in known.values():
             assert client.next_round() == 1
             client.pull()
@@ -239,7 +239,7 @@ def test_an_outbox_of_another_site_is_not_sent(tmp_path: Path) -> None:
         known["a"].close()
         shutil.rmtree(tmp_path / "w" / "a")
         copy_folder(tmp_path / "w" / "b", tmp_path / "w" / "a")
-        with Client(server.url, site="a", folder=tmp_path / "w") as again:
+        with ManualSite(server.url, site="a", folder=tmp_path / "w") as again:
             assert again.next_round() == 1  # it is not served from b's outbox
             again.pull()
             again.submit({"w": torch.tensor([4.0])})

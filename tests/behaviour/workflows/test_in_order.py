@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness.processes import Nursery, Process, free_port, wait_until
 from kit import FederatedSites, Threads, write_run_file
-from kit.client import Client
+from kit.manual_site import ManualSite
 from kit.processes import url_of
 from kit.servers import DEFAULT_OUTER_OPTIMIZER, plain_server
 from kit.workflows import workflow_server
@@ -358,7 +358,7 @@ def test_other_workflows_than_those_that_have_ended_are_refused(nursery: Nursery
 def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -> None:
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 1}], "rounds.total": 1}
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
-    with server, Client(server.url, "a", folder=tmp_path) as client:
+    with server, ManualSite(server.url, "a", folder=tmp_path) as client:
         assert client.next_round() == 1  # and then it submits nothing
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):
             server.run()
@@ -374,7 +374,7 @@ def test_time_in_which_sites_are_awaited_is_none_in_which_training_stands_still(
     server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
 
     def train(site: str) -> None:
-        with Client(server.url, site, folder=tmp_path) as client:
+        with ManualSite(server.url, site, folder=tmp_path) as client:
             while client.next_round() is not None:
                 client.submit(client.pull())
 

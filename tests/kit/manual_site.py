@@ -10,7 +10,7 @@ from torch import nn
 import atoll
 
 
-class Client:
+class ManualSite:
     """A worker of `atoll.join`, which joins when it has to, and its current round.
 
     Args:
@@ -26,12 +26,12 @@ class Client:
         """The worker, which has joined."""
         return atoll.join(**self._given)
 
-    def register(self) -> Client:
+    def join(self) -> ManualSite:
         """Join now."""
         assert self.worker is not None
         return self
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> ManualSite:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
