@@ -1,4 +1,4 @@
-"""Hooks on the optimizers of a script: in one round, they count the steps and correct each as the algorithm says.
+"""Hooks on a script's optimizers. They count the steps of one round, and correct each step as the algorithm says.
 
     with fl_round.correct(model, optimizer):
         train()                               # the same training code for every algorithm

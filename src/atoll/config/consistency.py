@@ -48,7 +48,7 @@ def require_consistent(at: At, is_default: IsDefault) -> None:
 
 
 def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[str, str], instead: str) -> None:
-    """Check that the settings in `others` have their default values: the setting in `this` requires it.
+    """Check that the settings in `others` have their default values, as the setting in `this` requires.
 
     Args:
         at: a function `group.key` → the setting's value.

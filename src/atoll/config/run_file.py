@@ -79,8 +79,8 @@ def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> 
     """Merge values, given by `group.key`, into nested tables, and return the result.
 
     Tables are merged key by key, with two exceptions. If the new value is a table with `name` or `path`, it replaces
-    the whole earlier table. If `values` sets only the key `path` of a table, an earlier `name` is removed; and the
-    other way round.
+    the whole earlier table. If `values` sets only one of the keys `name` and `path` of a table, the other one is
+    removed from the earlier table.
 
     Args:
         values: `group.key` → value, or `group` → a table or object with settings of that group.

@@ -60,7 +60,7 @@ IDLE_TIMEOUT_S = 60.0
 MAX_WEIGHT = 1e300
 """Largest weight of an update: sums of such weights are finite."""
 CHUNK_BYTES = 8 * 2**20
-"""Default size of a part of a published object in bytes. Decision 0012: 2 and 4 MiB are slower, 16 not faster."""
+"""Default part size of published objects, in bytes. Decision 0012: 2 and 4 MiB are slower, 16 MiB is not faster."""
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
 
 
@@ -269,7 +269,7 @@ class Rounds(Group):
 
 
 class Async(Group):
-    """Asynchronous runs: the server applies updates as they arrive, and no round waits for all sites."""
+    """Asynchronous runs: the server applies updates as they arrive, by default without waiting for other sites."""
 
     enabled: bool = Field(
         False, description="true: apply updates as they arrive. false: a round waits for the expected sites."
@@ -545,7 +545,7 @@ class Settings(BaseModel):
         return found
 
     def with_absolute_folders(self) -> Settings:
-        """Return these settings with absolute `disk` folders, which stay valid if code changes the current folder."""
+        """Return these settings with absolute `disk` folders, which stay valid if the working directory changes."""
         folders = {key: getattr(self.disk, key) for key in ("state_dir", "export_dir")}
         absolute = {key: folder and folder.absolute() for key, folder in folders.items()}
         return self.model_copy(update={"disk": self.disk.model_copy(update=absolute)})

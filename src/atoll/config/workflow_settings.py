@@ -1,6 +1,6 @@
 """Read and check the tables `[[workflow.steps]]` and `[[workflow.components]]` of a run file.
 
-The steps are the run's workflows, in order. A component is an object that workflows refer to by its id.
+The steps are the run's workflows, in order. A component is an object that other settings refer to by its id.
 
 [[workflow.components]]
 id = "schedule"

@@ -141,7 +141,7 @@ def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
 
 
 class BadFilter(Exception):
-    """Error: a filter raised, or returned a wrong result.
+    """Raised if a filter raises an error, or returns a wrong result.
 
     Attributes:
         filter: the filter.

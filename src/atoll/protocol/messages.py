@@ -342,7 +342,7 @@ class Ticket(Message):
 class TicketReply(Message):
     """The answer to `TicketRequest`.
 
-    `status` is `ticket` (the field `ticket` has it), `wait` (ask again), `finished` (the run is over), or `ended` (this
+    `status` is `ticket` (see the field `ticket`), `wait` (ask again), `finished` (the run is over), or `ended` (this
     worker submits no more updates; `previous` has the state of its last one).
     """
 

@@ -42,7 +42,7 @@ SECRET_HEADER = "Atoll-Secret"
 CONTROL_BODY_BYTES = 64 * 2**10
 """Maximum size of a control message, in bytes. A longer message is refused before it is read."""
 REPORT_BODY_BYTES = 16 * 2**20
-"""Maximum size of a report from a worker of a swarm, in bytes. It contains the digests of all parts of a version."""
+"""Maximum size of a swarm worker's report, in bytes. A report contains the digests of all parts of a version."""
 
 HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
