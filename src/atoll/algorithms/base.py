@@ -72,8 +72,8 @@ class LocalContext:
         """Return elements of a tensor of the downloaded version: flat, on the CPU.
 
         Args:
-            group: `params` for a parameter itself, or a group of `Algorithm.extra_groups`, which has
-                one tensor per parameter.
+            group: `params` for a parameter itself, or a group in `Algorithm.extra_groups`, which has one tensor per
+                parameter.
             name: name of the parameter.
             start: first element.
             stop: element after the last one; None: to the end.
@@ -124,7 +124,7 @@ class Correction:
         self.shared: dict[str, Tensor] = {}
 
     def before_step_(self, names: Collection[str]) -> None:
-        """Before an optimizer step, change the gradients of the parameters in `names` in place. `grad` may be None."""
+        """Before an optimizer step, change the gradients of the parameters in `names` in place. Some may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
         """Return the term that the correction adds to the loss, as a 0-d tensor; None if it adds none.
@@ -140,8 +140,8 @@ class Correction:
     def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
         """Return the algorithm's own tensors for the update: group → function (parameter, start, stop) → elements.
 
-        Atoll calls this after training, when it forms the update. This is the place to set the
-        tensors that the site keeps (`LocalContext.set_own_state`).
+        Atoll calls this after training, when it forms the update. Also set the tensors that the site keeps here, with
+        `LocalContext.set_own_state`.
 
         Args:
             read_change: a function (parameter, start, stop) → elements of version − local. It returns None if a filter

@@ -401,7 +401,7 @@ class Network(Group):
     insecure: bool = Field(False, description="Allow addresses other than loopback without TLS or a token.")
     heartbeat_interval_s: float = Field(30.0, ge=0, description="Seconds between two heartbeats; 0: no heartbeats.")
     heartbeat_timeout_s: float = Field(
-        120.0, ge=0, description="Seconds without a heartbeat after which a worker is declared dead; 0: never."
+        120.0, ge=0, description="Seconds without any request after which a worker is declared dead; 0: never."
     )
     waiting_heartbeat_s: float = Field(
         5.0,

@@ -43,7 +43,7 @@ class WorkerEnds(Leased):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSeen(Leased):
-    """The process that holds `lease` gave a sign of life: a heartbeat, or a part of an update."""
+    """The process that holds `lease` gave a sign of life: a heartbeat or any other request."""
 
 
 @dataclass(frozen=True, slots=True)

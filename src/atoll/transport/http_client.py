@@ -485,7 +485,9 @@ def unanswered(server: str) -> TransferStalled:
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
-    """Return the error to raise for a failed connection: `TransferStalled` for a timeout, else `ServerUnreachable`.
+    """Return the error to raise for a failed connection.
+
+    This is `TransferStalled` if a read or write has timed out, else `ServerUnreachable`.
 
     Args:
         server: address of the server.
