@@ -299,7 +299,7 @@ def test_a_difference_without_steps_or_beside_correct_is_refused(tmp_path: Path)
             fl_round.submit(model, groups={"control": GOOD})
         fl_round.correct(model, optimizer := sgd(model))
         # once: hooks of an earlier call would correct each step twice
-        with pytest.raises(UsageError, match="already corrected"):
+        with pytest.raises(UsageError, match="already corrects"):
             fl_round.correct(model, optimizer)
         with pytest.raises(UsageError, match="has already computed the groups"):
             fl_round.submit(model, groups={"control": GOOD}, steps=1)
