@@ -195,7 +195,7 @@ def test_exports_that_cannot_be_written_stop_no_round_and_are_written_in_the_end
         awaited = [line for line in server.status().warnings if line.startswith(f"{last} could not be saved: ")]
         assert "The server ends only after that, or with Ctrl-C." in awaited[0]
         export = f" Or: atoll export model.safetensors --dir {tmp_path / 'state'}."
-        assert awaited[0].endswith("its next start writes the file." + (last == "the result") * export)
+        assert awaited[0].endswith("the next start writes the file." + (last == "the result") * export)
         assert quick.text.count("not all files of version 1 could be written") == 1
         assert f"{exports / name} cannot be {'used' if name else 'made'} (" in quick.text
         (exports / name).rmdir() if name else exports.unlink()
