@@ -127,9 +127,9 @@ class FragmentPlan:
         return entries(self.state_layout)
 
     def columns(self, run: ByteRun) -> dict[str, tuple[Column, int, torch.dtype]]:
-        """Return where the state file has the outer optimizer's state for the elements of a byte run.
+        """Return where in the state file the outer optimizer's state for a byte run is.
 
-        Only state with one element per element of the tensor, such as `momentum_buffer`, is returned.
+        Include only state that has one element per element of the tensor, such as `momentum_buffer`.
 
         Returns:
             key → (column, byte offset of the run's first element in the file, dtype).

@@ -53,7 +53,7 @@ NOT_SETTINGS = frozenset(
 itself sets them."""
 
 OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
-"""Variables that set a setting although their names do not have the form ATOLL_<GROUP>__<KEY>: name → `group.key`."""
+"""Further environment variables for settings, with names that are not ATOLL_<GROUP>__<KEY>: name → `group.key`."""
 
 OTHER_KEYS = {
     **dict.fromkeys(("clients", "num_clients", "workers", "num_sites"), "rounds.sites"),
@@ -125,8 +125,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def source_of(key: str, source: Mapping[str, str]) -> str:
     """Return where a key was set: the name of a file or variable, or COMMAND_LINE. Empty if the key was not set.
 
-    If `source` does not have the key, return the source of a table that contains the key. If there is none, and the key
-    is that of a table, return the source of a key inside this table.
+    If `source` does not have the key itself, use a table that contains the key, or else a key inside the table `key`.
 
     Args:
         key: `group.key`.

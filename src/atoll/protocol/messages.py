@@ -105,7 +105,7 @@ class RunInfo(Message):
     )
     rounds: Count = Field(description="Number of rounds; 0: until stopped.")
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
-    mode: Literal["sync", "async"] = Field("sync", description="Whether a round waits for its expected workers.")
+    mode: Literal["sync", "async"] = Field("sync", description="async: a round does not wait for all expected workers.")
     sync_rounds_first: Count = Field(0, description="Number of synchronous rounds at the start of an asynchronous run.")
     schema_digest: Hex32
     fragments: int = Field(ge=1, description="Number of fragments of the model.")

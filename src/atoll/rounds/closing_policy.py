@@ -126,7 +126,7 @@ class Barrier(Policy):
         """Close with all accepted updates when every expected site has one, and there are at least `view.floor`."""
         if len(view.expected) < view.floor:
             updates = f"{len(view.expected)} of {view.floor} updates"  # a dead site's accepted update counts
-            return StayOpen(f"waits for another site: it has or expects {updates} ({view.floor_name})")
+            return StayOpen(f"waits for another site: only {updates} accepted or expected ({view.floor_name})")
         if missing := view.missing:
             return StayOpen(f"waits for {listed(missing)}")
         return Close(tuple(ticket.id for ticket in view.accepted))

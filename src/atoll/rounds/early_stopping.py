@@ -31,7 +31,7 @@ class MetricProgress:
 
     Args:
         best: best measurement; None if there is none.
-        mark: the value of the last improvement: better than the `mark` before by more than `min_delta`.
+        mark: the value of the last improvement: it was better than the earlier `mark` by more than `min_delta`.
         stale: number of measurements since `mark`.
     """
 

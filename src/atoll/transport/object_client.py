@@ -682,7 +682,7 @@ class _Fetching:
         """
         keys = self._contents.by_key()
         if keys is None:
-            raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Call fetch without into=….")
+            raise SchemaMismatch(f"{self._what} is not a flat dict of tensors.", "Omit the argument into=….")
         for one, other, where in ((targets, keys, "only the target has"), (keys, targets, "only the object has")):
             lacking = next((name for name in one if name not in other), None)
             if lacking is not None:
@@ -773,5 +773,5 @@ def _writable(name: str, value: Any) -> Any:
 
 def _mismatch(what: str, how: str) -> SchemaMismatch:
     return SchemaMismatch(
-        f"{what} does not fit: {how}.", "Pass a target with these names, dtypes and shapes, or fetch without into=…."
+        f"{what} does not fit: {how}.", "Pass a target with the object's names, dtypes and shapes, or omit into=…."
     )

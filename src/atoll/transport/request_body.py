@@ -35,7 +35,7 @@ from atoll.protocol.routes import DIGEST_BYTES
 T = TypeVar("T")
 
 SLICE_S = 0.05
-"""Maximum seconds that a part uses a pool thread before another connection gets it."""
+"""Maximum seconds that one part uses a pool thread. Then another connection gets the thread."""
 PATIENCE_S = 0.002
 """Seconds that a pool thread waits for bytes before it returns the socket to the event loop."""
 HEAD_S = 10.0
@@ -492,7 +492,7 @@ class BodyInterceptor(asyncio.Protocol):
 
     @property
     def body_bytes(self) -> int:
-        """Number of bytes of a part's body that a thread has still to receive; 0 if no body bypasses aiohttp."""
+        """Number of bytes of a part's body that a thread still has to receive; 0 if no body bypasses aiohttp."""
         return self._body_left
 
     def dup_socket(self) -> socket.socket:

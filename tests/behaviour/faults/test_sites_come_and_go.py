@@ -59,7 +59,7 @@ def test_when_all_sites_die_the_run_waits_says_why_and_goes_on_with_them(nursery
         wait_until(lambda: server.status().deaths == 2, "their leases to end")
         told = server.status().fragments[0]
         assert told.version == 1
-        assert "waits for another site: it has or expects 0 of 2 updates (rounds.min_sites)" in told.reason
+        assert "waits for another site: only 0 of 2 updates accepted or expected (rounds.min_sites)" in told.reason
         for process in [site.start() for site in sites]:
             assert process.wait(60) == 0
         server.run()
@@ -166,7 +166,7 @@ def test_settings_decide_how_few_updates_are_enough(tmp_path: Path, settings: di
         assert (
             server.status()
             .fragments[0]
-            .reason.startswith(f"waits for another site: it has or expects 0 of {floor} updates ")
+            .reason.startswith(f"waits for another site: only 0 of {floor} updates accepted ")
         )
 
 

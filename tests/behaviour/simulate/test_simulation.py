@@ -221,7 +221,7 @@ def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
 ) -> None:
     rules = {"rounds.min_sites": 3} | RULES
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
-    lacks = r"waits for another site: it has or expects 2 of 3 updates \(rounds.min_sites\)"
+    lacks = r"waits for another site: only 2 of 3 updates accepted or expected \(rounds.min_sites\)"
     why = rf"Round 2 cannot end \({lacks}\).*no data at site-0001"
     with pytest.raises(RunFailed, match=why) as failed:
         simulation(tmp_path, client, **rules).run()

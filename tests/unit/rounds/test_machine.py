@@ -65,7 +65,7 @@ def test_a_late_joiner_counts_from_the_next_round_on(story):
 def test_a_late_joiner_is_expected_at_once_where_the_round_could_not_close_without_it(story):
     run = story("ab", min_sites=2)
     run.leave("b")
-    assert run.why() == "waits for another site: it has or expects 1 of 2 updates (rounds.min_sites)"
+    assert run.why() == "waits for another site: only 1 of 2 updates accepted or expected (rounds.min_sites)"
     assert events.ExpectedChanged(0, 0, ("a", "c")) in run.join("c")
     assert closed(run.submit("a", "c")) == [(1, 2)]
 
@@ -76,7 +76,7 @@ def test_a_dead_site_with_an_accepted_update_is_not_called_alive(story):
     run.leave("c")
     run.leave("b")
     assert list(run.state.active_s) == ["a"]
-    assert run.why() == "waits for another site: it has or expects 2 of 3 updates (rounds.min_sites)"
+    assert run.why() == "waits for another site: only 2 of 3 updates accepted or expected (rounds.min_sites)"
 
 
 @pytest.mark.covers("L22")
@@ -95,7 +95,7 @@ def test_when_all_die_the_round_waits_and_says_why(story):
     run.wait(120)
     assert run.expected() == ()
     assert run.phase() == "open"
-    assert run.why() == "waits for another site: it has or expects 0 of 1 updates (rounds.min_sites)"
+    assert run.why() == "waits for another site: only 0 of 1 updates accepted or expected (rounds.min_sites)"
     run.join("b")
     assert closed(run.submit("b")) == [(1,)]
 

@@ -177,7 +177,7 @@ def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
 
 
 TWO = QuorumDeadline(quorum=2, deadline_s=30)
-LACKS = "waits for another site: it has or expects {} updates (rounds.min_sites)"
+LACKS = "waits for another site: only {} updates accepted or expected (rounds.min_sites)"
 
 
 @pytest.mark.parametrize(
