@@ -43,7 +43,7 @@ from atoll.aggregation.plan import FragmentPlan, Plan
 from atoll.blobs.model_file import MASTER
 from atoll.codecs.version_difference import DifferenceWriter
 from atoll.errors import StateCorrupt
-from atoll.outer_optimizers.torch_optimizer import OuterRule, State
+from atoll.outer_optimizers.torch_optimizer import OuterRule, OuterState
 from atoll.posix import write_at
 from atoll.protocol.values import FrozenRound
 from atoll.reducers.base import RoundFacts
@@ -412,7 +412,7 @@ class _Thread:
             theta.copy_(values)
         split = {key: run.split(column) for key, column in s.items()}
         names = [piece.segment.spec.name for piece in run.pieces]
-        before: list[State] | None = None
+        before: list[OuterState] | None = None
         if not work.is_first:
             before = [
                 {key: pieces[index] for key, pieces in split.items()} | work.whole.clones(name)
@@ -474,8 +474,8 @@ class WholeState:
 
     def __init__(self, layout: Layout | None, fd: int | None) -> None:
         segments = [segment for segment in layout.segments if segment.spec.group == WHOLES] if layout else []
-        self._before: dict[str, State] = {}
-        self._after: dict[str, State] = {}
+        self._before: dict[str, OuterState] = {}
+        self._after: dict[str, OuterState] = {}
         self._ranges: list[tuple[int, Tensor]] = []
         for low, nbytes in joined((segment.offset, segment.nbytes) for segment in segments):
             old, new = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
@@ -491,7 +491,7 @@ class WholeState:
                     self._before.setdefault(tensor, {})[key] = old[span].view(dtype).view(shape)
                     self._after.setdefault(tensor, {})[key] = new[span].view(dtype).view(shape)
 
-    def clones(self, tensor: str) -> State:
+    def clones(self, tensor: str) -> OuterState:
         """Return copies of a tensor's values before the round: key (such as `step`) → value."""
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 

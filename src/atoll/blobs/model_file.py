@@ -52,12 +52,12 @@ def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> t
     return header, [owners[owner] for _, owner in ordered]
 
 
-Source = tuple[Layout, int, int | None]
+FragmentFiles = tuple[Layout, int, int | None]
 """Files of one fragment: the version's layout, the version's descriptor, and the descriptor of the outer state with
 the masters (None: there are no masters)."""
 
 
-def model_runs(owners: Sequence[TensorSpec], sources: Sequence[Source]) -> Iterator[memoryview]:
+def model_runs(owners: Sequence[TensorSpec], sources: Sequence[FragmentFiles]) -> Iterator[memoryview]:
     """Yield the bytes that follow the header of a model file. They are read from the files of a version.
 
     Args:

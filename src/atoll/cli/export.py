@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from atoll.transport.part_transfer import HttpTransfer
 
 READ_BYTES = 2**20
-Source = tuple[Layout, int, int | None]
+FragmentFiles = tuple[Layout, int, int | None]
 """One fragment to export: the layout of its version, the descriptor of the version's file, and the descriptor of its
 fp32 masters (None: export the values in the version itself)."""
 
@@ -176,7 +176,7 @@ def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
 
 def _stored(
     folder: Path, row: VersionRow, schema: Schema, settings: dict[str, Any], stack: contextlib.ExitStack
-) -> Source:
+) -> FragmentFiles:
     """Open the files of a version and compare them with their digests. `stack` closes the files.
 
     Raises:
@@ -344,7 +344,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     info = http.get(routes.RUN, messages.RunInfo)
     split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
     _require_model(split.schema, http.server)
-    sources: list[Source] = []
+    sources: list[FragmentFiles] = []
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(contextlib.closing(HttpTransfer(http, info.connections, info.idle_timeout_s)))
         for fragment, (version, schema) in enumerate(zip(heads, split.schemas, strict=True)):
@@ -424,7 +424,7 @@ def _checked(parts: HttpTransfer, path: str, nbytes: int) -> memoryview:
 
 
 def _write(
-    sources: Sequence[Source], out: Path, schema: Schema, require_intact: Callable[[], None] = lambda: None
+    sources: Sequence[FragmentFiles], out: Path, schema: Schema, require_intact: Callable[[], None] = lambda: None
 ) -> None:
     """Write the tensors of all fragments into one safetensors file; tied tensors under each of their names.
 

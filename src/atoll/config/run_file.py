@@ -297,11 +297,11 @@ def file_layer(path: Path, fields: Fields) -> Layer:
     return {"disk.state_dir": (path.parent / fields["disk.state_dir"].default, "default"), **layer}
 
 
-Move = Callable[[str], str | Path]
+Relocate = Callable[[str], str | Path]
 """A function that takes a path relative to one folder, and returns it relative to another folder."""
 
 
-def moved(key: str, value: Any, move: Move) -> Any:
+def moved(key: str, value: Any, move: Relocate) -> Any:
     """Return the value of the setting `key`, with every path in the value replaced by `move(path)`."""
     if key in FOLDERS:
         return Path(move(str(value))) if isinstance(value, str | Path) else value
@@ -319,14 +319,14 @@ def moved(key: str, value: Any, move: Move) -> Any:
     return _code(value, move) if key in FUNCTIONS else value
 
 
-def _code(target: Any, move: Move) -> Any:
+def _code(target: Any, move: Relocate) -> Any:
     if not isinstance(target, str) or not registry.is_file(target):
         return target
     file, _, name = target.rpartition(":")
     return f"{move(file)}:{name}"
 
 
-def _moved_table(key: str, table: Any, move: Move) -> Any:
+def _moved_table(key: str, table: Any, move: Relocate) -> Any:
     """Return a table of the setting `key`, with every path in the table replaced by `move(path)`.
 
     A workflow step without a name gets the path before the move as its name, so that a move does not rename the step.

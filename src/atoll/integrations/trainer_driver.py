@@ -26,7 +26,7 @@ from atoll.worker.training.federated_loop import Round, Worker, join, run_here, 
 
 T = TypeVar("T")
 
-State = Literal["alone", "round", "diloco", "finished"]
+NextTraining = Literal["alone", "round", "diloco", "finished"]
 """What the next training is: local without a server, a round of a federated run, a part of a DiLoCo run, or nothing,
 because the run is finished."""
 
@@ -76,8 +76,8 @@ class TrainerDriver:
         self._given_site = site_of(self._given_site)
         return self._given_site
 
-    def state(self) -> State:
-        """Return what the trainer has to do next, as a `State`. If needed, join the run and wait for its next round."""
+    def state(self) -> NextTraining:
+        """Return what to do next, as a `NextTraining`. If needed, join the run and wait for its next round."""
         if not self.takes_part:
             return "alone"
         if self.finished:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import ConfigError
-from atoll.outer_optimizers.torch_optimizer import Granularity, OuterRule, State
+from atoll.outer_optimizers.torch_optimizer import Granularity, OuterRule, OuterState
 
 _SHAPE = (67, 129)
 """8,643 elements: more than two tiles (of 4,096), and a rest that fills neither a tile nor a vector register."""
@@ -24,7 +24,7 @@ _CUTS = ((0, 4096, 8192, 8643), (0, 8192, 8643), (0, 64, 8643))
 _ROUNDS = 3
 _INSTEAD = "Use sgd, adam, adamw, adagrad or rmsprop, or another optimizer that steps each tensor by itself."
 
-Stepped = list[tuple[Tensor, State]]
+Stepped = list[tuple[Tensor, OuterState]]
 """For each tensor: the parameter and its optimizer state after the last round."""
 
 
@@ -89,7 +89,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> str:
     return repr({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
 
 
-def _with_stored_state(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, State]:
+def _with_stored_state(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tensor, OuterState]:
     """Step one tensor as the server does: with the rule's `Stepper`, which gets the stored state at each step.
 
     `values` are the tensor's initial values, then the gradient of each step.
@@ -108,7 +108,9 @@ def _with_stored_state(rule: OuterRule, values: Sequence[Tensor]) -> tuple[Tenso
     return parameter, state or {}
 
 
-def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor, State], cuts: Sequence[int]) -> bool:
+def _chunks_equal(
+    rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor, OuterState], cuts: Sequence[int]
+) -> bool:
     """Return whether stepping 1-D chunks of the tensor gives the same bits as stepping the whole tensor.
 
     Args:
@@ -125,7 +127,7 @@ def _chunks_equal(rule: OuterRule, values: Sequence[Tensor], whole: tuple[Tensor
     parameter, state = whole
     if any(set(chunk_state) != set(state) for _, chunk_state in stepped):
         return False
-    joined: State = {}
+    joined: OuterState = {}
     for key, value in state.items():
         runs = [chunk_state[key] for _, chunk_state in stepped]
         if not isinstance(value, Tensor) or value.dim() == 0:

@@ -27,7 +27,7 @@ from atoll.tensors.dtypes import accumulate_dtype, dtype_name
 from atoll.tensors.schema import PARAMS, TensorSpec
 
 Granularity = Literal["chunk", "tensor"]
-State = dict[str, Tensor]
+OuterState = dict[str, Tensor]
 
 _PYTHON_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Type of a Python number in an optimizer's state → dtype in which it is stored."""
@@ -161,9 +161,9 @@ class Stepper:
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
-        states: Sequence[State] | None,
+        states: Sequence[OuterState] | None,
         names: Sequence[str] = (),
-    ) -> list[State]:
+    ) -> list[OuterState]:
         """Step each of `params`, in place, along its gradient.
 
         Args:
@@ -206,7 +206,7 @@ class Stepper:
             self._numbers = {key: type(value) for key, value in state.items() if type(value) in _PYTHON_DTYPES}
         return self._optimizer
 
-    def _thawed(self, state: State) -> dict[str, Any]:
+    def _thawed(self, state: OuterState) -> dict[str, Any]:
         if not self._numbers:
             return dict(state)
         return {
@@ -224,13 +224,13 @@ def _grouped(
     return [{**group, "params": together, "lr": lr} for lr, together in of.items()]
 
 
-def _frozen(state: Mapping[str, Any]) -> State:
+def _frozen(state: Mapping[str, Any]) -> OuterState:
     """Return an optimizer's state of one parameter as tensors. Python numbers become 0-d tensors; None is left out.
 
     Raises:
         ConfigError: the state has a value that is neither a tensor nor a number, so that safetensors cannot store it.
     """
-    frozen: State = {}
+    frozen: OuterState = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
             frozen[key] = value

@@ -58,7 +58,7 @@ MetricName = Annotated[str, StringConstraints(max_length=METRIC_CHARS), _shown(M
 Host = Annotated[str, StringConstraints(max_length=256), _shown(256)]
 Label = Host
 LabelName = Annotated[str, StringConstraints(max_length=64), _shown(64)]
-State = LabelName
+Activity = LabelName
 Address = Annotated[str, StringConstraints(max_length=300), _shown(300)]
 Text = Annotated[str, StringConstraints(max_length=2000), _shown(2000)]
 Shown = Annotated[str, AfterValidator(visible)]
@@ -271,7 +271,7 @@ class Heartbeat(Message):
     reconnections: Count = 0
     bytes_up: Count = 0
     bytes_down: Count = 0
-    state: State = Field("", description="What the worker is doing, in a word.")
+    state: Activity = Field("", description="What the worker is doing, in a word.")
     ends: bool = Field(False, description="The worker submits no more updates, and waits for the last results.")
     metrics: Metrics = Field(default_factory=dict)
     warnings: list[Text] = Field(

@@ -14,7 +14,7 @@ TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-
 """Name of a task: `train`, `validate`, `submit_model`, or a name that the user chose."""
 
 
-Chunk = Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)]
+ChunkBytes = Annotated[int, Field(ge=0, le=MOST_CHUNK_BYTES)]
 
 
 class ObjectKey(Message):
@@ -47,8 +47,8 @@ class TaskMessage(Message):
     task: Hex16 = Field(description="Id of the task, the same for all sites.")
     name: TaskName
     streamed: bool = Field(description="Whether tensors of the answer are sent in parts instead of inline.")
-    tensor_chunk_bytes: Chunk = Field(description="Bytes of a part of torch tensors; 0: send them inline.")
-    np_chunk_bytes: Chunk = Field(description="Bytes of a part of NumPy arrays; 0: inline.")
+    tensor_chunk_bytes: ChunkBytes = Field(description="Bytes of a part of torch tensors; 0: send them inline.")
+    np_chunk_bytes: ChunkBytes = Field(description="Bytes of a part of NumPy arrays; 0: inline.")
     body: TaskBody
 
 

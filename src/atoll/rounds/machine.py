@@ -22,14 +22,14 @@ from typing import assert_never
 from atoll.rounds import events, leases
 from atoll.rounds.closing_policy import Barrier, StayOpen
 from atoll.rounds.early_stopping import Measurement
-from atoll.rounds.state import CurrentRound, FragmentSnapshot, Result, Rules, Snapshot, State, StateDraft
+from atoll.rounds.state import CurrentRound, FragmentSnapshot, Rules, Snapshot, State, StateDraft, StepResult
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, IssuedTicket, advance
 
 NEXT_ROUND = "counts from the next round on"
 NOT_DRAWN = "was not drawn for this round; each round draws again"
 
 
-def step(state: State, event: events.Event, now_s: float) -> Result:
+def step(state: State, event: events.Event, now_s: float) -> StepResult:
     """Return the state after an event, and the effects: the actions that the caller must take.
 
     Args:
@@ -246,7 +246,7 @@ def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
 # -- the state after a start
 
 
-def restore(rules: Rules, journal: Snapshot, now_s: float) -> Result:
+def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
     """Return the state that the journal describes, and the effects that were not carried out before a crash.
 
     Heartbeat timeouts and deadlines restart at `now_s`. A round that was being aggregated stays `closing`: the caller

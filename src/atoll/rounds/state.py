@@ -358,7 +358,7 @@ class Snapshot:
     progress: MetricProgress = field(default_factory=MetricProgress)
 
 
-Result = tuple[State, tuple[Effect, ...]]
+StepResult = tuple[State, tuple[Effect, ...]]
 
 
 class StateDraft:
@@ -379,7 +379,7 @@ class StateDraft:
         self.effects: list[Effect] = []
         self.wake = False
 
-    def result(self) -> Result:
+    def result(self) -> StepResult:
         """Return the new state and the effects, with `Woken` as the last one if `wake` is set."""
         return self.state, (*self.effects, *([Woken()] if self.wake else []))
 

@@ -44,7 +44,7 @@ WRITABLE = "Use a disk.state_dir that this user may write."
 Files = Sequence[tuple[int, int | None]]
 """For each fragment: (descriptor of a version's file, descriptor of the outer optimizer state's file or None)."""
 
-Contents = Callable[[Files], Iterator[memoryview]]
+ModelReader = Callable[[Files], Iterator[memoryview]]
 """A function that reads the files of all fragments, and yields the tensor bytes of an exported model file in order."""
 
 
@@ -183,7 +183,7 @@ class Store:
             raise error
 
     def export(
-        self, target: Path, heads: Sequence[int], header: bytes, contents: Contents, *, with_state: bool = False
+        self, target: Path, heads: Sequence[int], header: bytes, contents: ModelReader, *, with_state: bool = False
     ) -> Path:
         """Write a model file to `target`. An existing file is replaced atomically.
 

@@ -34,7 +34,7 @@ Swap = Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]
 Spread = Callable[[Tensor, int], Tensor]
 """A broadcast: (values, source rank) → the source rank's values. All ranks call it together."""
 
-Run = tuple["Shard", int, int]
+ShardRun = tuple["Shard", int, int]
 """(shard, start, stop): elements [start, stop) of a shard's tensor."""
 
 
@@ -142,12 +142,12 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                     run = run_of(tensor, start, min(start + CHUNK_ELEMENTS, end))
                     assign_run_(tensor, start, spread(run, rank))
 
-    def _heads(self) -> list[list[Run]]:
+    def _heads(self) -> list[list[ShardRun]]:
         """Return the elements of this rank's rows that other ranks encode, by rank.
 
         For each tensor, there is at most one range, which is shorter than a tile.
         """
-        heads: list[list[Run]] = [[] for _ in range(self.ranks)]
+        heads: list[list[ShardRun]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             stop = min(shard.first, shard.stop)
             if shard.start < stop:
@@ -157,9 +157,9 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                 heads[owner].append((shard, shard.start, stop))
         return heads
 
-    def _tails(self) -> list[list[Run]]:
+    def _tails(self) -> list[list[ShardRun]]:
         """Return the elements of other ranks' rows that this rank encodes, by rank."""
-        tails: list[list[Run]] = [[] for _ in range(self.ranks)]
+        tails: list[list[ShardRun]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):
                 start, stop = rows_of(spec, rank, self.ranks)
@@ -176,7 +176,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                 yield spec, shard
 
 
-def _move(sent: Sequence[Sequence[Run]], into: Sequence[Sequence[Run]], swap: Swap) -> None:
+def _move(sent: Sequence[Sequence[ShardRun]], into: Sequence[Sequence[ShardRun]], swap: Swap) -> None:
     """Exchange elements between all ranks in one all-to-all call.
 
     Args:

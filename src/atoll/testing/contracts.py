@@ -46,7 +46,7 @@ from atoll.blobs.object_file import Contents, Cut, Stored, write_object
 from atoll.codecs import Codec
 from atoll.errors import UsageError
 from atoll.outer_optimizers import OuterRule, build_outer
-from atoll.outer_optimizers.torch_optimizer import Granularity, State
+from atoll.outer_optimizers.torch_optimizer import Granularity, OuterState
 from atoll.posix import read_at
 from atoll.reducers import Reducer, RoundFacts, normalised
 from atoll.tensors.custom_types import kind_of
@@ -336,11 +336,11 @@ class OuterContract:
             optimizer.step()
         return parameter.detach(), dict(optimizer.state[parameter])
 
-    def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[State]]:
+    def _chunked(self, rule: OuterRule, values: list[Tensor], size: int) -> tuple[Tensor, list[OuterState]]:
         """Step chunk by chunk in each round, as the server does. Each chunk has its own state, 0-d tensors included."""
         flat = [value.clone().reshape(-1) for value in values]
         starts = range(0, flat[0].numel(), size)
-        states: list[State] = []
+        states: list[OuterState] = []
         stepper = rule.stepper()
         for gradient in flat[1:]:
             before = states

@@ -254,7 +254,7 @@ class LocalBlob:
         os.close(self.fd)
 
 
-Ranges = HttpTransfer | LocalBlob
+PartSource = HttpTransfer | LocalBlob
 """Source of parts: another process over HTTP, or this process."""
 
 

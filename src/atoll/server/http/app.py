@@ -49,7 +49,7 @@ class _OwnFaults(logging.Filter):
 HTTP_LOG.addFilter(_OwnFaults())
 
 Message = TypeVar("Message", bound=BaseModel)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Application:
@@ -101,7 +101,7 @@ class ServerPages:
         return "ok\n"
 
 
-def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordinator: Coordinator) -> Handler:
+def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordinator: Coordinator) -> RequestHandler:
     """Return the aiohttp handler of an operation. It parses the request, calls `method`, and encodes the result.
 
     Args:
@@ -179,7 +179,7 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
     open_names = {operation.name for operation in OPERATIONS if operation.open}
 
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def guard(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
         try:
             gate.require_host(request.headers.getall("Host", []))
             if request.match_info.route.name not in open_names:

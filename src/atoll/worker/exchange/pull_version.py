@@ -28,7 +28,7 @@ from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Part, chunks
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import TensorRef
-from atoll.transport.object_server import Ranges
+from atoll.transport.object_server import PartSource
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, DiskFiles, PartsFile, name_of
@@ -158,7 +158,7 @@ class Sources(Protocol):
     def in_order(self, sources: Sequence[str]) -> Sequence[str]:
         """Return references to one version at several workers, in the order of preference."""
 
-    def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, Ranges]]:
+    def connected(self, text: str, idle_timeout_s: float) -> AbstractContextManager[tuple[TensorRef, PartSource]]:
         """Connect to the worker that a reference names; the connection closes at the end of the `with` block."""
 
 
@@ -296,7 +296,7 @@ class Puller:
         session, expected = self.session, [bytes.fromhex(text) for text in digests]
         arrived = set[int]()
 
-        def pull(parts: Ranges, path: str) -> None:
+        def pull(parts: PartSource, path: str) -> None:
             todo = [part for part in missing if part.index not in arrived]
             bar.resume()
             parts.pull(
@@ -313,7 +313,7 @@ class Puller:
         with progress(f"{session.site}: {what}", sum(part.nbytes for part in missing)) as bar:
             session.patiently(fetch, retries, f"pull version {version}")
 
-    def _from_workers(self, peers: Sources, version: int, pull: Callable[[Ranges, str], None]) -> None:
+    def _from_workers(self, peers: Sources, version: int, pull: Callable[[PartSource, str], None]) -> None:
         """In a swarm: try the workers that have a version, one after the other, until a download succeeds.
 
         If this worker itself serves the version to others, its own file is tried first.

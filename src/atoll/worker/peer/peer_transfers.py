@@ -33,7 +33,7 @@ from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
-from atoll.transport.object_server import ObjectHost, Ranges
+from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.tls import is_loopback
 from atoll.worker.exchange.base_and_outbox import Outbox
@@ -226,7 +226,7 @@ class PeerServer:
             self.withdraw(known[1])
 
     @contextlib.contextmanager
-    def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, Ranges]]:
+    def connected(self, text: str, idle_timeout_s: float) -> Iterator[tuple[TensorRef, PartSource]]:
         """Open the file that a reference names; the file is closed at the end of the `with` block.
 
         If this worker serves the file itself, read from the disk. Otherwise, connect to the worker that serves the

@@ -263,7 +263,7 @@ class Task:
             return False
 
 
-Handler = Callable[[Any], Any]
+TaskHandler = Callable[[Any], Any]
 H = TypeVar("H", bound=Callable[..., Any])
 
 SUBMIT, VALIDATE = "submit_model", "validate"
@@ -320,8 +320,8 @@ class TaskWorker:
         self._process = os.getpid()  # a fork has not joined, so it does not leave
         self._ahead = TaskPrefetcher(session) if pulls_ahead and session is not None else None
         self._models = Models(site, session, self._filters, local, folder)
-        self._handlers: dict[str, Handler] = {}
-        self._builtin: dict[str, Handler] = {}
+        self._handlers: dict[str, TaskHandler] = {}
+        self._builtin: dict[str, TaskHandler] = {}
         self._warned: set[str] = set()
         self._rounds_begin = False
 

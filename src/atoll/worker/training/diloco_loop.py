@@ -61,7 +61,7 @@ from atoll.worker.session.session import OF_THE_ALGORITHM
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules
-from atoll.worker.training.metrics import GlobalModelMetrics, Metrics, Reports
+from atoll.worker.training.metrics import GlobalModelMetrics, MetricsFunction, Reports
 from atoll.worker.training.round_backends import require_finite
 from atoll.worker.training.synchroniser import Synchroniser
 
@@ -227,7 +227,7 @@ class DiLoCo:
         num_fragments: int | None = None,
         site: str | None = None,
         weight: float | Callable[[], float] = 1.0,
-        metrics: Metrics | None = None,
+        metrics: MetricsFunction | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
@@ -247,7 +247,7 @@ class DiLoCo:
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
         self._weight, self._measured = weight, GlobalModelMetrics(metrics, lambda: self._named)
-        self.local_metrics: Metrics | None = None  # called when an update is formed; set by integrations
+        self.local_metrics: MetricsFunction | None = None  # called when an update is formed; set by integrations
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._max_retries = sync_retries(max_sync_retries)
         self._tensors: Tensors = {}

@@ -51,7 +51,7 @@ class Reports:
         return dict(self._carried[fragment])
 
 
-Metrics = Callable[[], dict[str, float]]
+MetricsFunction = Callable[[], dict[str, float]]
 
 
 class GlobalModelMetrics:
@@ -62,7 +62,7 @@ class GlobalModelMetrics:
         site: returns the site's name, for warnings.
     """
 
-    def __init__(self, ask: Metrics | None, site: Callable[[], str]) -> None:
+    def __init__(self, ask: MetricsFunction | None, site: Callable[[], str]) -> None:
         self._ask, self._site = ask, site
         self._digest: str | None = None
         self._metrics: dict[str, float] = {}
