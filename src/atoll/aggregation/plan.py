@@ -118,7 +118,7 @@ class FragmentPlan:
 
     @cached_property
     def reduced_runs(self) -> RunTable:
-        """Byte runs of a user aggregator's result file. `RunTable.counterpart` finds one, as for `update_runs`."""
+        """Byte runs of a user aggregator's result file. Use them in the same way as `update_runs`."""
         return RunTable(result_layout(self.schema, self.version.part_bytes), TILE)
 
     @cached_property

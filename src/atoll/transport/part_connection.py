@@ -1,7 +1,8 @@
 """One HTTP connection that uploads parts from a file, and downloads parts into a reused buffer.
 
-It is built on the standard library's HTTP client, because both directions use the socket directly. `sendfile` is not
-used: it queues pages of 4 KiB, which costs both sides more than the copy that `sendfile` saves.
+It uses the standard library's HTTP client, which gives access to the socket: uploads and downloads use the socket
+directly. `sendfile` is not used: it queues pages of 4 KiB, which costs both sides more than the copy that `sendfile`
+saves.
 """
 
 from __future__ import annotations
