@@ -284,7 +284,7 @@ def test_sites_that_are_two_rounds_ahead_are_refused_as_real_ones_are(
 ) -> None:
     """Their files have no c_i of the restored round any more, and a later one would train them away from the rest."""
     ahead_of_journal(tmp_path, RULES, by=2)
-    with pytest.raises(RunFailed, match=r"state of this site is lost.*too old or new.*ATOLL_NEW_STATE=1"):
+    with pytest.raises(RunFailed, match=r"state of this site is lost.*too old, too new.*ATOLL_NEW_STATE=1"):
         simulation(tmp_path, **RULES).run()
     assert workers_of(tmp_path / "state") == [list("0123")]
     monkeypatch.setenv("ATOLL_NEW_STATE", "1")

@@ -164,7 +164,7 @@ def test_does_not_send_a_refused_update_again(tmp_path: Path, caplog: pytest.Log
         assert sites.loops["a"].finished
         assert server.status().refused == 1
     assert "submitting this site's update again" not in caplog.text
-    assert "a: refused: the steps of fragment 0 since version 0 are lost" in caplog.text
+    assert "a: update refused: steps of fragment 0 since version 0 are lost" in caplog.text
 
 
 @pytest.mark.covers("L3", "L16")

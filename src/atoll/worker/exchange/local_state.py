@@ -492,7 +492,7 @@ class AlgorithmState(TwoPhaseFile):
         if not wanted_anew():
             raise ConfigError(
                 "The algorithm's state of this site is lost, although the run's model contains updates that depend on "
-                f"it: {self._note_path} and its .bin files are missing, damaged, too old or new, or from another site.",
+                f"it: {self._note_path} and its .bin files are missing, damaged, too old, too new, or of another site.",
                 f"Restore these files from a backup. Without a backup, set {NEW}=1 to start from zero, or "
                 "begin a new run from the exported model.",
             )

@@ -728,7 +728,7 @@ class Synchroniser:
             UpdateRefused: too many updates in a row were refused.
         """
         of = of_fragment(fragment.exchange.local.number)
-        LOG.warning("%s: refused: the steps%s since version %d are lost", self._session.site, of, fragment.version)
+        LOG.warning("%s: update refused: steps%s since version %d are lost", self._session.site, of, fragment.version)
         fragment.exchange.refused(refusal)
 
     def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost) -> None:
