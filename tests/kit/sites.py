@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -26,12 +27,18 @@ __all__ = [
     "diloco",
     "federated",
     "finish",
+    "logged",
     "manual_sites",
     "run_to_end",
     "take_steps",
     "together",
     "train_round",
 ]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The messages, without those of sites that earlier tests left open: garbage collection ends them at any time."""
+    return [each for each in caplog.messages if "left the run after sending" not in each]
 
 
 def manual_sites(

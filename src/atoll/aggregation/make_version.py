@@ -496,7 +496,13 @@ class WholeState:
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 
     def set(self, tensor: str, key: str, value: Tensor) -> None:
-        """Store a tensor's new value for `key`, such as `step`, until `write` writes it."""
+        """Keep a new value of a tensor's optimizer state in memory, until `write` writes it.
+
+        Args:
+            tensor: name of the tensor.
+            key: name of the value in the optimizer's state of this tensor, such as `step`.
+            value: the new value.
+        """
         self._after[tensor][key].copy_(value)
 
     def write(self, fd: int) -> None:

@@ -416,8 +416,8 @@ def _judge(draft: StateDraft, fragment: int) -> None:
     fit = accepted.issuperset(decision.tickets) if is_async else accepted == set(decision.tickets)
     if not fit or len(set(decision.tickets)) < max(round_view.floor, len(decision.tickets)):
         raise IllegalTransition(
-            f"The policy {str(policy)!r} closes a round with the tickets {decision.tickets}, but the accepted tickets "
-            f"are {sorted(accepted)}, and at least {round_view.floor} are needed."
+            f"The policy {str(policy)!r} closes a round with {decision.tickets}: it must take each of the accepted "
+            f"tickets {'at most ' if is_async else ''}once, {sorted(accepted)}, and at least {round_view.floor}."
         )
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "policy closes")
     draft.change_round(fragment, phase=phase, expected={}, frozen=decision.tickets, until_s=None, first_s=None)

@@ -166,13 +166,14 @@ class Recovery:
         self._audit.append("expired", ticket=ticket.ticket, site=ticket.site, reason=reason)
 
     def _recover_spool(self, ticket: TicketRow) -> list[str]:
-        """Check the received parts of a ticket's update. If parts are damaged, drop them.
+        """Check the received parts of a ticket's update.
 
-        An accepted update cannot be used without these parts, so its ticket expires. The ticket also expires if the
-        update's weight is above `MAX_WEIGHT`: earlier versions of Atoll accepted such updates.
+        If the ticket is open, drop damaged parts: the site sends them again. If it is accepted and parts are damaged or
+        missing, it expires. It also expires if the update's weight is above `MAX_WEIGHT`: earlier versions of Atoll
+        accepted such updates.
 
         Returns:
-            One sentence about the loss; an empty list if nothing was lost.
+            A list with one sentence about the loss; an empty list if nothing was lost.
         """
         if ticket.weight > MAX_WEIGHT:
             reason = f"its weight is {ticket.weight:g}, above {MAX_WEIGHT:g}"

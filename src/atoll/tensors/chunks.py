@@ -112,7 +112,7 @@ def _blocks(tensor: Tensor, start: int, stop: int, base: int) -> Iterator[tuple[
         base: position of element `start` in the buffer.
 
     Yields:
-        (view, start, stop): the view's elements belong to [start, stop) of the buffer.
+        (view, low, high): a view of some of the tensor's elements, and their place in the buffer: [low, high).
     """
     if start >= stop:
         return

@@ -124,7 +124,8 @@ def written(packed: Packed, cut: Cut, folder: Path | None) -> UnpublishedObject:
         folder: folder of the file; None for the folder of temporary files.
 
     Raises:
-        UsageError: the object is too large to be sent within its manifest, or too large for one object.
+        UsageError: `cut.inline` is set (the object's bytes are sent inside its manifest), but the object is too large
+            for that; or the object is too large for any manifest.
         DiskFull: the disk is full.
         StoreError: the disk fails.
     """
@@ -328,7 +329,8 @@ class ObjectHost:
             expires_s: seconds until the object expires.
 
         Raises:
-            UsageError: the object is too large to be sent within its manifest, or `close` was called.
+            UsageError: `cut.inline` is set (the object's bytes are sent inside its manifest), but the object is too
+                large for that; the object is too large for any manifest; or `close` was called.
             DiskFull: the disk is full.
             StoreError: the disk fails.
         """

@@ -176,7 +176,7 @@ def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: P
         ranks = world.site("a", poison=3)
         world.ended(ranks)
     assert "wide.weight" in ranks[0].output()
-    assert "the steps since version 1 are lost" in ranks[0].output()
+    assert "update refused: steps since version 1 are lost" in ranks[0].output()
     for rank in (0, 1):
         mine = steps_of(tmp_path, "a", rank)
         assert len(mine) == 8 * 7  # one round more than three, of seven parameters

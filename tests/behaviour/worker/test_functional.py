@@ -19,6 +19,7 @@ from kit import atoll_worker, diloco, take_steps
 from kit.manual_site import ManualSite
 from kit.processes import command
 from kit.servers import plain_server
+from kit.sites import logged
 from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -285,7 +286,7 @@ def test_join_gives_one_round_and_says_that_nothing_was_sent(
         worker.load_into(model)
     assert numbers == [1]
     assert model.weight.unique().tolist() == [0.0]
-    assert caplog.messages == [BEGIN, "alone: trained without a server (loss 0.5)", END]
+    assert logged(caplog) == [BEGIN, "alone: trained without a server (loss 0.5)", END]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -310,7 +311,7 @@ def test_a_script_alone_has_the_name_of_its_site(
             nn.init.zeros_(model.bias)
             fl_round.submit(model)
     assert worker.site == site
-    assert caplog.messages == [BEGIN, f"{site}: trained without a server", END]
+    assert logged(caplog) == [BEGIN, f"{site}: trained without a server", END]
 
 
 @pytest.mark.covers("X3")
@@ -417,7 +418,7 @@ def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so(caplog: pytest.LogCap
     with diloco("", tmp_path) as loop:
         take_steps(loop, 1)
     loop.stop()
-    assert caplog.messages == [BEGIN, END]
+    assert logged(caplog) == [BEGIN, END]
 
 
 def test_after_an_error_the_error_is_the_last_word(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
@@ -425,4 +426,4 @@ def test_after_an_error_the_error_is_the_last_word(caplog: pytest.LogCaptureFixt
     for place in (atoll.join(), diloco("", tmp_path)):
         with pytest.raises(ZeroDivisionError), place:
             raise ZeroDivisionError
-    assert caplog.messages == [BEGIN, BEGIN]
+    assert logged(caplog) == [BEGIN, BEGIN]

@@ -273,7 +273,7 @@ class Hasty(Barrier):
 
 def test_the_machine_holds_the_floor_against_a_wrong_policy(story):
     run = story(sites=1, policy=Hasty())
-    with pytest.raises(IllegalTransition, match="at least 1 are needed"):
+    with pytest.raises(IllegalTransition, match="and at least 1"):
         run.join("a")  # the round opens, and the policy would close it with nothing
 
 

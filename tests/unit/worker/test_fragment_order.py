@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.sites import logged
 from torch import nn
 
 from atoll.errors import TRANSIENT
@@ -147,7 +148,7 @@ def test_an_outage_does_not_count_into_the_rate(clock: Clock, caplog: pytest.Log
     bar.resume()
     move(bar, clock, 5)
     # 85 MB are left, 1 MB/s as before
-    assert caplog.messages == [
+    assert logged(caplog) == [
         "a: submitting: 5.0 MB of 100.0 MB, 1.0 MB/s, 95 s left",
         "a: submitting: 10.0 MB of 100.0 MB, 1.0 MB/s, 90 s left",
         "a: submitting: 15.0 MB of 100.0 MB, 1.0 MB/s, 85 s left",
@@ -163,7 +164,7 @@ def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, ca
     bar.resume()
     move(bar, clock, 2)
     bar.end()
-    assert caplog.messages == ["a: submitting: 4.0 MB in 19.0 s, paused for 15.0 s (1.0 MB/s)"]
+    assert logged(caplog) == ["a: submitting: 4.0 MB in 19.0 s, paused for 15.0 s (1.0 MB/s)"]
 
 
 @pytest.mark.covers("X4")
@@ -183,7 +184,7 @@ def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog
     move(bar, clock, 5)
     clock.now_s += 60.0
     move(bar, clock, 6)
-    assert caplog.messages == [
+    assert logged(caplog) == [
         "a: submitting: 5.0 MB of 100.0 MB, 1.0 MB/s, 95 s left",
         "a: submitting: 6.0 MB of 100.0 MB",
         "a: submitting: 11.0 MB of 100.0 MB, 1.0 MB/s, 89 s left",

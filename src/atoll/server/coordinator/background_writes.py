@@ -63,14 +63,16 @@ class Exports:
             return export_model(self._plan, self._store, self.folder / MODEL, heads)
 
     def append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
-        """Append a line about a round to the metrics file. If this fails or lines are missing, write the file again.
+        """Append a line about a round to the metrics file.
+
+        If this fails, or if the file lacks earlier lines, replace the whole file with one made from the journal.
 
         Args:
             summary: summary of the round.
             at: time of the commit, ISO 8601.
 
         Raises:
-            StoreError: the export folder cannot be made or written. The file keeps the lines that it has.
+            StoreError: the export folder cannot be made or written. The old file stays as it is.
         """
         with self._lock:
             if self._newest.get(summary.fragment, 0) >= summary.version:
