@@ -22,7 +22,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class FolderTaken(Exception):
-    """Another process, or another part of this process, holds the lock. `str()` gives the name of the process."""
+    """Another process, or another part of this process, has locked the file or folder. `str()` names the process."""
 
 
 def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
@@ -101,7 +101,7 @@ def require_writable_folder(folder: Path, remedy: str) -> None:
 
 
 class OwnedFile:
-    """Base class of objects that own an open file descriptor, `fd`. Their `close` or their deletion closes it."""
+    """Base class of objects that own an open file descriptor, `fd`. `close`, or deletion of the object, closes it."""
 
     fd: int = -1
 
@@ -194,7 +194,7 @@ def nameless_file(folder: Path | None) -> int:
     The system deletes the file when its last descriptor is closed, also if the process is killed.
 
     Args:
-        folder: a folder on the disk to use; None: the folder of temporary files.
+        folder: any folder on the disk that will hold the file; None: the folder of temporary files.
     """
     with tempfile.TemporaryFile(dir=folder, prefix="atoll-") as file:
         return os.dup(file.fileno())

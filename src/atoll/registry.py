@@ -247,7 +247,7 @@ def require_known(kind: str, setting: str, name: str) -> None:
 
 
 def options_of(build: Callable[..., Any], name: str) -> str:
-    """Return advice after a wrong option: a list of the options of `build`, the class or function called `name`."""
+    """Return advice after a wrong option: the options of the class or function `build`, which the text calls `name`."""
     try:
         known = [each.name for each in inspect.signature(build).parameters.values() if each.kind != each.VAR_KEYWORD]
     except (TypeError, ValueError):

@@ -492,7 +492,7 @@ class WholeState:
                     self._after.setdefault(tensor, {})[key] = new[span].view(dtype).view(shape)
 
     def clones(self, tensor: str) -> OuterState:
-        """Return copies of a tensor's values before the round: key (such as `step`) → value."""
+        """Return a copy of a tensor's optimizer state before the round: key (such as `step`) → value."""
         return {key: value.clone() for key, value in self._before.get(tensor, {}).items()}
 
     def set(self, tensor: str, key: str, value: Tensor) -> None:

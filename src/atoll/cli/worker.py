@@ -219,10 +219,13 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
 
 
 def _leave(leases: Path, failure: str, *, killed: bool) -> None:
-    """For each site of a command that ended without leaving its run: leave the run, and print the reason.
+    """After the command has ended, end the leases that it left behind, so that no run waits for their sites.
+
+    Print how the command ended and which sites have left in this way. If there is no such site, print only after a
+    signal.
 
     Args:
-        leases: the folder in which the command stored its leases. With a lease, this process can leave for the site.
+        leases: the folder in which the command stored its leases.
         failure: how the command ended, in words; the server gets this text.
         killed: whether a signal ended the command.
     """

@@ -98,13 +98,13 @@ class Accepted(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The server has refused the update for good: it is not finite or too large, or a filter refused it."""
+    """The server has refused the update for good, for example because it contains NaN, or a filter refused it."""
 
     error: UpdateRefused
 
 
 class TooLate(NamedTuple):
-    """The round of the ticket closed without the update.
+    """The server no longer accepts the update under its ticket, usually because the round closed without the update.
 
     The update may still be needed later, if a crash makes the server lose versions and repeat the round.
     """
@@ -140,7 +140,7 @@ class Pulled(NamedTuple):
 
     Attributes:
         version: the downloaded version.
-        newer: None if this is the requested version; for a newer version, the server's answer that named it.
+        newer: the server's answer that named the version, if it is newer than the requested one; else None.
     """
 
     version: VersionRef

@@ -29,12 +29,12 @@ __all__ = [
 
 
 def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
-    """Build the reducers of a run: `name` for the group `params`, the algorithm's own reducers for other groups.
+    """Build the reducers of a run: `name` for the group `params`, usually the algorithm's own for the other groups.
 
     Args:
-        groups: `Algorithm.reduce`, the algorithm's own choice: group of tensors → name of its reducer.
-        name: name of the reducer of `params`. If it is not the algorithm's own choice, this reducer also decides how
-            buffers are reduced (`Reducer.buffers`).
+        groups: `Algorithm.reduce`, the algorithm's own reducers: group of tensors → name of the group's reducer.
+        name: name of the reducer of `params`. If it is not the algorithm's own one, it also determines the reducer of
+            buffers (`Reducer.buffers`).
         options: keyword arguments of the reducer of `params`.
 
     Returns:

@@ -284,7 +284,9 @@ class Coordinator:
             raise Busy("The server is stopping.", "Try again after the server has restarted.")
 
     def require_space(self) -> None:
-        """Raise an error if the disk has less than `disk.min_free_bytes` left. Log when this state begins and ends.
+        """Raise an error if the disk has less than `disk.min_free_bytes` left.
+
+        The first such error is logged, and so is the first call after it that finds enough space.
 
         Raises:
             DiskFull: the disk has too little space; the request can be repeated later.
@@ -519,7 +521,7 @@ class Coordinator:
         }
 
     def _unpulled(self, fragment: int) -> Collection[int]:
-        """Return the base versions of open tickets that the sites have probably not downloaded yet.
+        """Return the versions that open tickets start from and that their sites have probably not downloaded yet.
 
         For a synchronous fragment, the result is empty: its tickets start from the newest version, which is kept.
         """
@@ -629,7 +631,8 @@ class Coordinator:
         Raises:
             LeaseLost, Superseded: the lease is not valid.
             BadRequest: in a swarm, the message lacks the address from which other workers can download the update.
-            TicketClosed: the ticket is over or belongs to another site, or its base version is not the run's.
+            TicketClosed: the ticket is over or belongs to another site. Or the update was trained from a version that
+                differs from the run's version with this number.
             Conflict: parts are missing, or do not match the digest.
             UpdateRefused: the weight, the norm or the number of steps is implausible, a filter failed, or an earlier
                 update for this ticket was refused.

@@ -215,7 +215,7 @@ class SwarmView:
         return False
 
     def _is_awaited(self, site: str) -> bool:
-        """Return whether a site must stay in the run because an aggregator has not yet downloaded its update."""
+        """Return whether a site must stay in the run until an aggregator has downloaded the site's update."""
         for fragment, job in enumerate(self.assignments):
             ended = self._ledger.state.rounds[fragment].phase == "finished"  # an asynchronous run may leave offers
             own = [ticket for ticket in self.available(fragment) if self.offers[ticket].site == site]
@@ -256,9 +256,9 @@ class SwarmView:
         return {*holders, *choose_holders(order, holders.keys() & set(order))}
 
     def available(self, fragment: int) -> list[int]:
-        """Return the open and accepted tickets with an update that the aggregator can download, sorted.
+        """Return the tickets, open or accepted, with an update that other workers can download. The list is sorted.
 
-        Updates that the aggregator has already are included.
+        It includes updates that the aggregator has downloaded already.
         """
         tickets = self._ledger.state.rounds[fragment].tickets.values()
         return sorted(ticket.id for ticket in tickets if ticket.is_live and ticket.id in self.offers)

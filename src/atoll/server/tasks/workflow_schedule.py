@@ -149,7 +149,7 @@ class WorkflowSchedule:
         """Return the schedule of a server; None if the run has only rounds. The arguments are those of the class.
 
         Raises:
-            UsageError: both `function` and the settings have a workflow, or `evaluation` is set for a swarm.
+            UsageError: `function` and `workflow.function` are both set, or `evaluation` is set and the run is a swarm.
         """
         if evaluation is not None:
             if settings.swarm.enabled:

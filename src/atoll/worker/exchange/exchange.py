@@ -110,10 +110,10 @@ class Exchange:
         return reply
 
     def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
-        """Ask for the next ticket. If the outbox's update may still be sent under it, send the update and ask again.
+        """Ask for the next ticket. If the outbox's update may be sent under this ticket, send it and ask again.
 
-        A server that lost power continues from its last version that is safe on disk. It no longer has the updates that
-        it received after that version. If such an update is sent again, its training is not lost.
+        For example, a server that lost power continues from its last version that is safe on disk. It no longer has the
+        updates that it received after that version. If the sites send these updates again, no training is lost.
         """
         while True:
             reply = self.ask(wait_s, retries=retries)
@@ -128,12 +128,12 @@ class Exchange:
                 return reply
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
-        """Return whether this ticket is useless: it has expired, or the server has issued it again for another version.
+        """Return whether the worker has to ask for a ticket again before it overwrites the outbox.
 
-        A ticket expires when its round closes. A ticket also becomes useless if the server has lost power and continues
-        from an older version. Then the update in the outbox has to be sent again, so the worker must ask for another
-        ticket before it overwrites the outbox. If the outbox is empty, or a version that includes its update is safe on
-        the server's disk, nothing has to be sent again: return False without asking the server.
+        If a server that lost power continues from an older version, it needs the update in the outbox again, under a
+        new ticket. The old `ticket` is then useless: it has expired, or has been issued again for another version. A
+        ticket also expires when its round closes. If the outbox is empty, or a version that includes its update is safe
+        on the server's disk, the update is not needed again: return False without asking the server.
         """
 
         def needed() -> bool:
@@ -150,7 +150,8 @@ class Exchange:
     def _resubmit(self, ticket: Ticket, previous: messages.Outcome | None) -> bool | Lost:
         """Send the outbox's update under this ticket if `resend_note` allows it.
 
-        Return whether it is allowed; `Lost` if the server cannot be reached.
+        Return whether `resend_note` allows it, even if the update was then not accepted; `Lost` if the server cannot be
+        reached.
         """
         note = self._agreed_note()
         again = resend_note(note, ticket, previous, self.session.info, self.session.require_outcome)
@@ -437,8 +438,8 @@ class Exchange:
         Args:
             bar: the progress of the transfer.
             sent: indices of the parts that were sent already; None: not known, so ask the server.
-            failure: the error that ended an earlier attempt to send parts, which counts as one of the retries; None: no
-                attempt has failed.
+            failure: the error that ended an earlier attempt to send parts. The failed attempt then counts as the first
+                attempt of this method. None: no attempt has failed.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         note = self.outbox.note
@@ -515,8 +516,8 @@ class Exchange:
     def unsettled_update(self) -> OutboxNote | None:
         """The note of the outbox's update while that update is part of the local progress (model − base); else None.
 
-        An update is part of the local progress from the time when it is formed until a new version is loaded or
-        `settle_update` has added the update to the base.
+        An update is part of the local progress from the time when it is formed until a new version is loaded, or until
+        `settle_update` has moved the base past the update.
         """
         note: OutboxNote | None = self.outbox.note
         base: BaseNote | None = self.base.note
@@ -536,8 +537,8 @@ class Exchange:
     def settle_update(self, retries: int | None = None) -> int | Lost | None:
         """Ask the server for the state of the `unsettled_update`.
 
-        If the server has the update, add the update to the base, so that only later training counts as local progress.
-        If not, clear the outbox: the next update then includes the same local steps.
+        If the server has the update, move the base past it (`advance_base`), so that only later training counts as
+        local progress. If not, clear the outbox: the next update then includes the same local steps.
 
         Returns:
             Number of local steps that no longer count as local progress; None if no update is unsettled; `Lost` if the
@@ -558,11 +559,11 @@ class Exchange:
         return note.steps
 
     def advance_base(self) -> None:
-        """Set base ← base − dec(update). So the local steps in this update are not sent twice.
+        """Set base ← base − dec(update), so that the local steps in this update are not sent twice.
 
         Here dec(update) is the outbox's update as the server decodes it. Afterwards, model − base still contains the
-        encoding error of this update, so the next update sends it. Therefore the residual goes back to its values
-        before this update.
+        encoding error of this update. The residual contains the same error, so it is set back to its values before this
+        update. Otherwise the next update would send the error twice.
         """
         if self.local.residuals is not None and self.outbox.note is not None:
             self.local.residuals.take_back(self.outbox.note.ticket)

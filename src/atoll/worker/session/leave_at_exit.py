@@ -164,8 +164,8 @@ def what_ends() -> BaseException | None:
 class _Replaced:
     """A function of `sys` that is replaced while a worker is joined.
 
-    `replace` never uses an earlier replacement again: other code may have wrapped that one, and then the two would call
-    each other without end.
+    If other code has set another function since the last `replace`, the next one makes a new replacement. The other
+    function may call the earlier replacement. If that one called the other function in turn, the calls would never end.
 
     Args:
         name: the function's name in `sys`.
@@ -203,10 +203,11 @@ def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -
 def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
     """Return a `sys.unraisablehook` that sends a signal again if Python has dropped the signal's exception.
 
-    It does so, too, if Python dropped another exception, which was raised while the signal's was being handled.
+    The hook also sends the signal again if Python has dropped an exception that was raised while the signal's exception
+    was being handled.
 
     Args:
-        before: the hook to call for each dropped exception that is not the signal's own.
+        before: the hook to call for each dropped exception except that of a signal.
     """
 
     def hook(dropped: sys.UnraisableHookArgs) -> None:
