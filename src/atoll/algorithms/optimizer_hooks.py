@@ -124,7 +124,7 @@ def warn_of_unheld_parameters(
     missing = [name for name, each in trainable.items() if each not in held_parameters]
     if missing:
         LOG.warning(
-            "%s: the optimizer holds only %d of the model's %d trainable parameters; %r is not among them. "
+            "%s: the optimizer holds only %d of the model's %d trainable parameters; for example, %r is missing. "
             "%s, or set requires_grad = False for parameters that are not trained.",
             site,
             len(trainable) - len(missing),
@@ -260,8 +260,8 @@ class StepHooks:
                 are counted.
 
         Raises:
-            UsageError: `attach` was called before, an optimizer trains another model, or the algorithm does not work
-                with these optimizers.
+            UsageError: the hooks of an earlier call are still there, an optimizer holds none of the model's parameters,
+                or the algorithm does not work with these optimizers.
         """
         if self._followed:
             raise UsageError(
@@ -347,7 +347,8 @@ class StepHooks:
     def rate_of(self, optimizer: Optimizer) -> float:
         """Return η, the learning rate of the next step.
 
-        If the algorithm does not divide by η, return the first parameter group's learning rate, or 0 if it has none.
+        If the algorithm does not divide by η, return the learning rate of the first parameter group, or 0 if that group
+        has none.
 
         Raises:
             UsageError: the algorithm divides by η, and the optimizer has no learning rate, several different ones, or
@@ -446,7 +447,7 @@ class _Followed:
 
     @contextmanager
     def _a_failed_step_has_ended(self) -> Iterator[None]:
-        """If the block raises before the step has a gradient, record that the step has ended: it moved nothing."""
+        """If the block raises before the step has a gradient, record that the step has ended, without effect."""
         try:
             yield
         except BaseException:

@@ -96,7 +96,7 @@ class BlockCodec(Narrowing):
 
 
 def _runs(blocks: int) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Yield block ranges as (first, last, (tiles, blocks per tile)): first all whole tiles, then the incomplete one."""
+    """Yield (first, last, (tiles, blocks per tile)) for the blocks of all whole tiles, then for the other blocks."""
     rest = blocks % BLOCKS_PER_TILE
     whole = blocks - rest
     if whole:

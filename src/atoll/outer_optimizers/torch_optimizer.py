@@ -1,8 +1,8 @@
 """A torch optimizer as a pure function: (parameter chunks, gradient chunks, state) → new parameters and new state.
 
 Each chunk of a tensor becomes one torch parameter p, and its stored state is assigned to `optimizer.state[p]`. In the
-first round, no state is stored yet. Torch creates it, because the state of Adagrad, NAdam, Rprop and others does not
-start at zero.
+first round there is no stored state, and torch creates it. Zeros would be wrong: the state of Adagrad, NAdam, Rprop and
+others does not start at zero.
 
 0-d state (`step`) belongs to the whole tensor. If you step a tensor in chunks, give each chunk a clone of the tensor's
 0-d state, and keep the 0-d state of one chunk.

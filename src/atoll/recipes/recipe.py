@@ -136,12 +136,12 @@ class InitialModel:
         path = model.get("class_path") if isinstance(model, Mapping) else model
         if isinstance(path, str) and path.startswith("__main__"):
             raise UsageError(
-                f"model is {path!r}, which the server cannot import: its __main__ is another program.",
+                f"model is {path!r}, which the server cannot import: the server's __main__ is another program.",
                 "Put the model into a separate module, and import that in the train script, too.",
             )
         if checkpoint is not None and isinstance(model, str) and ":" not in model:
             raise UsageError(
-                f"Both model ({model!r}) and initial_ckpt ({str(checkpoint)!r}) are set.", "Use one of them."
+                f"Both model ({model!r}) and initial_ckpt ({str(checkpoint)!r}) name a file.", "Use one of them."
             )
         self._model, self._checkpoint = model, None if checkpoint is None else str(checkpoint)
         self._is_module = not isinstance(model, str | Mapping | None)
@@ -173,7 +173,10 @@ class InitialModel:
             save(folder / INITIAL_FILE, self.tensors(settings), self._weights())
 
     def tensors(self, settings: Settings) -> nn.Module | Tensors:
-        """Return the initial tensors as the server would build them, but do not load a checkpoint beside `model`."""
+        """Return the initial model as the server would load it.
+
+        If the recipe has a model and a checkpoint, return the model with its own weights, not the checkpoint's.
+        """
         from atoll.server.initial_model import initial_model
 
         if self._is_module:
@@ -451,7 +454,10 @@ class Recipe(Strict):
         }
 
     def initial_tensors(self, settings: Settings) -> nn.Module | Mapping[str, Tensor]:
-        """Return the initial model as this recipe's server would load it."""
+        """Return the initial model as this recipe's server would load it.
+
+        If `model` and `initial_ckpt` are both set, return the model with its own weights, not those of `initial_ckpt`.
+        """
         return self._initial.tensors(settings)
 
     @property
@@ -479,7 +485,7 @@ class Recipe(Strict):
         if path.is_dir():
             raise UsageError(f"{str(path)!r} is a folder.", f"Give the run file: {path / 'run.toml'}.")
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
-            raise UsageError(f"{str(path)!r} was not written by a recipe.", "Use another file, or remove that one.")
+            raise UsageError(f"{str(path)!r} was not written by a recipe.", "Give another path, or delete this file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         settings = self.settings(sites, path.parent)
         self._initial.write(path.parent, settings)

@@ -318,7 +318,8 @@ class FragmentSnapshot:
         head: newest version of the fragment.
         expected: expected sites of the open round; None if no round is open.
         frozen: if the round is closed but not committed, the ticket numbers of the updates to aggregate, in order.
-        started: whether a round of the fragment was ever opened. Read only if `expected` and `frozen` are not set.
+        started: whether a round of the fragment was ever opened. It has a meaning only if neither `expected` nor
+            `frozen` is set.
         lost: number of lost versions up to `head`.
     """
 
@@ -412,5 +413,5 @@ class StateDraft:
         self.change_round(ticket.fragment, tickets={**tickets, ticket.site: ticket})
 
     def see(self, site: str) -> None:
-        """Record a sign of life of a site, at the time of this step."""
+        """Record a sign of life of a site, with the time `now_s`."""
         self.change(seen_s={**self.state.seen_s, site: self.now_s})

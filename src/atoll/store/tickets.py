@@ -19,8 +19,8 @@ from atoll.store.update_spool import PartWriter, Spool
 class Tickets:
     """The tickets of a run, and the files (spools) of their updates.
 
-    A ticket is open until its update is accepted or refused, or the ticket expires. An accepted ticket is counted as
-    soon as its update is aggregated into a version. Open and accepted tickets are called live.
+    A ticket is open until its update is accepted or refused, or the ticket expires. An accepted ticket becomes
+    counted when the version made from its update is committed. Open and accepted tickets are called live.
     """
 
     def __init__(self, journal: Journal, audit: AuditLog, slots: Slots) -> None:
@@ -139,7 +139,7 @@ class Tickets:
         )
 
     def last_counted(self, site: str) -> TicketRow | None:
-        """Return a site's newest ticket with an aggregated update; None if there is none. Only for fragment 0."""
+        """Return a site's newest counted ticket for fragment 0; None if there is none."""
         return self._journal.first(
             TICKETS, "WHERE site = ? AND fragment = 0 AND state = 'counted' ORDER BY ticket DESC LIMIT 1", site
         )

@@ -192,7 +192,10 @@ class Watch:
             self._give_up(begin_s)
 
     def _wait_for_quiet(self) -> bool:
-        """Wait until a heartbeat is due: a call has moved no byte for `every_s` seconds. If closed, return False."""
+        """Wait until a call has moved no byte for `every_s` seconds, so that a heartbeat is due. Then return True.
+
+        Return False as soon as the watch is closed.
+        """
         with self._changed:
             while not self._closed:
                 if not self._calls:

@@ -121,7 +121,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (recipe, {"model": torch.nn.Linear}, r"model is the class Linear, not a model\. Pass Linear\(\)"),
     (recipe, {"model": 3}, r"model is of type int\. Give an nn.Module"),
     (recipe, {"model": {"class": "x"}}, r"model = \{'class': 'x'\} does not have a valid form"),
-    (recipe, {"model": "__main__:Net"}, "its __main__ is another program"),
+    (recipe, {"model": "__main__:Net"}, "the server's __main__ is another program"),
     (recipe, {"num_rounds": "3"}, r"FedAvgRecipe: num_rounds is '3'\. Give a whole number"),
     (recipe, {"num_rounds": True}, r"FedAvgRecipe: num_rounds is True\. Give a whole number"),
     (recipe, {"min_sites": "2"}, r"FedAvgRecipe: min_sites is '2'\. Give a whole number, at least 1"),

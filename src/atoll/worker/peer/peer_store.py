@@ -118,7 +118,7 @@ class PeerStore:
             return self._versions.get((fragment, version))
 
     def served(self, version: Version) -> Version:
-        """Start to serve a version to other workers. Return a copy of `version` with the references in `source`.
+        """Start to serve a version to other workers. Return a copy of it, with its references in the field `source`.
 
         Do not hold a lock during the call: it may read the outer optimizer's whole state to compute digests.
         """

@@ -199,7 +199,8 @@ _ASKING = threading.local()
 def keep_ranks_waiting() -> None:
     """Prevent a timeout of `torch.distributed` at the other ranks, which wait in `from_rank0`.
 
-    Call this from time to time in a long `ask`, at rank 0. From any other thread, and at other ranks, it does nothing.
+    Call this from time to time during a long `ask`, in the thread that runs `ask` at rank 0. In other threads and at
+    other ranks, it does nothing.
     """
     if (group := getattr(_ASKING, "group", None)) is not None:
         group._text(json.dumps({"wait": True}))
@@ -228,7 +229,7 @@ def _result(rank: int, message: RankMessage) -> Any:
     """Return the value in a rank's message. If the message reports an error, return (do not raise) that error.
 
     Args:
-        rank: the number of the rank, for the text of the exception.
+        rank: the number of the rank, for the text of the error.
         message: the message.
     """
     if "error" not in message:

@@ -88,7 +88,7 @@ class Round:
     def load_into(self, model: Model) -> Model:
         """Load the global model into `model`, in place, and return `model`.
 
-        A second call in the same round discards the training after the first one.
+        A second call in the same round discards the training since the first call.
 
         Raises:
             SchemaMismatch: `model` has other tensors than the run's model. Nothing was downloaded.
@@ -121,7 +121,8 @@ class Round:
             end.
 
         Raises:
-            UsageError: `load_into` was not called, or `correct` was already called in this round.
+            UsageError: `load_into` was not called, the hooks of an earlier call are still there, an optimizer holds
+                none of the model's parameters, or the algorithm does not work with these optimizers.
         """
         self._require_base()
         local = self._backend.local
@@ -485,7 +486,8 @@ def join(
     Args:
         server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`. If neither is given, the script
             runs alone.
-        site: this worker's name; by default `ATOLL_SITE`, else made from host and process; "alone" without a server.
+        site: name of the site; by default `ATOLL_SITE`, else a name made from host and process, or "alone" if there is
+            no server.
         folder: the folder for Atoll's files of this site, each about as large as the model; by default `ATOLL_DIR`,
             else `.atoll`.
         labels: labels of this worker, shown in the server's status.
@@ -498,7 +500,8 @@ def join(
     Raises:
         ConfigError: no server is configured although one is required, or an ATOLL_ variable is misspelt.
         ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
-        ServerUnreachable: a program that is not an Atoll server answers at the server's address.
+        PeerError: a web server that is not Atoll answers at the server's address.
+        ServerUnreachable: the server's certificate is not accepted, or the address is https but the server has no TLS.
         StateLocked: another process on this machine takes part as the same site.
     """
     if _simulated is not None:
@@ -537,7 +540,7 @@ def run_here(server: str | None, site: str) -> messages.RunInfo | None:
 
     Raises:
         VersionSkew: server and worker use different versions of the protocol.
-        ServerLost, ServerUnreachable: as for `atoll.join`.
+        PeerError, ServerLost, ServerUnreachable: as for `atoll.join`.
     """
     if _simulated is not None:
         return _run_of(_simulated).info
