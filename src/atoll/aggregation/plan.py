@@ -113,7 +113,7 @@ class FragmentPlan:
 
     @cached_property
     def update_runs(self) -> RunTable:
-        """Byte runs of an update. `RunTable.counterpart` finds the one with the elements of a version's byte run."""
+        """Byte runs of an update. `RunTable.counterpart` returns the one with the same elements as one of a version."""
         return RunTable(self.update, TILE)
 
     @cached_property
@@ -127,12 +127,12 @@ class FragmentPlan:
         return entries(self.state_layout)
 
     def columns(self, run: ByteRun) -> dict[str, tuple[Column, int, torch.dtype]]:
-        """Return where in the state file the outer optimizer's state for a byte run is.
+        """Return the places, in the state file, of the outer optimizer's state for a byte run of a version.
 
-        Include only state that has one element per element of the tensor, such as `momentum_buffer`.
+        Only state with one element per element of the tensor is included, such as `momentum_buffer`.
 
         Returns:
-            key → (column, byte offset of the run's first element in the file, dtype).
+            key → (column, byte offset in the state file, dtype). The offset is that of the run's first element.
         """
         head = run.pieces[0]
         return {

@@ -93,9 +93,10 @@ def given_groups(
 ) -> Callable[[ChangeReader], Mapping[str, ElementReader]]:
     """Check the tensors that a script submits for an algorithm such as SCAFFOLD. Return a function that reads them.
 
-    The function replaces `StepHooks.finish`. For each group of tensors, it returns a function (parameter, start, stop)
-    → elements. If the site keeps the group between rounds, this inner function also adds the elements to the tensor
-    that the site keeps. (The server does the same with the version's tensor and the reduced tensors of all sites.)
+    Atoll calls the returned function in place of `StepHooks.finish`. The result of this call is a mapping: group of
+    tensors → function (parameter, start, stop) → elements. If the site keeps a group between rounds, the group's
+    function also adds the elements that it reads to the tensor that the site keeps. (In the same way, the server adds
+    the reduced tensors of all sites to the version's tensor.)
 
     Args:
         groups: group → parameter name → tensor.

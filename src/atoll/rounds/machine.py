@@ -364,7 +364,8 @@ def _revise(draft: StateDraft, fragment: int) -> None:
 
     In a synchronous round, these are:
       - the sites with an accepted update, alive or not;
-      - the sites that may still submit and that have an open ticket, or were expected before and not refused.
+      - of the sites that may still submit: those with an open ticket, and those that were expected before and have
+        no refused ticket.
     If these are too few to close the round, other live sites without a ticket are added, oldest lease first.
     """
     round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor

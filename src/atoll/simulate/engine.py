@@ -299,7 +299,7 @@ class Engine:
             thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; its result is reported later. If the process that works on it ends, the job is repeated."""
+        """Queue a job; its result is reported later. If its process ends, the job is repeated, up to a limit."""
         with self._lock:
             if not self._closed:
                 self._waiting.append(job)

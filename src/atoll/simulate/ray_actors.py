@@ -273,7 +273,7 @@ class RayProcess:
         return result
 
     def kill(self) -> None:
-        """Kill the actor. First let an idle actor remove its files, unless this process removes them later.
+        """Kill the actor. If it is idle, first let it remove its files, unless `RayHost.close` removes them later.
 
         Idempotent.
         """

@@ -62,7 +62,7 @@ class Recovery:
         """Find a fragment's newest intact version. If newer ones are damaged, make the run continue from this version.
 
         Returns:
-            One sentence if the run continues from an older version; else an empty list.
+            A list with one sentence if the run continues from an older version; else an empty list.
 
         Raises:
             StateCorrupt: no version of the fragment matches its digests.

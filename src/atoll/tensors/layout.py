@@ -308,9 +308,10 @@ class _Raw:
 
 
 def _cut(layout: Layout) -> Iterator[Part]:
-    """Yield the parts of a layout. Each has as many whole tiles as fit into `part_bytes`, and at least one.
+    """Yield the parts of a layout. Each has as many whole tiles as fit into `part_bytes`.
 
-    The header belongs to rank 0. It can be larger than a part, so a part may end anywhere in it.
+    A tile that is larger than `part_bytes` is a part by itself. The header belongs to rank 0; if it is larger than
+    `part_bytes`, the first parts contain only pieces of the header.
     """
     index, start, end, pieces, owner = 0, 0, layout.header_bytes, list[Piece](), 0
     while end - start > layout.part_bytes:

@@ -60,7 +60,8 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
         VersionSkew: the site uses another version of the protocol.
         ServerLost: the site takes part in another run.
         SchemaMismatch: the site has another model.
-        ConfigError: the site has another number of local steps H or of fragments, or has lost its local state.
+        ConfigError: the site has another number of local steps H or of fragments; or it has lost its algorithm's local
+            state, or has a state that does not fit its updates in the run.
     """
     if message.protocol != routes.PROTOCOL:
         older = f"worker {message.site}" if message.protocol < routes.PROTOCOL else "the server"
@@ -101,9 +102,9 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
 
 
 def _require_state(message: messages.Join, store: Store) -> None:
-    """Raise an error if a site has lost its algorithm's local state.
+    """Raise an error if a site has lost its algorithm's local state, or the state does not fit its updates in the run.
 
-    If the user chose to start from zero, only log a warning.
+    If the user lets the state start from zero, only log a warning.
     """
     site, last = message.site, store.tickets.last_of(message.site)
     counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)

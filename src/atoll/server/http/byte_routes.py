@@ -407,7 +407,7 @@ class _ObjectPart:
         return self.written == self.part.nbytes
 
     def take(self, fill: Fill) -> None:
-        """Fill the buffer with `fill`, and write its bytes, until there are none left or the part is complete."""
+        """Write the bytes that `fill` puts into a buffer. Repeat this until it puts none, or the part is complete."""
         while not self.complete:
             with self.lock:
                 count = fill(self.scratch[: self.part.nbytes - self.written])

@@ -113,7 +113,7 @@ class TaskPayload:
 
     @property
     def key(self) -> tm.ObjectKey:
-        """The key with which a site downloads the object. Use it only for an object, after `hold`."""
+        """The key with which a site downloads the object. Read it only after `hold`, and only if there is an object."""
         assert self.body.object is not None
         return self.body.object
 
@@ -188,7 +188,10 @@ class OpenTask:
 
     @property
     def way(self) -> str:
-        """How the first payload is sent: `streamed`, `inline` or `skipped`. A filtered one may be sent differently."""
+        """How the shared payload is sent: `streamed`, `inline` or `skipped`. A site's own may be sent differently.
+
+        Without a shared payload: how the first site's own is sent; `skipped` if there is none.
+        """
         return next((payload.way for payload in self.payloads), "skipped")
 
     @property
@@ -344,7 +347,7 @@ class TaskQueue:
         task.payloads.discard()
 
     def finish(self) -> None:
-        """Record that the last workflow has ended. Each site that asks for a task gets this answer."""
+        """Record that the last workflow has ended. A site that asks for a task, and has none open, is told so."""
         self.finished = True
         self.wake()
 
@@ -429,7 +432,7 @@ class TaskQueue:
     # -- requests of sites
 
     async def request_task(self, lease: Lease, message: tm.TaskRequest) -> tm.TaskReply:
-        """Return the site's next open task. Wait up to `wait_s` seconds for one.
+        """Return the site's next open task, or why there is none. Wait up to `wait_s` seconds for a task.
 
         Raises:
             ConfigError: the run sends no tasks.
@@ -461,9 +464,11 @@ class TaskQueue:
         Raises:
             ConfigError: the run sends no tasks.
             BadRequest: the answer is malformed.
-            Conflict: the site has given another answer.
+            Conflict: the site has given another answer; or the object lacks parts, has another digest or is the
+                server's own.
             TicketClosed: the task is over, or was not sent to this site.
             Gone, AuthError, PartCorrupt: the object is not on this server, its secret is wrong, or its file is cut off.
+            DiskFull: the disk has too little space.
         """
         site, body = lease.site, message.body
         object_key = body.object if body is not None else None

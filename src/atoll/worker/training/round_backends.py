@@ -82,7 +82,7 @@ class RoundBackend(Protocol):
         """
 
     def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Load the version of the global model that a ticket names into the tensors of `into`.
+        """Fill the tensors of `into` with the version of the global model that a ticket names.
 
         Returns:
             The ticket to submit under. If the version no longer exists, this is a newer ticket, and its version was
@@ -90,16 +90,16 @@ class RoundBackend(Protocol):
         """
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
-        """Load the newest version of the global model into the tensors of `into`.
+        """Fill the tensors of `into` with the newest version of the global model.
 
-        If `keep` is given, this version stays the base.
+        If `keep` is given, the version `keep` stays the base, even if it is not the newest one.
         """
 
     def has_base(self, ticket: Ticket) -> bool:
         """Return whether the version that a ticket names was loaded."""
 
     def global_state(self, group: str) -> dict[str, Tensor]:
-        """Return a group of tensors that the algorithm adds to the global model: parameter name → new tensor."""
+        """Return tensors that the algorithm keeps beside the global model: parameter name → new tensor of `group`."""
 
     def own_state(self, group: str) -> dict[str, Tensor]:
         """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor."""
@@ -287,8 +287,8 @@ class ScriptAlone:
     def tensors_of(self, model: nn.Module | Arrays) -> dict[str, Tensor]:
         """Return the model's own tensors by name. The model becomes the global model.
 
-        The first model may have any tensors; later ones must have the same. But the first module may have other tensors
-        than earlier mappings, because a mapping does not say which tensors are buffers.
+        The first model may have any tensors; later ones must have the same. There is one exception: the first module
+        after mappings may again have any tensors, because a mapping does not say which tensors are buffers.
         """
         if not isinstance(model, nn.Module):
             require_model(model)

@@ -382,10 +382,13 @@ class Synchroniser:
     # -- one step
 
     def after_step(self, step: int) -> bool:
-        """Merge new versions that are ready, and submit the fragment that is due. Return whether there was either.
+        """Merge new versions that are ready, and submit the fragment that is due.
 
         Args:
             step: the number of the local step that was just made.
+
+        Returns:
+            Whether the result of an update was ready or a fragment was due.
         """
         self._step = step
         ready = [pending for pending in self._pending if self._is_ready(pending)]
@@ -479,11 +482,11 @@ class Synchroniser:
         return caught_up and (self._is_whole or not waited)  # after a wait, other workers have had their turns
 
     def _settle_last_update(self, fragment: FragmentState) -> Lost | None:
-        """If it is not known whether the fragment's last update counted, ask the server.
+        """If it is not known whether the server has accepted the fragment's last update, ask the server.
 
-        If the server accepted the update, its steps no longer count as local progress. If the server has fallen back to
-        an older version since it issued the fragment's ticket, drop this ticket. Return `Lost` if the server cannot be
-        reached, else None.
+        If the server has accepted it, its steps no longer count as local progress. Drop the fragment's ticket if
+        the server had to be asked, or if the ticket is useless (`Exchange.is_over`). Return `Lost` if the server cannot
+        be reached, else None.
         """
         steps = fragment.exchange.settle_update(self._retries)
         if isinstance(steps, Lost):
@@ -502,8 +505,8 @@ class Synchroniser:
         """Wait for the next round of a fragment.
 
         Returns:
-            A pair: the server's reply, or None if the update of another fragment has failed and must be submitted
-            first; and whether this worker waited.
+            A pair. First the server's reply; `Lost` if the server cannot be reached; None if the update of another
+            fragment has failed and must be submitted first. Second, whether this worker waited.
         """
         if self._is_whole:
             return exchange.ask_and_resend(retries=self._retries), False
@@ -623,7 +626,7 @@ class Synchroniser:
         """Wait until the thread of an update in flight has ended.
 
         Meanwhile, if the update of a fragment that comes earlier in `FragmentOrder` fails, submit that fragment again.
-        Other workers may be waiting for this update before they submit to the round that this worker waits for.
+        Other workers may need the failed update before they submit to the round that this worker waits for.
         """
         while not pending.done.wait(LOOK_S):
             for broken in self._broken():
@@ -654,8 +657,8 @@ class Synchroniser:
             fragment: the fragment.
             reply: the server's reply, which names the newest version.
             step: the local step up to which the version includes this worker's training.
-            patience: how often to try again to reach a lost server; None: before the first value is loaded, the usual
-                number of retries; after that, for as long as `ATOLL_GIVE_UP_S` says. If a download is given up in the
+            patience: how often to try again to reach a lost server; None: the usual number of retries until a value is
+                loaded into the model, then as many as fit into `ATOLL_GIVE_UP_S`. If a download is given up in the
                 middle, the model has only a part of the version, and training continues from these values.
             alpha: share of the local parameters in a merge; 0: take the version as it is.
 
