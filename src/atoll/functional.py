@@ -1,4 +1,4 @@
-"""`atoll.functional`: functions for scripts that take part in rounds without a loop over the rounds."""
+"""`atoll.functional`: federated rounds as plain functions, for scripts that cannot use a loop over `atoll.join`."""
 
 from __future__ import annotations
 

@@ -54,15 +54,15 @@ def unseal(data: bytes) -> dict[str, Any]:
 def read_note(path: Path, kind: Any) -> Any:
     """Return a note that `write_note` wrote, as an instance of `kind`; None if the file is missing or damaged.
 
-    A damaged note is removed with a warning. Callers then do not use the file that the note described: they download or
-    train its data again.
+    A damaged note is removed with a warning. Callers then do not use the file that the note described: they download
+    its content again, or make it again by training.
     """
     try:
         return peek_note(path, kind)
     except NoteDamaged as error:
         LOG.warning(
-            "%s is damaged: %s. Atoll removes it, and again downloads or trains the data that it described. "
-            "Check the disk.",
+            "%s is damaged: %s. Atoll removes it. The data that it described is downloaded again, or made again by "
+            "training. Check the disk.",
             path,
             error,
         )

@@ -256,7 +256,7 @@ def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any] | None:
         if key not in known:
             has = f"Its settings are {', '.join(known)}." if known else "Leave it out."
             raise ConfigError(
-                f"algorithm has the setting {key!r}, which {algorithm.name} does not have.",
+                f"algorithm.{key} is set, but {algorithm.name} has no such setting.",
                 registry.nearest(key, known, has),
             )
         if type(value) not in (int, float) or not (math.isfinite(value) and value >= 0):

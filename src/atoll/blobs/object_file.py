@@ -275,7 +275,7 @@ class Stored:
     def tree(self) -> Any:
         """Return the received tree, with its tensors loaded into new memory.
 
-        Values of user-defined types are built by their consumers, which may read tensors from the file in chunks.
+        A value of a registered type is built by the type's consumer, which may read the file's tensors in chunks.
         """
         return self.contents.tree(lambda name: self.lazy[name].resolve(), self.lazy.__getitem__)
 
@@ -321,7 +321,7 @@ def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Te
 
 
 def _as_text(tensor: Tensor | Stream) -> dict[str, Plain]:
-    """Return an inline tensor as a JSON entry of an object's head. A `Stream` is small, so it is read as a whole."""
+    """Return an inline tensor, which is small, as a JSON entry of an object's head. A `Stream` is read as a whole."""
     if isinstance(tensor, Stream):
         with gc_as_usual():
             data = b"".join(tensor.runs())

@@ -125,7 +125,8 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def source_of(key: str, source: Mapping[str, str]) -> str:
     """Return where a key was set: the name of a file or variable, or COMMAND_LINE. Empty if the key was not set.
 
-    If `source` does not have the key itself, use a table that contains the key, or else a key inside the table `key`.
+    A key that is not in `source` itself may have been set as part of a table, so look for the tables around the key,
+    innermost first. If none of them is in `source` either, `key` may be a table, so look for a key inside it.
 
     Args:
         key: `group.key`.

@@ -48,7 +48,7 @@ NUMBER_BELOW = 2**62
 
 
 def _shown(most: int) -> AfterValidator:
-    """Return a validator that cuts text from a peer to `most` characters and replaces unprintable ones by escapes."""
+    """Return a validator of received text: it escapes unprintable characters and cuts the text to `most` characters."""
     return AfterValidator(lambda text: visible(text, most))
 
 
@@ -197,10 +197,10 @@ class SchemaMessage(Message):
 
 
 class Counted(Message):
-    """The last counted update of a site. With SCAFFOLD, the site needs the local state that it saved with this update.
+    """The last counted update of a site. If the algorithm keeps state at sites, that state must include this update.
 
-    `base_version` is the version that the update was trained from. None: no update was counted yet, and the local state
-    is zero.
+    `base_version` is the version that the update was trained from. If it is None, no update was counted yet, and the
+    local state is zero.
     """
 
     base_version: Count | None = None
@@ -533,7 +533,7 @@ class BlobManifest(Message):
         except (binascii.Error, ValueError):
             raise BadRequest(f"The bytes in the manifest of {what} are not base64.", "Publish it again.") from None
         if len(data) != manifest.nbytes:
-            raise BadRequest(f"{what} should have {manifest.nbytes} bytes, but its manifest contains {len(data)}.")
+            raise BadRequest(f"The manifest of {what} contains {len(data)} bytes of it, not {manifest.nbytes}.")
         for part in manifest.cuts.parts():
             if blake3(memoryview(data)[part.start : part.stop]).digest() != manifest.part_digests[part.index]:
                 raise PartCorrupt(f"Part {part.index} of {what} arrived damaged.", "Fetch the object again.")

@@ -66,7 +66,7 @@ class IssuedTicket:
         base_version: version that the site trains from.
         state: state in the table of transitions `TICKET`: `open`, `accepted`, `counted`, `refused` or `expired`.
         reason: why the update was refused, or why the ticket has expired.
-        order: position of the update among all accepted updates; 0 if it is not accepted.
+        order: position of the update among all accepted updates of the run, from 1; 0 if it is not accepted.
     """
 
     id: int

@@ -53,7 +53,10 @@ class VersionsInUse:
         self._users: dict[Pin[VersionRow], int] = {}
 
     def take(self, version: int) -> Pin[VersionRow]:
-        """Protect a version for one more site, and return it. If it was not in use, first release unused ones."""
+        """Protect a version for one more site, and return the version.
+
+        If no site has used this version so far, first release the versions that no site uses any more.
+        """
         base = next((pin for pin in self._users if pin.row.version == version), None)
         if base is None:
             for idle in [pin for pin, count in self._users.items() if not count]:

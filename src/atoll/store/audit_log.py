@@ -13,8 +13,9 @@ for this entry in the audit log:
     not found: the log is shorter    the last entries are lost; with durability `process`, a power loss may cause this
     found, with another hash         journal and `audit.head` are from different runs, or from different times
 
-There is one exception. A start that finds a loss adds an entry `lost`, which repeats the hash in `audit.head`. If the
-server is killed before it rewrites `audit.head`, the next start finds the entry `lost`, and accepts the old file.
+There is one exception: the old `audit.head` of a loss that is already known. A start that finds a loss adds an entry
+`lost`, which repeats the hash in `audit.head`. If the server is killed before it rewrites `audit.head`, the next start
+finds this hash in the entry `lost`, and accepts the old file, even if the entry with its number has another hash now.
 """
 
 from __future__ import annotations
@@ -151,8 +152,8 @@ class AuditHeadFile(OwnedFile):
     def write(self, entries: int, last_hash: str) -> None:
         """Write the number and hash of the audit log's last entry to the file.
 
-        If the write fails, log a warning, but only the first time. The file then still names an earlier entry. The
-        next start of the server accepts this.
+        If the write fails, log a warning, but only the first time. The file then still names an earlier entry,
+        which the next start of the server accepts.
         """
         if self.fd < 0:
             return

@@ -5,8 +5,8 @@ Each use of a slot adds a hold (a counted reference). A slot with a hold is neve
     journal    a row of the journal (the server's database) refers to the slot
     writer     the slot is being written
     pull       the slot is being read, for example to send the version in it to a worker
-    reader     a worker of a swarm reads the slot; such workers have slots of their own, to aggregate updates
-    aggregator the process of the user's aggregator reads the slot
+    reader     the slot is being read at a worker of a swarm; such workers have slots of their own
+    aggregator the slot is being read by the user's aggregator, which runs in a process of its own
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class FragmentShapes:
     def elsewhere(self) -> FragmentShapes:
         """Return the shapes for the server of a swarm, where the workers aggregate and have the tensors.
 
-        The server's files are empty, and updates have no parts. The number of digests in the journal stays the same.
+        The server's files are empty, and updates have no parts. Versions, states and deltas keep their number of
+        regions, because the journal has a digest for each region in a swarm, too.
         """
 
         def empty(shape: FileShape | None) -> FileShape | None:

@@ -81,7 +81,8 @@ def split(schema: Schema, count: int) -> Split:
 def cut(sizes: Sequence[int], count: int) -> list[int]:
     """Divide a list of sizes into `count` consecutive, non-empty groups. Return the end index (exclusive) of each.
 
-    The largest group's sum is as small as possible. The other groups' sums are as near to the mean as possible.
+    The largest group's sum is as small as possible. Within this limit, each group in turn is as near as
+    possible to an equal share of the remaining sizes.
 
     Args:
         sizes: at least `count` sizes.

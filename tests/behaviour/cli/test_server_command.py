@@ -387,7 +387,7 @@ def test_config_show_refuses_unknown_names_and_says_where_a_value_comes_from(ato
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("algorithm.muu=0.5", "the setting 'muu', which fedavg does not have"),
+        ("algorithm.muu=0.5", "algorithm.muu is set, but fedavg has no such setting"),
         ('aggregation.upload_codec={name = "int8", bits = 3}', "'bits'. 'int8' has no options."),
         ('aggregation.download_codec={name = "topk", size = 3}', "'size'. The options of 'topk' are: density."),
         ('aggregation.reducer={name = "trimmed_mean", part = 3}', "'part'. The options of 'trimmed_mean' are: trim."),

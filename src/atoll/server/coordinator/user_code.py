@@ -85,9 +85,10 @@ class UserThreads:
         Args:
             call: the function to run.
             what: text for the log that says what the code does.
-            key: calls with the same key run one after another, because a filter has state during a call.
-            timeout_s: maximum seconds to wait for earlier calls with this key, and then for the call itself; None: no
-                limit.
+            key: calls with the same key run one after another, because user code, such as a filter, may have state
+                that only one call at a time may use.
+            timeout_s: maximum seconds of each of two waits: for the end of earlier calls with this key, and for the end
+                of the call itself; None: no limit.
 
         Raises:
             TimeoutError: a wait took longer than `timeout_s`.

@@ -1,4 +1,4 @@
-"""Checks the token of each request or, on a server that only its own machine can reach, the Host header."""
+"""Checks each request: its token or, if the server listens on loopback only and has no token, its Host header."""
 
 from __future__ import annotations
 

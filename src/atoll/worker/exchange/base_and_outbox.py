@@ -282,7 +282,7 @@ def _data_from(fd: int, offset: int, nbytes: int) -> int:
 
 
 class PartsFile(ScratchFile):
-    """A preallocated file that is divided into parts. It can hold only one rank's parts; the others take no disk space.
+    """A preallocated file, divided into parts. If the model is sharded, the parts of other ranks take no disk space.
 
     Args:
         path: the file's path.
@@ -412,7 +412,7 @@ class Outbox(PartsFile):
         """Remove the note of the previous update. Call this before an update with the layout `layout_digest` is formed.
 
         Raises:
-            VersionSkew: this worker has computed another layout for the file.
+            VersionSkew: the layout that this worker has computed for the file has another digest.
         """
         if layout_digest != self.layout.digest:
             raise VersionSkew(
@@ -496,7 +496,7 @@ def locked(folder: Path, site: str) -> Iterator[None]:
 
     Raises:
         StateLocked: another process of the same site on this machine holds the lock.
-        StoreError: the folder cannot be made, or its lock file cannot be opened. Or the folder contains a named pipe.
+        StoreError: the folder cannot be made or contains a pipe, socket or device; or its lock file cannot be opened.
     """
     while (lock := _lock(folder, site)) is None:
         pass

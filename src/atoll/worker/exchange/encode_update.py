@@ -1,8 +1,8 @@
 """Encode the result of local training as an update, and write it piece by piece into the outbox file.
 
-For each parameter, the update contains the pseudo-gradient `base − local`, computed on the parameter's device. Buffers,
-as in `nn.Module.buffers()`, are sent as they are. The memory used is a few buffers of fixed size, whatever the model's
-size.
+For each parameter, the update contains the pseudo-gradient `base − local`, computed on the parameter's device. The
+model's buffers (`nn.Module.buffers()`) are sent as they are. This needs a few blocks of memory of fixed size, whatever
+the model's size.
 
 The sections of this file, in order: a site's filters (`Filtered`, `AnswerFilters`), warnings about updates that are
 zero (`EncodingLosses`), the encoding itself (`UpdateFormer`), and one fragment at one site (`LocalFragment`).
@@ -129,7 +129,7 @@ class AnswerFilters:
 
     @contextmanager
     def applied(self, packed: Packed, task: str) -> Iterator[Packed]:
-        """Yield the answer after the filters for `task`. A tensor is filtered when the `with` block reads it.
+        """Yield an answer with the filters for `task` applied. A tensor is filtered when the `with` block reads it.
 
         Args:
             packed: the answer before the filters.
@@ -212,7 +212,11 @@ class EncodingLosses:
         self._lost.clear()
 
     def wants(self, run: ByteRun) -> bool:
-        """Return whether `add` still has to check this run, because encoding may lose changes of its tensors."""
+        """Return whether `add` has to check this byte run.
+
+        That is so if the codec is lossy and, for a tensor of the byte run, `add` has not yet seen enough of the change
+        survive the encoding.
+        """
         return not self._codec.raw and any(name not in self._arrives for name in _names(run))
 
     def add(self, run: ByteRun, delta: Tensor, decoded: Tensor) -> None:
@@ -316,8 +320,8 @@ class UpdateFormer:
         base: the version that the site trained from.
         tensors: the model's own tensors, by name; not changed.
         codecs: all codecs that the layout uses, by name.
-        runs: the division of every update into byte runs. A run has at most `CHUNK_ELEMENTS` elements; they are encoded
-            at once.
+        runs: the division of every update into byte runs. A byte run has at most `CHUNK_ELEMENTS` elements,
+            which are encoded together.
         extra: for each group of tensors that the algorithm sends in addition to the model, such as SCAFFOLD's control
             variates, a function that returns the values for a parameter.
         filtered: the filtered values that are sent in place of `tensors`; None: the site has no filters.
@@ -454,7 +458,7 @@ class UpdateFormer:
         return decoded
 
     def _read_base(self, run: ByteRun, view: memoryview) -> None:
-        """Read the base's values for the run's pieces into `view`. Set the padding between the pieces to zero."""
+        """Read the base's values for the pieces of a byte run into `view`. Set the padding between pieces to zero."""
         item_bytes, segments = run.spec.item_bytes, self.base.layout.by_name
         run.clear_padding(view, item_bytes)
         self.base.read_pieces(
@@ -489,7 +493,7 @@ class Layouts:
         update: layout of an update; if the model is sharded, only the parts of one rank.
         codec: the codec of parameters.
         codecs: all codecs that `update` uses, by name.
-        runs: the division of an update into byte runs; the elements of a run are encoded at once.
+        runs: the division of an update into byte runs; the elements of a byte run are encoded together.
         downlink: encodes a download as the difference from the previous version; None: versions are downloaded whole.
     """
 
@@ -569,7 +573,7 @@ class LocalFragment:
     def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
         """Open the files of the site's local state: encoding errors of earlier updates, and the algorithm's own state.
 
-        Without error feedback, there are no files for encoding errors. If the algorithm keeps no state, it has no file.
+        Without error feedback, encoding errors have no files. An algorithm without state at the site has none either.
 
         Args:
             folder: the site's folder in the run; locked by the caller.
