@@ -221,13 +221,13 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
 def _leave(leases: Path, failure: str, *, killed: bool) -> None:
     """After the command has ended, end the leases that it left behind, so that no run waits for their sites.
 
-    Print how the command ended and which sites have left in this way. If there is no such site, print only after a
-    signal.
+    Print how the command ended and which sites have left in this way. If there is no such site, print only if `killed`
+    is True.
 
     Args:
         leases: the folder in which the command stored its leases.
         failure: how the command ended, in words; the server gets this text.
-        killed: whether a signal ended the command.
+        killed: whether a signal that this process did not forward ended the command.
     """
     sites = leave_for(leases, failure)
     if sites or killed:

@@ -131,10 +131,11 @@ async def serve_file(  # noqa: PLR0913 (options, by keyword)
 
 
 def _read_cached(fd: int, scratch: memoryview, offset: int) -> memoryview | None:
-    """Read bytes of a file into `scratch` if they are in the page cache, so that the disk is not needed.
+    """Read bytes of a file, from `offset` on, into `scratch`, but only bytes that are in the page cache.
 
     Returns:
-        The filled start of `scratch`; None if the byte at `offset` is not in the page cache.
+        The filled start of `scratch`; None if the byte at `offset` is not in the page cache, or if the file system does
+        not support such reads.
     """
     try:
         done = os.preadv(fd, [scratch], offset, os.RWF_NOWAIT)

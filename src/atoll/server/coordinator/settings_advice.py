@@ -66,9 +66,10 @@ def _of_lost_steps(plan: Plan) -> list[str]:
 
 
 def _of_the_way_down(plan: Plan) -> list[str]:
-    """Return a warning if downloading encoded differences between versions saves nothing.
+    """Return a warning if downloading encoded differences between versions saves little or nothing.
 
-    One difference can be as large as a version, and an asynchronous worker can need several of them at once.
+    One difference can be as large as a version. And an asynchronous worker can need several differences at once:
+    together they can be larger than a version, or the server may no longer keep all of them.
     """
     settings = plan.settings
     behind = -(-settings.rounds.sites // settings.async_.buffer_size)  # versions committed while one worker trains

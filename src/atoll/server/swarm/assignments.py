@@ -232,7 +232,11 @@ class SwarmView:
         return self.peers.holding(fragment, version, self._store.run_log.version_digest(fragment, version))
 
     def order(self, fragment: int, version: int) -> list[str]:
-        """Return the live sites, sorted by preference as aggregator of the round that starts from `version`."""
+        """Return the sites that may aggregate the round that starts from `version`, the preferred one first.
+
+        These are the live sites with workers that are not overdue with a report. A worker that is about to leave
+        counts only if all of them are.
+        """
         heard = [site for site in self.peers.alive if self.peers.is_heard(site)]
         staying = [site for site in heard if not self.peers[site].leaving] or heard
         return ranking(
@@ -403,7 +407,7 @@ class SwarmRounds:
         return ""
 
     def status(self, fragment: int) -> status_messages.PlaceStatus:
-        """Return a fragment's status: aggregator, checker, sites with the newest version, collected updates."""
+        """Return a fragment's status: aggregator, checker, sites with the newest version or a collected update."""
         view = self.view
         job = view.assignments[fragment]
         collected = view.peers[job.aggregator].collected if job.aggregator else {}
@@ -493,8 +497,8 @@ class SwarmRounds:
     def _could_not_pull(self, fragment: int, job: Assignment, ticket: int, offer: Offer, why: str) -> None:
         """Handle a failed attempt of the aggregator to download an update.
 
-        The site has to offer the update again. After `PULLS` failures, another worker aggregates. If every worker that
-        has the round's base version has failed to download the update, the update is refused.
+        The site of the update has to offer it again. After `PULLS` failures of this aggregator, another worker
+        aggregates. If every worker that could aggregate has failed as often, the update is refused.
         """
         site = job.aggregator
         job.failures[ticket, site] += 1

@@ -410,7 +410,7 @@ def _call(
     loop: asyncio.AbstractEventLoop,
     ended: asyncio.Future[BaseException | None],
 ) -> None:
-    """Call a workflow's function in its thread. At its end, set `ended` to the error that it raised, or to None."""
+    """Call a workflow's function in the current thread. Then set `ended` to the function's error, or to None."""
     assert function is not None
     error: BaseException | None = None
     try:

@@ -411,7 +411,10 @@ class SwarmPeer:
         LOG.debug("%s: stored version %d (%d bytes)", self.site, hold.version, nbytes)
 
     def _collect(self, collect: Collect) -> None:
-        """Download an update. Store its norm, or the reason why it is not valid, for the next report to the server."""
+        """Download an update, and store the result for the next report to the server.
+
+        The result is the update's norm, or the reason why the update is not valid or could not be downloaded.
+        """
         ticket = collect.ticket
         report = CollectedUpdate(ticket=ticket, digest=collect.digest, source=collect.source)
         with self._store.new_slots(collect.fragment, SPOOL) as (slot,):

@@ -75,7 +75,7 @@ PAUSE_S = 1.0
 
 @dataclass(eq=False)
 class _Next:
-    """A task with tensors that are downloaded in advance, while the site still works on the previous task.
+    """The next task. Its tensors, if it has any, are downloaded while the site still works on the previous task.
 
     Attributes:
         task: the task's id.
