@@ -41,7 +41,7 @@ def counted(count: int, what: str) -> str:
 
 
 def of_fragment(number: int | None) -> str:
-    """Return " of fragment 2" as the end of a name such as "version 3"; empty for None: the run has one fragment."""
+    """Return " of fragment 2", to append to "version 3"; empty for None, which means that there is one fragment."""
     return "" if number is None else f" of fragment {number}"
 
 

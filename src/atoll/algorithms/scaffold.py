@@ -71,8 +71,8 @@ class _Shifted(Correction):
             shift = context.version(CONTROL, name) - context.own_state(CONTROL, name)
             if not bool(torch.isfinite(shift).all()):
                 raise UsageError(
-                    f"SCAFFOLD's control variate of {name!r} is not finite: the file of this site or of the "
-                    "run is damaged.",
+                    f"SCAFFOLD's control variate of {name!r} is not finite: this site's local state or the "
+                    "run's version is damaged.",
                     "Remove this site's folder under ATOLL_DIR, and start the site with ATOLL_NEW_STATE=1. "
                     "If this error comes again, start a new run.",
                 )

@@ -123,7 +123,8 @@ def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:
 
     Raises:
         UsageError: the directory contains no run.
-        StateCorrupt: the journal cannot be read; or no status can be read, and the journal is damaged.
+        StoreError: this user lacks a permission that reading the journal needs.
+        StateCorrupt: the journal is damaged. Its rows are checked only if the saved status cannot be read.
     """
     with open_journal(state_dir) as db:
         run = db.execute("SELECT run_id FROM run").fetchone()

@@ -34,7 +34,7 @@ class Codec(Protocol):
 
     @property
     def feedback(self) -> bool:
-        """Whether a worker keeps the encoding error of an update and adds it to its next one (error feedback)."""
+        """Whether a worker keeps an update's encoding error and adds this error to its next update (error feedback)."""
         ...
 
     def encoded_bytes(self, numel: int, dtype: str) -> int:

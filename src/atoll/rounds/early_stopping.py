@@ -31,7 +31,8 @@ class MetricProgress:
 
     Args:
         best: best measurement; None if there is none.
-        mark: the value of the last improvement: it was better than the earlier `mark` by more than `min_delta`.
+        mark: the value of the last improvement; None if there is none. The next improvement must be better than this
+            by more than `min_delta`.
         stale: number of measurements since `mark`.
     """
 

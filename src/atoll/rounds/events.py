@@ -100,14 +100,15 @@ class AggregatorLost:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBegins:
-    """All workflows that come before the rounds have ended. The first round opens when all sites have joined."""
+    """All workflows that come before the rounds have ended. The first round opens once enough sites have joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
     """Time has passed.
 
-    Rounds past their deadline are closed, and workers that were silent for too long are declared dead.
+    Workers that were silent for too long are declared dead. Rounds past their deadline are closed if they have enough
+    updates.
     """
 
 
@@ -211,8 +212,8 @@ ENDS = "it submits nothing more"
 class TicketWithheld(Effect):
     """`site` gets no ticket now.
 
-    `reason` says why: the site's update is accepted, no round is open, or the site takes part from the next round on.
-    It can also be `FINISHED` or `ENDS`.
+    `reason` is `FINISHED`, `ENDS` or a text that explains it: the site's update was accepted or refused, no round is
+    open, or the site does not take part in the round.
     """
 
     site: str

@@ -2,9 +2,10 @@
 
 A version is written into a free slot (a preallocated file), and committed by one SQL UPDATE of the table `heads`. A
 download pins the version, so that its slot is not reused. After a commit, the store keeps the newest `keep_versions`
-versions, the newest version that survives a power loss (the durable version), and at most `max_pins` pinned versions.
-If more are pinned, the oldest is dropped: the event `revoked` of its pins is set, and its slot becomes free when these
-pins are released.
+versions, the newest version that survives a power loss (the durable version), versions that workers will soon download
+(`Versions.wanted`), and pinned versions. If these are more than `keep_versions + max_pins` when the next version is
+begun, the oldest pinned ones are dropped: the event `revoked` of their pins is set, and their slots become free when
+these pins are released.
 
 A delta is the difference of a version from the previous version. A worker that has the previous version downloads only
 the delta. A delta is committed, kept and dropped together with its version. If a delta is damaged, workers download
@@ -73,7 +74,7 @@ class VersionDraft:
     def fds(self) -> tuple[int, int | None, int | None]:
         """The file descriptors of the version, the outer optimizer's state and the delta (the encoded difference).
 
-        A file that is not needed has None. Do not close the descriptors.
+        If the version has no state or no delta, None takes its place. Do not close the descriptors.
         """
         return self.slot.fd, self.state.fd if self.state else None, self.delta.fd if self.delta else None
 
@@ -197,7 +198,7 @@ class Versions:
             draft: the draft, with all its files completely written.
             written: digests of the files.
             summary_json: summary of the round, kept in the history.
-            tickets: the tickets that the round was closed with, in the same order; empty for version 0.
+            tickets: the tickets of the closed round's updates, in the order of the journal; empty for version 0.
 
         Returns:
             The row of the new version.
@@ -205,7 +206,8 @@ class Versions:
         Raises:
             DiskFull: nothing changed; commit the same draft again, or abandon it.
             SyncFailed: fsync failed; the server must end.
-            StoreError: the round was not closed with these tickets, or another version was committed since `begin`.
+            StoreError: the round was not closed with exactly these tickets, or another version was committed since
+                `begin`.
         """
         self._check_digests(draft, written)
         power = self._journal.durability == "power"
@@ -423,7 +425,10 @@ class Versions:
                     self.drop_old(fragment)  # if this fails, the next commit drops the version
 
     def _revoke_oldest(self, fragment: int) -> None:
-        """Drop old versions if there are more than `keep_versions + max_pins`, and set `revoked` of their pins."""
+        """If there are more than `keep_versions + max_pins` versions, drop the oldest, and set `revoked` of their pins.
+
+        Versions that are still needed stay.
+        """
         with self._journal.lock:
             rows, needed = self.kept(fragment), self._needed(fragment)
             most = self._keep_versions + self._max_pins

@@ -192,8 +192,8 @@ def register(type_: type[T], name: str, produce: Callable[[T], Any], consume: Ca
             `LazyTensor` of the message, the file is removed.
 
     Raises:
-        UsageError: another type has the name, the type is registered under another name, the name is invalid, or
-            payloads support the type without registration.
+        UsageError: another type has the name, the type is registered under another name, the name is invalid, `type_`
+            is not a class, or payloads support the type without registration.
     """
     if type_ in _OWN or not isinstance(type_, type):
         raise UsageError(

@@ -64,7 +64,10 @@ class Parameters:
 
 
 def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
-    """Return the model's parameters; use `named_parameters` if a class overrides it. Tied ones may occur twice."""
+    """Return the model's parameters. Tied ones may occur twice.
+
+    They come from `model.named_parameters` if the model's class overrides how torch finds parameters.
+    """
     own = (model.named_parameters, model._named_members)
     if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:
         return [each for _, each in model.named_parameters(remove_duplicate=False)]

@@ -95,11 +95,12 @@ def unpack(
         tensors: a sequence of torch tensors, or a function index → tensor. The function may also return another value,
             such as a `LazyTensor`, to put it into the payload.
         streams: function index → the value that a consumer gets for a `Stream`; default: the value from `tensors`.
-        build: whether to rebuild registered types. False only checks the skeleton.
+        build: whether to rebuild registered types. If False, their payloads are only checked, and None takes the place
+            of each such value.
 
     Raises:
-        BadRequest: the skeleton is invalid, refers to a missing tensor, or has a type that this process has not
-            registered.
+        BadRequest: the skeleton is invalid or refers to a missing tensor. Or `build` is True, and this process has not
+            registered a type, or a consumer failed.
     """
 
     def of_sequence(index: int) -> Any:

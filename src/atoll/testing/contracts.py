@@ -127,9 +127,9 @@ class CodecContract:
 
     @pytest.mark.parametrize("dtype", _FLOATS)
     def test_segments_without_padding_decode_as_one_where_it_says_so(self, dtype: str) -> None:
-        """Check that an elementwise codec gives the same bytes for two segments, encoded separately or as one.
+        """Encode two segments separately and joined, and check that an elementwise codec gives the same bytes.
 
-        Skip other codecs.
+        Skip codecs that are not elementwise.
         """
         if not self.codec.elementwise:
             pytest.skip("the codec is not elementwise")
@@ -321,7 +321,7 @@ class OuterContract:
 
     @pytest.fixture
     def rule(self) -> OuterRule:
-        """Build `target` with `options`, as a server does. A trial run shows whether it can step chunks."""
+        """Build `target` with `options`, as a server does: a trial run shows whether the optimizer can step chunks."""
         return build_outer(self.target, self.options)
 
     def _numbers(self, dtype: torch.dtype) -> list[Tensor]:
@@ -406,7 +406,7 @@ class OuterContract:
         assert rule.state_specs(TensorSpec("q", "I8", (3,))) == []
 
     def test_what_decides_the_bits_is_said_outright(self, rule: OuterRule) -> None:
-        """Check that `fused` and `foreach` are not None, which would let torch choose and so change the result."""
+        """Check that `fused` and `foreach` are set. If they were None, torch would choose, and results could differ."""
         described = rule.describe()
         assert described["foreach"] is not None or "foreach" not in described["options"]
         assert described["fused"] is not None or "fused" not in described["options"]

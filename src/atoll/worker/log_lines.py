@@ -74,7 +74,7 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
 def why_skipped(error: BaseException, info: messages.RunInfo) -> str:
     """Return why a synchronisation was skipped.
 
-    If its round has closed, but the next update contains its local steps, say so, too.
+    If the reason is that the round has closed, and the next update contains the skipped local steps, say both.
 
     Args:
         error: the error that caused the skip.
@@ -174,7 +174,7 @@ class Troubles:
         self._logged_s: dict[object, str] = {}
 
     def say(self, of: object, text: str) -> None:
-        """Log that something failed.
+        """Log that something failed: at level DEBUG if the last failure with this key had the same text, else INFO.
 
         Args:
             of: a key for the thing that failed, such as the address of another worker.

@@ -242,7 +242,7 @@ class BestVersion:
             agrees = False
         if not agrees:
             LOG.warning(
-                "the file %s is damaged, or older than %s, and is written again. Check the disk.", path, BEST_MODEL
+                "the file %s is missing, damaged or older than %s; it is rewritten. Check the disk.", path, BEST_MODEL
             )
             self._write_note(measured)
         return measured
@@ -404,7 +404,8 @@ class BackgroundWriter:
             summary: summary of its round.
             heads: number of the newest version of each fragment.
             last: whether all fragments have now finished this round.
-            finished: whether the run is finished. Then `save_result` passes the version to the persistor instead.
+            finished: whether the run is finished. If so, the persistor does not get the model here, but from
+                `save_result`.
         """
         loop = asyncio.get_running_loop()
         every = self._settings.disk.export_every
@@ -432,7 +433,7 @@ class BackgroundWriter:
             self._go_on_after(error, row.version)
 
     def _go_on_after(self, error: AtollError | OSError, version: int) -> None:
-        """Log once that files of a version cannot be written. Raise the error if the run cannot continue after it."""
+        """Raise the error if the run cannot continue after it. Else log it, once until files can be written again."""
         if (reason := self._why_unwritten(error)) is None:
             raise error
         if not self._said_unwritten:
@@ -509,7 +510,7 @@ async def until_passed(
     why: Callable[[BaseException], str | None] = transient_reason,
     then: str = "",
 ) -> T:
-    """Return the result of `attempt`. While disk space or file descriptors are lacking, log the problem and retry.
+    """Return the result of `attempt`. While it fails for a reason that may pass, log the problem and retry.
 
     The log repeats the problem at intervals that double: after 1, 2, 4, 8 … attempts.
 
@@ -517,7 +518,8 @@ async def until_passed(
         attempt: function to call.
         problem: the start of the log line, such as "the result could not be saved".
         note: callback with the reason, before each retry.
-        why: function (error) → the reason to retry, or None if the error is to be raised.
+        why: function (error) → the reason to retry, or None if the error is to be raised. By default, disk space and
+            file descriptors may be lacking.
         then: further text for the log line: what waits for the attempt.
     """
     count = 0

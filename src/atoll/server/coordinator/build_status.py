@@ -91,7 +91,7 @@ def keep_status(run: Coordinator) -> status_messages.Status:
 
 
 def write_status(run: Coordinator, status: status_messages.Status) -> None:
-    """Save a status to disk, for `atoll status` while the server does not run. Only log an error of the disk."""
+    """Save a status to disk, for `atoll status` while the server does not run. If the disk fails, log the error."""
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -338,9 +338,10 @@ class EvaluationMatrix:
             raise error
 
     async def _fill_column(self, site: str) -> None:
-        """Let a site send its model, then evaluate all models.
+        """Ask a site for its own model, then let this site evaluate every model.
 
-        If this fails, record that the site has no model of its own, so that the other sites do not wait for it.
+        If an error ends this before the site's own model arrives, record that there is none, so that the other sites
+        do not wait for it.
         """
         own_model = next((source for source in self.sources if source.owner == site), None)
         try:
@@ -392,10 +393,10 @@ class EvaluationMatrix:
         self._waiting.discard(site)
 
     async def _wait(self, site: str, until: Callable[[], bool]) -> bool:
-        """Wait until `until()` is true, for a site that has left or hangs.
+        """Wait for a site that has left or hangs to return. It has returned when `until()` is true.
 
         Returns:
-            True if `until()` is true. False if `RETURN_S` seconds have passed and no other site is working.
+            True if the site has returned. False if `RETURN_S` seconds have passed and no other site is working.
         """
         end_s = self._away_since_s.setdefault(site, time.monotonic()) + RETURN_S
         while not until():
@@ -408,7 +409,8 @@ class EvaluationMatrix:
     async def _ask(self, site: str, task: str, payload: Any) -> tuple[Any, str]:
         """Send a task to a site. Return (payload of the answer, "") or (None, error).
 
-        If the site has left or hangs, wait for it as long as other sites are working.
+        If the site has left or hangs, wait for it as long as other sites are working, and for at least `RETURN_S`
+        seconds.
         """
         run = self._run
         if site in self._hung:

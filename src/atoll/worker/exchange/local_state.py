@@ -89,7 +89,10 @@ class TwoPhaseNote:
         )
 
     def counted_pending(self) -> TwoPhaseNote:
-        """Return the note that makes the last counted update pending again, and the state before it the current one."""
+        """Return the note to write when the last counted update does not count any more: it is pending again.
+
+        The state before this update is current again.
+        """
         return TwoPhaseNote(
             1 - self.current,
             pending=self.counted,
@@ -267,7 +270,7 @@ class LocalState:
             file.adopt_if_counted(self._outcome_of)
 
     def begin(self, ticket: int) -> None:
-        """Prepare all files for an update with this ticket. First adopt another pending update if it counted."""
+        """Prepare all files for an update with this ticket. If another pending update has counted, first adopt it."""
         for file in self._all:
             if file.note.pending != ticket:  # usually nothing is pending any more
                 file.adopt_if_counted(self._outcome_of)
@@ -279,7 +282,7 @@ class LocalState:
             file.belongs_to(ticket, version, update)
 
     def moves_to(self, ticket: int, version: int, before: int) -> None:
-        """Record that the pending update with ticket `before` now has another ticket and is for another version."""
+        """Record that the pending update with ticket `before` now has the ticket `ticket`, and is for `version`."""
         for file in self._all:
             if file.note.pending == before:
                 file.passes_to(ticket, version)
@@ -428,10 +431,10 @@ class AlgorithmState(TwoPhaseFile):
     def follow(self, counted: Counted) -> None:
         """Switch to the state that includes all counted updates of the site, and no later one.
 
-        Usually this state is current already, or belongs to the pending update, and nothing changes. If the server fell
-        back to an older version and so lost the last update, the state before that update becomes current. The update
-        becomes pending, so that it can be sent again. If the server has no update of this site, the state is set
-        to zero.
+        Usually there is nothing to do: this state is current already, or is the state after the pending update, which
+        `adopt_if_counted` makes current. If the server fell back to an older version and so lost the last update, the
+        state before that update becomes current. The update becomes pending, so that it can be sent again. If the
+        server has no update of this site, the state is set to zero.
 
         Args:
             counted: the site's last counted update, as the server knows it.
