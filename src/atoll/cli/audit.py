@@ -31,12 +31,12 @@ def command(
 ) -> None:
     """Check the audit log of a run, compare the server's journal with it, and show the last entries.
 
-    Keep the printed last hash in another place: any later change of an entry also changes this hash.
+    Keep the printed hash of the last entry in another place: it changes if this entry or an earlier one is changed.
     """
     chosen = [each for each in (folder, state_dir) if each is not None]
     if len(chosen) != 1:
         raise UsageError(
-            "Both a folder and --dir are given." if chosen else "No state directory is given.",
+            "Both STATE_DIR and --dir are given." if chosen else "No state directory is given.",
             "Name the directory: atoll audit STATE_DIR.",
         )
     count, digest, entries = read(chosen[0], last)

@@ -67,7 +67,7 @@ def command(
     """Show the workers and rounds of a run, and for which sites a round waits, how long and why."""
     if state_dir is not None:
         if server is not None or watch:
-            raise UsageError("--dir cannot be combined with --server or --watch.", "Leave those out.")
+            raise UsageError("--dir cannot be combined with --server or --watch.", "Leave out --server and --watch.")
         _show_stored(state_dir, json=json)
         return
     address = server_address(server)
@@ -120,9 +120,9 @@ def _then(worker: status_messages.WorkerStatus) -> status_messages.WorkerStatus:
 
 
 def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
-    """Ask the server, at the address in a stored status, for its status; return None if this run's server is not there.
+    """Ask the server at the address in a stored status. Return its status; None if this run's server does not answer.
 
-    If another program answers there, or the server refuses to answer, print why.
+    If the server there refuses to answer, or another program answers, print the error, too.
     """
     try:
         live = _ask(stored.address)
@@ -208,8 +208,8 @@ COLUMNS = (
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
-    A script may count no steps. Staleness has a meaning only while a site trains or submits: any other site gets the
-    newest version next, or none.
+    Steps are unknown if the script counts none. Staleness has a meaning only while a site trains or submits: a site
+    that does neither will get the newest version next, or none.
     """
     is_training = worker.state.startswith("alive") and worker.doing.startswith(("training", "submitting"))
     pace = f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else "")

@@ -41,7 +41,7 @@ class Drop(Filter):
         return f"Drop({', '.join(map(repr, self.patterns))})"
 
     def begin(self, update: Outgoing) -> None:
-        """Refuse a pattern that matches no tensor: with a misspelt pattern, the tensor would be sent.
+        """Refuse a pattern that matches no tensor: if it is misspelt, the tensor that was meant would be sent.
 
         Raises:
             UsageError: a pattern matches no tensor. The message names the pattern.
@@ -90,7 +90,8 @@ class NormClip(Filter):
     def begin(self, update: Outgoing) -> None:
         """Compute the update's L2 norm in fp64, in one pass over the data, and draw a new secret key for the noise.
 
-        Two more passes are needed if squares of huge fp64 values overflow: then the norm is that of values / largest.
+        If squares of huge fp64 values overflow, two more passes find the largest value, then the norm of all values
+        divided by it.
         """
         largest, norm = 1.0, _norm(update, 1.0)
         if math.isinf(norm):

@@ -1,7 +1,7 @@
 """The Lightning callback that makes each `trainer.fit` a round. Importing this file imports Lightning.
 
     on_fit_start           load the global model into the module, on the module's device
-    on_train_start         hook the optimizer if the algorithm needs it; other callbacks have tuned the learning rate
+    on_train_start         hook the optimizer if the algorithm needs it, after callbacks that tune the learning rate
     on_train_batch_end     count the samples
     on_fit_end             submit the update with its weight, steps and metrics
     on_validation_start    in `trainer.validate`: load the global model; the next fit starts from the same one
@@ -124,9 +124,9 @@ class AtollCallback(Callback):
 
     @public_api
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Load the state in a checkpoint even if it belongs to another site, so that joining the run raises an error.
+        """Load another site's state, if the checkpoint has one, so that joining the run raises an error.
 
-        The Trainer itself would ignore such a state, since the state's key contains the other site's name.
+        The Trainer itself would ignore such a state, since its key contains the other site's name.
         """
         for key, state in checkpoint.get("callbacks", {}).items():
             if key.startswith(f"{AtollCallback.__name__}[") and key != self.state_key:
@@ -530,9 +530,9 @@ def require_unscaled(trainer: Any, algorithm: str) -> None:
 
 
 def require_own_weights(trainer: Any, algorithm: str = "") -> None:
-    """Raise an error for callbacks that replace the module's weights with an average, which must not be submitted.
+    """Raise an error for callbacks that replace the module's weights with an average that must not be submitted.
 
-    `StochasticWeightAveraging` is never allowed. `WeightAveraging` is not allowed if `algorithm` is given.
+    `StochasticWeightAveraging` is never allowed. `WeightAveraging` is allowed only if `algorithm` is empty.
 
     Args:
         trainer: the Lightning Trainer.

@@ -76,7 +76,8 @@ class StayOpen:
 class Policy(ABC):
     """The rule that decides when an open round closes. Its methods are pure. `str(policy)` describes it for users.
 
-    By default, a round waits for all missing sites, and open tickets expire when their round closes.
+    The methods of this base class are those of synchronous rounds: such a round waits for all missing sites, and its
+    open tickets expire when it closes.
 
     Attributes:
         quorum: minimum number of updates with which the policy closes a round; 0: `rounds.min_sites` decides.
@@ -164,7 +165,8 @@ class AsyncBuffer(Policy):
     also does not wait for sites that wait for another fragment: otherwise sites could wait for each other forever.
 
     Args:
-        buffer: K, number of updates that one step applies.
+        buffer: K, number of updates that one step waits for and applies. With `grace_s`, the step applies all updates
+            that have arrived, even more than K.
         grace_s: seconds for which a step waits for more updates, counted from its first update; infinity: until all
             sites have submitted.
         sync_rounds_first: number of rounds at the start that are barriers. Asynchronous training from a random
@@ -191,8 +193,9 @@ class AsyncBuffer(Policy):
     def awaited(self, view: RoundView) -> tuple[str, ...]:
         """Return the sites that the next step waits for.
 
-        In a synchronous round, these are the missing sites. In an asynchronous round, these are the missing sites that
-        can submit. There are none before the first update arrives, or with neither a buffer above 1 nor a grace time.
+        In a synchronous round, these are the missing sites. In an asynchronous round with a buffer above 1 or a grace
+        time, these are the missing sites that can submit; but before the first update arrives, return no sites. In an
+        asynchronous round with neither, always return no sites.
         """
         if not self.is_async(view.number):
             return view.missing
@@ -206,10 +209,10 @@ class AsyncBuffer(Policy):
         return 0 if self.grace_s else waiting // self.buffer
 
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
-        """Close when the buffer is full and the grace time is over, or earlier if all sites that can submit did so.
+        """Close when the buffer is full and the grace time is over, or once no missing site can submit.
 
-        Close with the `buffer` earliest updates, or with all updates if there is a grace time. For synchronous rounds,
-        decide as `Barrier` does.
+        Close with the `buffer` earliest updates; with a grace time, close with all updates. In a synchronous round, or
+        if fewer than `view.floor` sites are expected, decide as `Barrier` does.
         """
         if not self.is_async(view.number) or len(view.expected) < view.floor:
             return Barrier().decide(view, now_s)

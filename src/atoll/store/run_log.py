@@ -174,8 +174,8 @@ class RunLog:
             fragment: the fragment.
             base_version: the version that the round starts from.
             tickets: the tickets of the updates to aggregate, in this order.
-            keep_weights: also record the weight of each update that is its site's first, and an estimate of the total
-                weight of all sites.
+            keep_weights: also record the weights of the sites of these tickets that had no counted update before, and
+                an estimate of the total weight of all sites.
 
         Raises:
             StoreError: the round is not open, there are no tickets, a ticket is not accepted, or an update starts from
@@ -210,7 +210,7 @@ class RunLog:
                 self._weigh(fragment, base_version, tickets)
 
     def _weigh(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
-        """Store the weight of each update that is its site's first, and estimate the total weight of all sites.
+        """Store the weights of the round's sites that had no counted update before, and estimate that of all sites.
 
         Estimate: sum of the known weights × number of sites that ever joined / number of sites with a known weight.
         """

@@ -246,7 +246,7 @@ _wide = 0
 
 @contextmanager
 def _run_bytes() -> Iterator[int]:
-    """Yield the number of bytes to read at once: `WIDE_BYTES`, or `NARROW_BYTES` if `WIDE` others use `WIDE_BYTES`."""
+    """Yield how many bytes to read at once: `WIDE_BYTES` for up to `WIDE` parts, `NARROW_BYTES` for further parts."""
     global _wide
     if _wide >= WIDE:
         yield NARROW_BYTES
@@ -399,7 +399,7 @@ class BodyInterceptor(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Tell aiohttp to resume writing.
 
-        Stop checking whether the client reads the answer, because it does so again.
+        Stop checking whether the client reads the answer, because the client reads again.
         """
         self._stop_reader_timer()
         self._inner.resume_writing()

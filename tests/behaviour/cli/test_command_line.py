@@ -73,7 +73,7 @@ WRONG = [
     (f"new {256 * 'x'}", "xxx' has more than 255 bytes. Give a shorter one."),
     ("audit .", "There is no run in"),
     ("audit", "No state directory is given. Name the directory: atoll audit STATE_DIR."),
-    ("audit a --dir b", "Both a folder and --dir are given."),
+    ("audit a --dir b", "Both STATE_DIR and --dir are given."),
     ("new mine --algorithm fedproxy", "There is no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
 ]
 

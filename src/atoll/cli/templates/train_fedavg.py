@@ -19,7 +19,7 @@ Images = tuple[Tensor, Tensor]
 
 
 def build(hidden: int = 64) -> nn.Module:
-    """Build the model. Every site calls this; the server, too, for the initial model, with `model.args`."""
+    """Build the model. Every site calls this. So does the server, with `model.args`, for the initial model."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 

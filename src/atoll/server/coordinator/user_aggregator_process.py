@@ -1,8 +1,8 @@
 """The server's side of a user's aggregator, which runs in a separate process and combines a round's updates.
 
 The process reads the files of the updates. The server does not reuse such a file until the process releases the file
-or ends: user code may keep tensors that are read from the file later. The result is an unnamed file in the state
-directory, which is lost when the server ends. The next start aggregates the round again.
+or ends: user code may keep an update, and each access to one of its tensors reads the file. The result is an unnamed
+file in the state directory, which is lost when the server ends. The next start aggregates the round again.
 """
 
 from __future__ import annotations

@@ -174,7 +174,10 @@ class Peers(dict[str, Peer]):
         return self.is_alive(site) and time.monotonic() <= self[site].until_s
 
     def strangers_of(self, site: str) -> list[str]:
-        """Return the live sites that this site has not reached yet, and those that have not reached this site."""
+        """Return the live sites that this site has not reached yet, or that have not reached this site.
+
+        If this site has no record here, return all live sites.
+        """
         if site not in self:
             return self.alive
         own = self[site]

@@ -274,8 +274,9 @@ class Controller:
                 once for all sites, and again for each site with filters.
             sites: names of sites. By default all sites that take part now; if these are fewer than `min_responses`, the
                 call waits for more.
-            min_responses: number of payloads that are enough; fewer are an error. Once it has them, the call waits
-                only for those other sites that are alive. None: it waits for all sites, even for dead ones.
+            min_responses: number of payloads that are enough; fewer are an error. Once these have come, the call waits
+                only for those other sites that are alive. None: the call waits for all sites, even for dead ones, and
+                any number is enough after `timeout_s`.
             timeout_s: maximum seconds to wait for answers; None: no limit. The same limit holds for the wait while the
                 disk is full, and for the filters of a site. If the filters take longer, the site's result is an error.
             progress_timeout_s: seconds without progress (no byte, no step, no new state) after which the call stops
@@ -285,9 +286,10 @@ class Controller:
             A result for each site that answered, sorted by site name.
 
         Raises:
-            RunFailed: fewer than `min_responses` payloads came; the message names sites that failed or are missing.
-            UsageError: the payload cannot be sent, an argument is wrong, or one of `sites` has never joined although
-                `rounds.sites` sites have joined.
+            RunFailed: fewer than `min_responses` payloads came; the message names sites that failed or are missing. Or,
+                without `sites`, too few sites took part within `timeout_s`.
+            UsageError: the payload cannot be sent, an argument is wrong, or one of `sites` has not joined when
+                `rounds.sites` sites have joined or `timeout_s` is over.
             DiskFull: the server's disk was full for `timeout_s`, or became full while the payload was written.
         """
         return self._send(task, payload, sites, AnswerLimits(min_responses, timeout_s, progress_timeout_s))
@@ -378,10 +380,10 @@ class Controller:
         return [Result(task, answer) for answer in sorted(answers, key=lambda answer: answer.site)]
 
     async def _require_joined(self, task: str, sites: Sequence[str], timeout_s: float | None) -> None:
-        """Wait until each of these sites has joined at least once, or until `rounds.sites` sites have joined.
+        """Wait until each of these sites has joined at least once, `rounds.sites` sites have joined, or time is over.
 
         Raises:
-            UsageError: a site has never joined; the message suggests the nearest name.
+            UsageError: one of these sites has not joined by then. The message suggests the nearest name.
         """
         roster, wanted, queue = self.run.roster, self.run.settings.rounds.sites, self.run.task_queue
         waits = f"{task} waits"
@@ -474,7 +476,7 @@ def _named(sites: Sequence[str]) -> list[str]:
     """Return names of sites, sorted and without duplicates.
 
     Raises:
-        UsageError: a name is not valid.
+        UsageError: `sites` is one string, or a name is not valid.
     """
     if isinstance(sites, str):
         raise UsageError(f"sites is the string {sites!r}.", f"Give a list: [{sites!r}].")

@@ -163,7 +163,9 @@ class Sources(Protocol):
 
 
 class Patience(NamedTuple):
-    """How often a download is retried after network errors; None: for as long as `ATOLL_GIVE_UP_S` says.
+    """How often a download is retried after network errors.
+
+    Either number can be None: then the download is retried for as long as `ATOLL_GIVE_UP_S` says.
 
     Attributes:
         before: number of retries while no value of the version has been loaded into the model.
@@ -177,7 +179,7 @@ class Patience(NamedTuple):
     def into(self, model: object) -> Patience:
         """Return the numbers of retries for a download into `model`.
 
-        If `model` is None, `before` is used throughout.
+        If `model` is None, no value is ever loaded into a model, so both numbers are `before`.
         """
         return self if model is not None else Patience(self.before, self.before)
 

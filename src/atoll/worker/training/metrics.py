@@ -59,7 +59,7 @@ class GlobalModelMetrics:
 
     Args:
         ask: the script's function. It returns the metrics of the model's current weights. If None, nothing is measured.
-        site: returns the site's name, for warnings.
+        site: function that returns the site's name, for warnings.
     """
 
     def __init__(self, ask: MetricsFunction | None, site: Callable[[], str]) -> None:
