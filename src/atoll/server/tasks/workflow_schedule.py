@@ -410,7 +410,10 @@ def _call(
     loop: asyncio.AbstractEventLoop,
     ended: asyncio.Future[BaseException | None],
 ) -> None:
-    """Call a workflow's function in the current thread. Then set `ended` to the function's error, or to None."""
+    """Call a workflow's function in the current thread. Then set `ended` to the function's error, or to None.
+
+    If the server's stop has ended the function, do not set `ended`.
+    """
     assert function is not None
     error: BaseException | None = None
     try:
