@@ -130,7 +130,7 @@ def best_line(best: status_messages.BestStatus) -> str:
 
 
 def codecs(status: status_messages.Status) -> str:
-    """Return the codecs for uploads and downloads as text: "codec bf16", or "codec int4 up, int8 down"."""
+    """Return the codecs as text: "codec int4 up, int8 down"; or "codec bf16" if downloads are not encoded."""
     return f"codec {status.codec}" + (f" up, {status.downlink_codec} down" if status.downlink_codec != "none" else "")
 
 

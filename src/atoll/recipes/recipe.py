@@ -385,7 +385,8 @@ class Recipe(Strict):
 
         Raises:
             ConfigError: a setting is unknown, a value is wrong, or values contradict each other.
-            UsageError: an argument of the recipe sets the same setting, or settings were given as keywords.
+            UsageError: an argument of the recipe sets the same setting, or the settings are not one mapping with text
+                keys.
         """
         if given or not isinstance(config, Mapping):
             got = ", ".join([*([repr(config)] if config is not None else []), *(f"{key}=…" for key in given)])
@@ -548,5 +549,5 @@ class Recipe(Strict):
 
 
 def slug(name: str) -> str:
-    """Return a run's name without the characters that the name of a folder may not have."""
+    """Return a run's name for a folder: characters other than ASCII letters, digits, ".", "_" and "-" become "-"."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"

@@ -190,7 +190,7 @@ class Server:
         return workflows.evaluated() if workflows is not None and workflows.evaluated is not None else None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the run is finished. Return False if that takes longer than `timeout_s` seconds.
+        """Wait until the run is finished or the server has ended. Return False after `timeout_s` seconds.
 
         Raises:
             AtollError: the run failed.

@@ -64,15 +64,17 @@ class Ledger:
     def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
         """Apply an event: find its effects, write the decisions among them to the journal, then carry out all effects.
 
-        An event in `FACTS` reports something that is in the journal already. If the disk is full, such an event is
-        applied later. Until then, all other events except `WorkerSeen` fail, because decisions from the old state would
-        be wrong: for example, a ticket with an accepted update would be issued again.
+        An event in `FACTS` reports something that is in the journal already. If the disk is full, such an event is kept
+        and applied before the next event. Until that succeeds, events that are not in `FACTS` fail, except
+        `WorkerSeen`: decisions from the old state would be wrong. For example, a ticket with an accepted update would
+        be issued again.
 
         Returns:
             The effects of the event; empty if the event is kept for later.
 
         Raises:
-            DiskFull: the journal could not be written; the state has not changed.
+            StoreError: the journal could not be written, and the state has not changed. An event in `FACTS` does not
+                raise `DiskFull`.
         """
         try:
             if not isinstance(event, events.WorkerSeen):

@@ -284,7 +284,8 @@ class Attendance:
     def closed(self, summary: status_messages.RoundSummary) -> None:
         """Warn if a round was closed without an update of some site.
 
-        If the same sites are missing again, do not warn again.
+        If enough sites took part, only sites that are dead or failed count as missing. If only sites are missing that
+        were missing before, do not warn again.
         """
         sites, fragment = set(summary.workers), summary.fragment
         asked = self._expected.get(fragment, set())
@@ -465,6 +466,7 @@ class TimeLeft:
 
     Args:
         rounds: the setting `rounds.total`; 0 if the run has no end.
+        fragments: number of fragments of the model.
     """
 
     def __init__(self, rounds: int, fragments: int) -> None:

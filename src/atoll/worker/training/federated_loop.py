@@ -372,7 +372,7 @@ class Worker(TaskWorker):
             wait_s: longest time to wait, in seconds; None: no limit.
 
         Returns:
-            The round; None when the run is finished, or when the time is over.
+            The round; None if there is no further round for this site, or if no round has begun within `wait_s`.
         """
         self._require_joined()
         reply = self._backend.next_round(wait_s)
