@@ -182,7 +182,8 @@ class Plan:
             outer: class or function that creates the outer optimizer; None if the settings name it.
 
         Raises:
-            ConfigError: the algorithm, codec, reducer or outer optimizer cannot be used. The message says why.
+            ConfigError: the algorithm, codec, reducer or outer optimizer cannot be used, or a setting does not fit the
+                model or another setting. The message says why.
         """
         algorithm = resolve(settings, outer)
         codecs = build_codecs(algorithm.codec, algorithm.codec_options)

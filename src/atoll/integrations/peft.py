@@ -43,9 +43,9 @@ def adapter(model: PeftModel, name: str | None = None) -> nn.Module:
         `atoll.DiLoCo` and the Trainer callback.
 
     Raises:
-        UsageError: there is no such adapter, the adapter is merged into the base model, or PEFT computes one of its
-            tensors only when saving. The method `state_dict` of the result raises this error, too, if the adapter was
-            merged later or the model no longer uses the same tensors.
+        UsageError: `model` is not a PEFT model or has no such adapter, the adapter is merged into the base model, or
+            PEFT computes one of the adapter's tensors only when saving. The method `state_dict` of the result raises
+            this error, too, if the adapter was merged later or the model no longer uses the same tensors.
     """
     if not isinstance(model, PeftModel):
         raise UsageError(
@@ -129,7 +129,7 @@ class AdapterFolder:
             `best` gets the best version by the setting `rounds.best_metric`.
 
     Raises:
-        UsageError: the file `config` does not exist or has another name.
+        UsageError: `config` is not the path of an existing file `adapter_config.json`.
     """
 
     def __init__(self, config: str, folder: str) -> None:

@@ -200,7 +200,7 @@ class Host(Protocol):
         """Prepare to start processes.
 
         Raises:
-            ServerUnreachable: the Ray cluster cannot be reached.
+            ServerUnreachable: Ray cannot be reached or started.
         """
 
     def begin(self, beginning: Beginning) -> Process:
@@ -281,7 +281,7 @@ class Engine:
         Raises:
             ConfigError: the script cannot be loaded.
             RunFailed: a process ended before it was ready.
-            ServerUnreachable: the Ray cluster cannot be reached.
+            ServerUnreachable: Ray cannot be reached or started.
         """
         self._beginning, self._heard = beginning, heard
         try:

@@ -147,7 +147,7 @@ class RayHost:
             raise ServerUnreachable(f"Ray {where}cannot be reached: {last.rstrip('.')}.", _REMEDY) from error
 
     def close(self) -> None:
-        """Shut down the Ray that `open` has started, and remove Ray's folder. Idempotent."""
+        """Stop the Ray that `open` has started and remove its folder, or leave the cluster it joined. Idempotent."""
         self._cleanup.close()
 
     def begin(self, beginning: Beginning) -> RayProcess:

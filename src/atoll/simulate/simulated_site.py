@@ -128,7 +128,7 @@ class SimulatedSite:
         stats: digest and norm of each part of the update.
 
     Raises:
-        ConfigError: the site's local state is missing.
+        ConfigError: the site's local state is missing, or does not fit the site's updates in the run.
     """
 
     has_left = False

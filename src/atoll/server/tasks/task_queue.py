@@ -381,14 +381,14 @@ class TaskQueue:
         """Return whether the server has this answer already. If not, check that the task is open for the site.
 
         Raises:
-            Conflict: the site has given another answer.
+            Conflict: the site has given another answer, or the server stopped waiting for the site (`give_up`).
             TicketClosed: the task is over, or was not sent to this site.
         """
         before = self._answer_keys.get((task_id, site))
         if before is None:
             self.open_for(task_id, site)
         elif before != key:
-            raise Conflict(f"Site {site} has already answered task {task_id[:8]}.", "Ask for the next task.")
+            raise Conflict(f"Task {task_id[:8]} takes no further answer from site {site}.", "Ask for the next task.")
         return before is not None
 
     def open_for(self, task_id: str, site: str) -> OpenTask:
@@ -410,7 +410,7 @@ class TaskQueue:
         """Record an answer. If the server has it already, only close the answer's file.
 
         Raises:
-            Conflict: the site has given another answer.
+            Conflict: the site has given another answer, or the server stopped waiting for the site (`give_up`).
             TicketClosed: the task is over, or was not sent to this site.
         """
         if self.is_taken(task_id, answer.site, answer.key):
@@ -464,8 +464,8 @@ class TaskQueue:
         Raises:
             ConfigError: the run sends no tasks.
             BadRequest: the answer is malformed.
-            Conflict: the site has given another answer; or the object lacks parts, has another digest or is the
-                server's own.
+            Conflict: the site has given another answer, or the server stopped waiting for the site (`give_up`); or the
+                object lacks parts, has another digest or is the server's own.
             TicketClosed: the task is over, or was not sent to this site.
             Gone, AuthError, PartCorrupt: the object is not on this server, its secret is wrong, or its file is cut off.
             DiskFull: the disk has too little space.
