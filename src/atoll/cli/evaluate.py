@@ -117,7 +117,7 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
         LOG.info("listening on %s; on each site, start a script that calls worker.evaluates(function)", server.url)
         for name in arguments.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
-                LOG.warning("the model file %s is not in %s yet, so it gets no results", name, Path.cwd())
+                LOG.warning("the model file %s is not in %s: put it there before the sites join", name, Path.cwd())
         LOG.info("waiting for %s; to change the number: --set rounds.sites=N", counted(settings.rounds.sites, "site"))
         server.run()
         assert server.evaluation is not None

@@ -2,7 +2,7 @@
 
 The other floats decode as zero. The encoded form of a tile is:
 
-    two magnitudes      fp32 each: the mean of the k magnitudes at or below their mean, and of those above it
+    two magnitudes      fp32 each: the mean of the low and of the high magnitudes; low: at most the mean of all k
     k indices           12 bits each, in rising order
     k values            2 bits each: the sign, and which of the two magnitudes
 

@@ -264,7 +264,7 @@ class Rounds(Group):
 
     @property
     def best_mode_in_effect(self) -> Literal["max", "min"]:
-        """`best_mode`, or its default, which is that of transformers' `greater_is_better`."""
+        """`best_mode` if it is set; else "min" for a `best_metric` that ends in "loss", "max" for any other."""
         return self.best_mode or ("min" if (self.best_metric or "").endswith("loss") else "max")
 
 

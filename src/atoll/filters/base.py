@@ -1,10 +1,10 @@
 """The base class of filters, and chains of filters.
 
 In rounds, a filter changes an update: at the site before it is sent, or at the server before it is aggregated. The
-filter gets the difference version − local, of `params` (the pseudo-gradient) and also of float buffers. In tasks (calls
-that a workflow sends to sites), a filter changes the payload of a task or of an answer, and gets the values of the
-payload's float tensors. Values are in fp32 or fp64, on the CPU. A filter gets at most `CHUNK_ELEMENTS` elements at a
-time.
+filter gets the difference version − local. For `params`, this is the pseudo-gradient. Float buffers are passed as this
+difference, too, although they are sent as values. In tasks (calls that a workflow sends to sites), a filter changes the
+payload of a task or of an answer, and gets the values of the payload's float tensors. Values are in fp32 or fp64, on
+the CPU. A filter gets at most `CHUNK_ELEMENTS` elements at a time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Outgoing:
         tensors: name → spec of each tensor that the earlier filters of the chain did not drop.
         changes: (name, start, stop) → elements [start, stop) after the earlier filters: of version − local in rounds,
             of the payload in tasks.
-        aliases: further name → name in `tensors`, for a tensor that is in several places of a payload.
+        aliases: if a tensor is in several places of a payload: each of its other names → its name in `tensors`.
         model: names of all tensors of the model, if the update is of one fragment; else empty.
     """
 
@@ -163,7 +163,8 @@ class Chain:
         about: metadata of the update or payload.
         raw: a function (name, start, stop) → elements [start, stop) before any filter: of version − local, or of the
             payload. It returns new memory, in fp32 (fp64 for fp64).
-        aliases: further name → name in `specs`. If a filter drops one name of a tensor, the tensor is not sent at all.
+        aliases: for a tensor with several names: each other name → its name in `specs`. If a filter drops one name of a
+            tensor, the tensor is not sent at all.
         model: names of all tensors of the model, if the update is of one fragment.
         finite: whether to raise `BadFilter` if a filter's result has NaN or Inf.
 
@@ -321,7 +322,7 @@ def with_cause(error: BaseException) -> str:
 
 
 class _Through(Stream):
-    """A filtered tensor, as a stream. It does not reword errors from its chunks, which already name the filter."""
+    """A filtered tensor, as a stream. Errors from its chunks pass unchanged, because they already name the filter."""
 
     def _chunks(self) -> Iterator[Chunk]:
         yield from self.chunks()

@@ -93,7 +93,7 @@ class RoundSummary(Message):
 
 
 class PlaceStatus(Message):
-    """In a swarm: the workers that aggregate a fragment, check its next version, and have its newest version."""
+    """In a swarm, the workers of one fragment: its aggregator, its checker, and the holders of its newest version."""
 
     aggregator: str = Field(description="Worker that aggregates the round; empty: none.")
     checker: str = Field(description="Worker that checks the next version.")

@@ -131,7 +131,7 @@ class LocalEnv(_HereEnv):
         threads: number of PyTorch threads in each process; 0: not set by Atoll.
 
     Raises:
-        UsageError: a value has a wrong type.
+        UsageError: a value has a wrong type, or a number is too small.
     """
 
     threads: int = 1
@@ -168,7 +168,7 @@ class SimEnv(_HereEnv):
         address: the address of a Ray cluster; by default, Ray is started on this machine.
 
     Raises:
-        UsageError: a value has a wrong type.
+        UsageError: a value has a wrong type, or a number is too small.
         ConfigError: `engine`, `processes` or `address` is wrong.
     """
 
@@ -231,7 +231,7 @@ class ServerEnv(Strict):
         quiet: print nothing apart from the script's own output.
 
     Raises:
-        UsageError: a value has a wrong type.
+        UsageError: a value has a wrong type, or a number is too small.
         ConfigError: `site` is not a valid name.
     """
 
@@ -350,8 +350,7 @@ def require_sites(recipe: Recipe, sites: int) -> None:
     for site in recipe.settings(sites).swarm.aggregators:
         if site not in names:
             raise UsageError(
-                f"The list aggregators of {recipe.name} contains {site!r}, but none of the run's {sites} sites has "
-                "this name.",
+                f"aggregators of {recipe.name} contains {site!r}, but none of the run's {sites} sites has this name.",
                 registry.nearest(site, names, "They are site-1, site-2 and so on."),
             )
 

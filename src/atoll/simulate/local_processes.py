@@ -10,9 +10,9 @@ socket pair:
     version    the file of a version
     train      a job, and its spool's file     result         the result of a job
 
-Jobs are sent before the process can begin them. For each job, the simulation also writes the job's number into a pipe
-that both sides can read: the side that reads the number owns the job. So the simulation can take back a job that the
-process has not begun.
+While a process works on one job, it is sent up to `AHEAD` further jobs in advance. For each job, the simulation also
+writes the job's number into a pipe that both sides can read: the side that reads the number owns the job. So the
+simulation can take back a job that the process has not begun.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class LocalProcess:
         return take_number(self._numbers.fd)
 
     def hear(self) -> tuple[int, JobResult] | None:
-        """Wait for the next result. Return (ticket number of the job, result); None if the process has ended."""
+        """Wait for the next result. Return (number of the job, result); None if the process has ended."""
         try:
             message, _ = self._pipe.receive()
         except (EOFError, OSError):
@@ -191,7 +191,7 @@ def take_number(fd: int) -> int | None:
 def _print_whole_lines() -> None:
     """Make standard output and error line-buffered, so that lines of different processes do not mix.
 
-    All processes share standard error, and PYTHONUNBUFFERED would print parts of lines.
+    In every process, both lead to the simulation's standard error. PYTHONUNBUFFERED would print parts of lines.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

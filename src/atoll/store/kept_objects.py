@@ -163,10 +163,10 @@ class ObjectStore:
 
         Args:
             entry: the object.
-            digest: the digest that the publisher expects.
+            digest: the object's digest, as the publisher has computed it.
 
         Raises:
-            Conflict: parts are missing, or their digest is not `digest`.
+            Conflict: parts are missing, or the object that arrived has another digest than `digest`.
             DiskFull, StoreError: the note could not be written. The object is removed.
         """
         count = entry.cuts.count - len(entry.digests)

@@ -1,6 +1,6 @@
 """The state directory of a run: everything that a server needs to continue after a kill.
 
-    <directory>/lock             locked by the server that uses the directory
+    <directory>/lock             names the server that has locked the directory
     <directory>/journal.sqlite   the journal: a database with every decision of the server
     <directory>/audit.head       number and hash of the audit log's last entry
     <directory>/slots/           preallocated tensor files: versions, outer optimizer states, arriving updates
@@ -285,7 +285,8 @@ def _has_begun(directory: Path) -> bool:
 def lock_directory(directory: Path) -> Lock:
     """Lock the state directory for this process, and return the lock.
 
-    The lock is taken on the directory itself, so it also works if the file `lock` was removed.
+    The lock is taken on the directory itself, so it lasts even if the file `lock` is removed. If the file system cannot
+    lock directories, the file is locked instead.
 
     Raises:
         StateLocked: another process holds the lock.

@@ -175,7 +175,9 @@ class ByteRun:
 
 
 class RunTable:
-    """Divides the parts of a file into byte runs, and caches these. A piece larger than a run is cached as one entry.
+    """Divides the parts of a file into byte runs, and caches them.
+
+    A piece with more than `max_elements` elements is cached whole, and is cut into several runs each time it is used.
 
     Args:
         layout: layout of the file: its parts, and the offset of each tensor.
@@ -239,10 +241,10 @@ class RunTable:
         return kind == other and fits
 
     def _item_bytes(self, segment: Segment) -> int:
-        """Return the size of the tensor's encoded elements, in bytes; 0 if each tensor needs its own call.
+        """Return the size of one encoded element of the tensor, in bytes; 0 if each tensor needs its own call.
 
-        Tensors need their own calls if the codec does not encode elements independently, or if a tensor may begin at an
-        offset that is not a multiple of this size.
+        Each tensor needs its own call if the codec does not encode elements independently, or if a tensor may begin at
+        an offset that is not a multiple of the element's size.
         """
         encoding = self.layout.encodings[segment.codec]
         if not encoding.elementwise:

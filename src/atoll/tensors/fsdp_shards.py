@@ -143,9 +143,9 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
                     assign_run_(tensor, start, spread(run, rank))
 
     def _heads(self) -> list[list[ShardRun]]:
-        """Return the elements of this rank's rows that other ranks encode, by rank.
+        """Return, for each other rank, the ranges of this rank's rows that the other rank encodes.
 
-        For each tensor, there is at most one range, which is shorter than a tile.
+        For each tensor, there is at most one such range, which is shorter than a tile.
         """
         heads: list[list[ShardRun]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
@@ -158,7 +158,7 @@ class Shards(Mapping[str, "Tensor | InPieces"]):
         return heads
 
     def _tails(self) -> list[list[ShardRun]]:
-        """Return the elements of other ranks' rows that this rank encodes, by rank."""
+        """Return, for each other rank, the ranges of the other rank's rows that this rank encodes."""
         tails: list[list[ShardRun]] = [[] for _ in range(self.ranks)]
         for spec, shard in self._shards():
             for rank in range(self.rank + 1, self.ranks if shard.tail.numel() else 0):
@@ -204,7 +204,8 @@ def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
     """Return this rank's rows of a DTensor, in the model's memory.
 
     Raises:
-        UsageError: the tensor is not sharded as `Shard(0)` over all ranks, or is not a parameter.
+        UsageError: the tensor is not sharded as `Shard(0)` over all ranks, is not a float parameter, or has another
+            number of elements on this rank than Atoll expects.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     members = mesh.mesh.flatten().tolist()
@@ -220,8 +221,8 @@ def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
     start, stop = rows_of(spec, rank, ranks)
     if spec.group != PARAMS or local.numel() != stop - start:
         raise UsageError(
-            f"Rank {rank} has {local.numel()} elements of the sharded tensor {spec.name} (group {spec.group}). Atoll "
-            f"expects a float parameter with {stop - start} elements on this rank.",
+            f"The sharded tensor {spec.name} is in group {spec.group}, with {local.numel()} elements on rank {rank}; "
+            f"Atoll expects group {PARAMS} (float parameters), with {stop - start} elements on this rank.",
             "Shard only float parameters, with torch.distributed.fsdp.fully_shard.",
         )
     return local.detach()

@@ -167,7 +167,7 @@ class UnnamedFile:
         """Write `data` into the file from byte `offset` on.
 
         Raises:
-            StoreError: the disk is full, or fails.
+            DiskFull, StoreError: the disk is full, or fails.
         """
         try:
             write_at(self._fd, data, offset)

@@ -222,7 +222,7 @@ class PulledPart:
         self.delivery.on_bytes(len(run))
 
     def finish(self, damaged: str, remedy: str) -> None:
-        """Compare the part with its digest, and call `on_part`.
+        """Compare the part with its digest; if they agree, call `on_part`.
 
         Args:
             damaged: message of the error `PartCorrupt`.
@@ -506,9 +506,10 @@ class HttpTransfer:
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
         """Transfer one part in at most `PART_ATTEMPTS` attempts.
 
-        Return False if the part is given up because another one has failed. If this connection stalls, try again as
-        long as other connections send or receive bytes. After a stall, the bytes of this part count as progress only
-        when the part is complete: the operating system accepts bytes to send even if the other side receives none.
+        Return False if the transfer has ended meanwhile, for example because another part has failed. If this
+        connection stalls, make the next attempt only if another connection still sends or receives bytes; if all
+        connections stall, end the transfer. After a stall, the bytes of this part count as progress only when the part
+        is complete: the operating system accepts bytes to send even if the other side receives none.
         """
         failures, stood_still = 0, False
 

@@ -385,7 +385,7 @@ def test_versions_of_a_finished_run_are_evaluated_beside_it_and_its_own_matrix_s
     assert re.search(r"^version 5 +25 +4$", printed, re.MULTILINE)
     assert "empty: version 9 on every site: Version 9 does not exist: the newest is 5." in printed
     assert "waiting for 2 sites; " in printed
-    assert f"nope.safetensors is not in {tmp_path} yet, so it gets no results" in printed  # before a site joins
+    assert f"nope.safetensors is not in {tmp_path}: put it there before the sites join" in printed
     missing = f"No such file or directory, at the server: {tmp_path / 'nope.safetensors'}"
     assert f"empty: nope.safetensors on every site: {missing}" in printed
     assert losses(matrix_of(tmp_path, "cross_site_evaluation-2")) == losses(found)

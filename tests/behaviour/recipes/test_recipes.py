@@ -180,7 +180,7 @@ def test_a_wrong_argument_is_refused_where_it_is_given(
             (
                 {"kind": SwarmRecipe, "aggregators": ["site-1", "site-3"]},
                 kind(2),
-                "The list aggregators of small contains 'site-3', but none of the run's 2 sites.*Did you mean 'site-",
+                "aggregators of small contains 'site-3', but none of the run's 2 sites.*Did you mean 'site-",
             )
             for kind in STARTING
         ),

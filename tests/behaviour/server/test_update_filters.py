@@ -349,11 +349,11 @@ def test_wrong_filters_of_a_program_are_refused(options: dict[str, Any], told: s
 @pytest.mark.covers("T8", "X3")
 def test_rounds_refuse_filters_that_only_tasks_can_have() -> None:
     for options in ({"data_filters": [Halved()]}, {"workflow.payload_filters": CAST}):
-        told = r"workflow.payload_filters is set \(.* of every site\), but the run has rounds.*Remove the filters"
+        told = r"workflow.payload_filters is set \(.* of every site\), but the run has only rounds.*Remove the filters"
         with pytest.raises(ConfigError, match=told):
             new_server(START, **options)  # type: ignore[arg-type]
     with pytest.raises(
-        ConfigError, match=r"has filters for the tasks train, but a run with rounds sends no .*Remove the key 'tasks'"
+        ConfigError, match=r"has filters for the tasks train, but this run has only rounds, .*Remove the key 'tasks'"
     ):
         new_server(START, filters={"a": {"train": [Halved()]}})
 

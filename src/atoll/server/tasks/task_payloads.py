@@ -65,14 +65,14 @@ class TaskFilters:
         """
         if self.data:
             raise ConfigError(
-                f"workflow.payload_filters is set ({self.data}), but the run has rounds: all sites download "
+                f"workflow.payload_filters is set ({self.data}), but the run has only rounds: all sites download "
                 "the same version, which cannot be filtered for one site.",
                 NO_DATA_FILTERS,
             )
         if self.results.tasks:
             raise ConfigError(
-                f"workflow.result_filters has filters for the tasks {', '.join(self.results.tasks)}, but a run with "
-                "rounds sends no tasks.",
+                f"workflow.result_filters has filters for the tasks {', '.join(self.results.tasks)}, but this run has "
+                "only rounds, and sends no tasks.",
                 "Remove the key 'tasks'. To limit a filter to some sites, use the key 'sites'.",
             )
 
@@ -230,13 +230,13 @@ class PayloadWriter:
             trouble.pop(0, None)
 
     async def filtered(self, task: str, sites: Sequence[str], packed: Packed, timeout_s: float | None) -> TaskPayloads:
-        """Write a payload for each site with filters that change it. Call this on the server's event loop.
+        """Write a filtered payload for each site that has filters for this task. Call this on the server's event loop.
 
         Filters of different sites run in parallel, so that a filter that hangs delays only its own site. If the payload
         contains a user's own tensor type, filters run one after another: that type's code may not be thread-safe.
 
         Returns:
-            For each of these sites, its payload in `own`, or the error of its filters in `failed`. `shared` is None.
+            For each site with filters, its payload in `own`, or the error of its filters in `failed`. `shared` is None.
         """
         payloads = TaskPayloads()
         sites = [site for site in sites if self._filters.data.of(site, task)]

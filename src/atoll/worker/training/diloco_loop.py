@@ -497,7 +497,7 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Return Atoll's entry for a checkpoint: the run, the site, and the versions that the site trains from.
 
-        Without a run, the entry is empty.
+        In a process that has joined no run, return the entry that `load_state_dict` has loaded; empty if there is none.
 
         The script or framework itself must save parameters, optimizer and schedule.
         """
@@ -548,8 +548,8 @@ class DiLoCo:
     def credit(self, metrics: dict[str, float]) -> bool:
         """Record metrics that a framework has just measured, if the model has the weights of the global model.
 
-        The model has these weights from a synchronisation to the next step. Integrations call this method, because a
-        framework itself decides when to evaluate.
+        The model has these weights from a synchronisation to the next step. With Streaming DiLoCo, nothing is recorded.
+        Integrations call this method, because a framework itself decides when to evaluate.
 
         Returns:
             Whether the metrics were recorded.
@@ -821,7 +821,7 @@ def require_agrees(state: Mapping[str, Any], joined: Participation) -> None:
             of = of_fragment(fragment if len(current["versions"]) > 1 else None)
             raise UsageError(
                 f"The checkpoint was written when the site trained from version {then}{of}, but "
-                f"the site's folder {str(joined.folder)!r} has {has}. So this is another folder, or an older backup "
-                "of it.",
+                f"the site's folder {str(joined.folder)!r} has {has}. So this is another folder, or one "
+                "restored from an older backup.",
                 f"Use the folder that the site had when the checkpoint was written. {WITHOUT}",
             )
