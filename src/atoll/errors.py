@@ -30,10 +30,10 @@
     ├── PortInUse              3   none of the wanted ports can be bound
     └── RunFailed              9   the run cannot continue
 
-The numbers are exit codes. A lease is a worker's membership in a run, which heartbeats keep alive. A ticket permits a
-worker to submit one update. Each message names the process at fault, the wrong value and the remedy. `code` is the
-error's name in network messages and logs. Errors with ↻ can be temporary (`is_transient`): Atoll repeats the failed
-call after a pause.
+The numbers are exit codes. A lease is the right of one process to act for its site; it lasts as long as the process
+sends requests, at least heartbeats. A ticket permits a worker to submit one update. Each message names the process at
+fault, the wrong value and the remedy. `code` is the error's name in network messages and logs. Errors with ↻ can be
+temporary (`is_transient`): Atoll repeats the failed call after a pause.
 
 In commands, scripts and simulations, users see an error of Atoll as one line on standard error. The decorator
 `public_api` marks the functions that users call; it logs the traceback inside Atoll to the logger `atoll` at DEBUG. A
@@ -139,7 +139,7 @@ class AuthError(PeerError):
 
 
 class LeaseLost(PeerError):
-    """The server has ended the worker's lease (its membership in the run), or does not know it.
+    """The server has ended the lease of a worker process (the right to act for its site), or does not know it.
 
     The usual cause is missing heartbeats. The worker must join again.
     """
@@ -199,7 +199,7 @@ class TransferError(AtollError):
 
 
 class ServerUnreachable(TransferError):
-    """No server answers at the address. If `is_other`, a program answers, but its TLS or its certificate is wrong."""
+    """No server answers at the address. If `is_other`, a program answers, but has no TLS or a wrong certificate."""
 
     code = "unreachable"
     is_other = False
@@ -409,8 +409,8 @@ def print_interrupt_in_a_line(error: BaseException | None = None) -> None:
     The exit status stays Python's: the process ends by SIGINT, which a shell reports as 130.
 
     Args:
-        error: the error that ended a `with` block; if it is not a KeyboardInterrupt, this function does nothing. None
-            if no `with` block has ended.
+        error: the error that was raised. If it is not a KeyboardInterrupt, this function does nothing. None has the
+            same effect as a KeyboardInterrupt.
     """
     if (error is None or isinstance(error, KeyboardInterrupt)) and sys.excepthook is sys.__excepthook__:
         _end_with_one_line()

@@ -112,8 +112,9 @@ class LocalContext:
 class Correction:
     """What an algorithm does before and after each optimizer step of one round. This base class changes nothing.
 
-    Atoll calls the methods from hooks of the optimizer. So they also work with gradient accumulation, a learning rate
-    schedule or a framework's training loop. `names` has the parameters of the optimizer that steps.
+    Atoll calls all methods except `finish` from hooks of the optimizer. So they also work with gradient accumulation, a
+    learning rate schedule or a framework's training loop. Their argument `names` has the names of the parameters that
+    the stepping optimizer holds.
 
     Attributes:
         shared: name → tensor that must be equal at all ranks of the site. Before training, Atoll overwrites the tensors
@@ -124,7 +125,7 @@ class Correction:
         self.shared: dict[str, Tensor] = {}
 
     def before_step_(self, names: Collection[str]) -> None:
-        """Before an optimizer step, change the gradients of the parameters in `names` in place. Some may be None."""
+        """Before an optimizer step, change the gradients of the parameters `names` in place. A gradient may be None."""
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
         """Return the term that the correction adds to the loss, as a 0-d tensor; None if it adds none.
@@ -140,8 +141,8 @@ class Correction:
     def finish(self, read_change: ChangeReader, rate_sum: float) -> Mapping[str, ElementReader]:
         """Return the algorithm's own tensors for the update: group → function (parameter, start, stop) → elements.
 
-        Atoll calls this after training, when it forms the update. Also set the tensors that the site keeps here, with
-        `LocalContext.set_own_state`.
+        Atoll calls this after training, when it forms the update. This is also the place to set the tensors that the
+        site keeps between rounds, with `LocalContext.set_own_state`.
 
         Args:
             read_change: a function (parameter, start, stop) → elements of version − local. It returns None if a filter

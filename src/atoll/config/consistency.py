@@ -294,7 +294,7 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
     for key, path in (paths | {"async.staleness_weight": weight if ":" in weight else None}).items():
         if path:
             raise ConfigError(
-                f"{key.removesuffix('.path')} is {path!r}, but {this}: workers do not run code that the server names.",
+                f"{key.removesuffix('.path')} is {path!r}, but {this}: workers do not load code by its path.",
                 "Make the code an entry point of a package that every site has installed, or set "
                 "swarm.enabled = false.",
             )

@@ -100,7 +100,7 @@ class Median(Reducer):
     buffers: ClassVar[str] = ""
 
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Write the mean of the two middle values of each element into `out`. Overwrite the rows; ignore `weights`."""
+        """Write the median of the k values of each element into `out`. Overwrite the rows; ignore `weights`."""
         all_rows = list(rows)
         k = len(all_rows)
         middle = select(all_rows, frozenset({(k - 1) // 2, k // 2}), spare=out)

@@ -161,7 +161,7 @@ def _with_buffers(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor
 
     Args:
         path: a safetensors file, with or without this metadata.
-        tensors: the file's tensors by name. Tied names get the same tensor object.
+        tensors: the file's tensors by name. They are changed in place: tied names get the same tensor object.
         same: function that compares two tensors. Names with different tensors are not tied, even if they are listed.
     """
     from safetensors import safe_open

@@ -56,7 +56,8 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
         caller: name of the caller, for the error.
         settings: a `Settings` object, a mapping, or None.
         named: the arguments `model`, `workflow`, `outer_optimizer` and `filters`. A text becomes the value of the
-            setting. Code (a class, function or object) takes the place of the setting, which the run must support.
+            setting. Code (a class, function or object) takes the place of the setting; the run must support this
+            setting.
 
     Raises:
         UsageError: an argument is a text, although `settings` is a complete `Settings` object.
@@ -95,8 +96,9 @@ def open_run(
         The plan of the run, its store, and one sentence for each loss of data in a crash.
 
     Raises:
-        ConfigError: the model or a setting cannot be used, or is not the one that the run began with; or the run
-            would replace the exports of another run.
+        ConfigError: the model or a setting cannot be used; a fixed setting differs from the run's; or the run would
+            replace the exports of another run.
+        SchemaMismatch: the model has other tensors than the run's model.
         StateLocked: another server uses the directory.
         StateCorrupt: no version in the directory is intact.
         StoreError: a file or folder cannot be used: for example, a folder has the name of a file, or another user owns

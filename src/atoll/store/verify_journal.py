@@ -86,7 +86,8 @@ def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[in
     Args:
         rows: function that runs an SQL query on the journal.
         directory: the state directory.
-        head: content of `audit.head`. Read it before the journal, because a running server may write both.
+        head: content of `audit.head`, read before the journal, because a running server may write both. None: there is
+            no such file, so a loss of the log's end cannot be noticed.
 
     Returns:
         The number of entries in the audit log, and the last entry's hash.
@@ -143,9 +144,9 @@ class _Comparison:
 
     Args:
         rows: function that runs an SQL query on the journal.
-        since: number of an entry. This entry and all later ones are always read.
-        everything: True: read back to the first entry. False: stop at `since`, or later when the entries of all needed
-            rows are found.
+        since: number of an entry. This entry and all entries with higher numbers are always read.
+        everything: True: read back to the first entry. False: read back to `since`, then on until the entries of all
+            needed rows are found.
     """
 
     def __init__(self, rows: Query, since: int, everything: bool) -> None:
@@ -258,6 +259,8 @@ class _Comparison:
 
     def _head(self, detail: Mapping[str, Any], seq: int) -> str:
         """Compare a fragment's newest version (head) in the journal with the newest audit entry about this fragment.
+
+        The first call for a fragment, with the newest entry, does this. Later calls return "".
 
         Args:
             detail: values of the audit entry.

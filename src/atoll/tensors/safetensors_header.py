@@ -65,7 +65,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
     for spec, start, stop in tensors:
         if start != end:
             how = "overlaps the previous tensor" if start < end else "leaves a gap after the previous tensor"
-            raise _wrong(f"{what} has tensor {spec.name!r} at byte {start} of the data, which {how}")
+            raise _wrong(f"{what} has tensor {spec.name!r} at byte {start} of the data, where it {how}")
         end = stop
     if begin + end != file_bytes:
         raise _wrong(f"{what} has {file_bytes - begin} bytes of tensors, but its header describes {end} bytes")

@@ -188,7 +188,10 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _connection_waits(self) -> None:
-        """Wait until a connection can be accepted. `loop.sock_accept` is not used: if cancelled, it can lose one."""
+        """Wait until a connection can be accepted.
+
+        `loop.sock_accept` is not used: if cancelled, it can lose a connection.
+        """
         loop = asyncio.get_running_loop()
         heard = asyncio.Event()
         loop.add_reader(self._listener, heard.set)

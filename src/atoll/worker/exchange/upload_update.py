@@ -1,7 +1,7 @@
 """Upload an update from the outbox file, and resume an interrupted upload.
 
-Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process has left the
-update, the worker asks which parts the server has, and sends only the missing ones (`UpdateUpload.send`).
+Parts are sent while later parts are still being formed. If the connection breaks, or if an earlier process formed the
+update in the outbox, the worker asks which parts the server has, and sends only the missing ones (`UpdateUpload.send`).
 `transport/part_transfer` moves the bytes. In a swarm, an update does not go to the server: other workers download it
 from this one.
 """

@@ -170,7 +170,7 @@ class Session:
     Raises:
         VersionSkew: worker and server speak different protocols.
         ServerLost: the server did not answer for too long.
-        ServerUnreachable: the answer does not come from an Atoll server.
+        ServerUnreachable: a program answers, but without TLS or with a wrong certificate.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class Session:
         self.http.watch.begin(lambda: is_answered(self.http, ask), every_s)
 
     def _join(self, max_retries: int | None = None) -> str:
-        """Join the run, or join it again. Return the new lease: the token that the server gives the worker.
+        """Join the run, or join it again. Return the new lease: the text with which this process acts for its site.
 
         Args:
             max_retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
@@ -370,7 +370,7 @@ class Session:
         """Join the run again, without retries. If another thread has already done this, do nothing.
 
         Args:
-            lost: the lease (the server's token for this worker) that is no longer valid.
+            lost: the lease (the right to act for the site) that is no longer valid.
 
         Raises:
             ServerLost: the server now has another run, which this worker's local progress does not belong to.
@@ -498,11 +498,12 @@ class Session:
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
         """Wait for a fragment's next round. Return `Open`, which contains the ticket (permission to submit an update).
 
-        Return `Finished` if there is no further round, and a plain `Next` if this worker submits no more updates.
+        Return `Finished` if there is no further round, a plain `Next` if this worker submits no more updates, `Wait` if
+        the run sends tasks first, and `Lost` if the last retry failed.
 
         Args:
             fragment: the fragment's number.
-            wait_s: seconds after which `Wait` is returned instead; None: wait until a round opens.
+            wait_s: seconds after which `Wait` is returned if no round has opened; None: no limit.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
         ask = partial(self._wait_for_ticket, fragment, wait_s, retries)
@@ -546,7 +547,7 @@ class Session:
         return self.call(lambda: self._state_of(ticket).outcome, what, retries=retries, kind=messages.Outcome)
 
     def require_outcome(self, ticket: int) -> messages.Outcome:
-        """Return the state of a ticket's update, as `outcome` does, but raise an error if the server is lost.
+        """Return the state of a ticket's update. Where `outcome` would return `Lost`, raise its error.
 
         Raises:
             TRANSIENT: this worker left during the call.
@@ -621,7 +622,7 @@ class _Attempts:
         self._error: AtollError | None = None
 
     def begin(self) -> str:
-        """Wait until the next attempt may begin. Return the lease (the server's token for this worker) for the attempt.
+        """Wait until the next attempt may begin. Return the lease (the right to act for the site) for the attempt.
 
         Raises:
             TRANSIENT: the last retry failed.

@@ -111,7 +111,7 @@ class Models:
         state = fetch_lazily(ref, self._folder, idle_timeout_s=timeout_s, counters=connection.counters)
         if not isinstance(state, LazyState):
             raise BadRequest(
-                "The model to evaluate is not a flat dict of tensors.", "At its site, return one from worker.submits."
+                "The model to evaluate is not a flat dict of tensors.", "At its site, submit a flat dict of tensors."
             )
         return state
 
@@ -156,7 +156,7 @@ def uploaded(connection: Session, draft: UnpublishedObject, what: str) -> Tensor
         what: what the object is, for errors.
 
     Raises:
-        TransferError: the server answers, but the upload stalls.
+        TransferError: the upload has stalled `STALLS` times.
     """
     stalls, server = 0, connection.http.server
     timeout_s = idle_timeout(None, connection.info.idle_timeout_s)
