@@ -463,9 +463,10 @@ class DiLoCo:
             self._say_unsent_steps(joined, sync, has_failed=error is not None)
 
     def _say_unsent_steps(self, joined: Participation, sync: Synchroniser, *, has_failed: bool) -> None:
-        """Log how many local steps were not sent to the run; warn if a synchronisation was skipped or failed.
+        """Log how many local steps were not sent to the run.
 
-        If training ended without an error before the first synchronisation, warn, too.
+        Make the line a warning if the server was lost, if a synchronisation was skipped or failed, or if the training,
+        although it ended without an error, had too few steps for the first synchronisation.
         """
         counted = sync.counted_step
         steps, turn = self.step - counted, self.sync_every // joined.session.info.fragments
@@ -601,7 +602,9 @@ class DiLoCo:
         """Counters so far: rounds, skipped synchronisations, retries, reconnections, bytes and seconds waited.
 
         Also the staleness of the last counted update: how many versions were made between its base and the version that
-        includes it. If the model is sharded, the bytes are those of this rank.
+        includes it. In Streaming DiLoCo, also `merges_waited`, the number of new versions for which training had to
+        wait, and `merges_late`, the number of new versions that were late (asynchronous runs only). If the model is
+        sharded, the bytes are those of this rank.
         """
         session, sync = self._joined.session if self._joined is not None else None, self._sync
         merges = {}
