@@ -148,7 +148,7 @@ class LeaseLost(PeerError):
 
 
 class Superseded(PeerError):
-    """A newer process has joined the run under the name of this site. This process must stop."""
+    """A newer process has joined the run under the name of this site. The older process must stop."""
 
     code = "superseded"
 

@@ -107,7 +107,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
 
     Args:
         loaded: the tensors that the persistor's `load` returned, by name.
-        schema: the model's schema, if it is known already.
+        schema: the model's schema; None: take it from the model that `model.source` names.
 
     Raises:
         ConfigError: tied names have different values.

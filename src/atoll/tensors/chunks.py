@@ -237,8 +237,8 @@ class Scatter:
             nbytes: maximum size of the result; whole elements.
 
         Returns:
-            The memory, whole elements of one tensor. None if it would be smaller than `ROOM_BYTES`, or if the tensor is
-            not contiguous or not on the CPU.
+            The memory, whole elements of one tensor. None if it would be smaller than `ROOM_BYTES`, or if the tensor
+            cannot be written directly (`writable_bytes`).
         """
         index = bisect.bisect_right(self._starts, offset) - 1
         view = self._views[index] if index >= 0 else None
@@ -276,7 +276,7 @@ def _memory(nbytes: int, pinned: bool) -> Tensor:
 
 
 def writable_bytes(tensor: Tensor) -> memoryview | None:
-    """Return the memory of a contiguous CPU tensor; None for other tensors."""
+    """Return the memory of a contiguous CPU tensor; None for other tensors, subclasses and lazily negated views."""
     if type(tensor) not in PLAIN or not (tensor.is_cpu and tensor.is_contiguous()):
         return None
     return None if tensor.is_neg() else bytes_of(tensor)

@@ -550,7 +550,7 @@ class _Fetching:
         """Download and check the object's manifest and its head, which describes the tensors.
 
         Args:
-            pauses: seconds before each further attempt, if the server does not answer.
+            pauses: seconds before each further attempt, if the server does not answer or is busy.
         """
         path = routes.OBJECT.format(object=self._ref.object)
         with watched(self._parts, self._abort):

@@ -1,6 +1,6 @@
 """Transfers between the workers of a swarm: of versions, updates, and states of the outer optimizer.
 
-Each worker serves its files to the others over HTTP. Environment variables configure this server:
+Each worker serves its files to the others over HTTP. Environment variables of the worker configure this:
 
     ATOLL_PEER_HOST, ATOLL_PEER_PORT           address to listen on
     ATOLL_PEER_NAME                            host name under which other workers reach this one
@@ -364,7 +364,8 @@ class PeerTransfers:
             state: the slot for the state; None: there is no state.
 
         Raises:
-            AtollError: every source failed. The error is the last source's, one of `UNPULLED`.
+            AtollError: every source failed with one of `UNPULLED`; this is the last source's error. Or a download
+                failed with another error, which ends the attempts.
         """
         if not hold.sources:
             return self._initial(hold, slot)

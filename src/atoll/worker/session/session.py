@@ -537,7 +537,7 @@ class Session:
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
         """Return the state of a ticket's update: accepted, counted, refused or expired.
 
-        If the server no longer knows the ticket, the state is "expired".
+        If the server no longer knows the ticket, the state is "expired". If the last retry failed, return `Lost`.
 
         Args:
             ticket: the ticket under which the update was submitted.
