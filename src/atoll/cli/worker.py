@@ -92,7 +92,7 @@ def _require_server(address: str, signals: list[int]) -> str:
         signals: the numbers of the signals received so far; a signal ends the wait.
 
     Raises:
-        ServerUnreachable: the server did not answer in that time, or another program answers.
+        ServerUnreachable: the server did not answer in that time, or its certificate is not accepted.
     """
     from atoll.worker.session.session import give_up_s
 
@@ -104,7 +104,7 @@ def _require_server(address: str, signals: list[int]) -> str:
             timeout_s = min(10.0, max(1.0, end - time.monotonic()))
             return ask(address, routes.RUN, messages.RunInfo, timeout_s=timeout_s).name
         except ServerUnreachable as error:
-            # is_other: another program answers, or a certificate is wrong; waiting does not help
+            # is_other: TLS or its certificate is wrong; waiting does not help
             if signals or time.monotonic() >= end or error.is_other:
                 raise
             why = str(error)
@@ -177,7 +177,7 @@ def _run_once(
         signals: the numbers of the signals received so far.
 
     Raises:
-        ServerUnreachable: the server did not answer in time.
+        ServerUnreachable: the server did not answer in time, or its certificate is not accepted.
     """
     name = _require_server(environment["ATOLL_SERVER"], signals)
     if signals:

@@ -355,7 +355,7 @@ class HttpTransfer:
 
         Raises:
             Gone: the server no longer has the file. If it was a version, ask the server which version is the newest.
-            PartCorrupt: a part arrived damaged `PART_ATTEMPTS` times in a row.
+            PartCorrupt: a part arrived damaged in the last of `PART_ATTEMPTS` attempts.
             TransferStalled, ServerUnreachable: the network failed. `on_part` was called for all complete parts.
         """
 

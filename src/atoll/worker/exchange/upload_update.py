@@ -103,8 +103,8 @@ class UpdateUpload:
             note: the update's note.
             bar: the progress of the transfer.
             sent: indices of the parts that were sent already; None: not known, so ask the server.
-            failure: the error that ended an earlier attempt to send parts, which counts as one of the retries; None: no
-                attempt has failed.
+            failure: the error that ended an earlier attempt to send parts. The failed attempt then counts as the first
+                attempt of this method. None: no attempt has failed.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
 
         Raises:

@@ -605,7 +605,8 @@ def tasks(
     Raises:
         UsageError: no server address is given or set, or an entry of `filters` is not a filter.
         ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
-        ServerUnreachable: a program that is not an Atoll server answers at the server's address.
+        PeerError: a web server that is not Atoll answers at the server's address.
+        ServerUnreachable: the server's certificate is not accepted, or the address is https but the server has no TLS.
         VersionSkew: server and worker use different versions of the protocol.
     """
     ensure_lines()

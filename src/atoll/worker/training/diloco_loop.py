@@ -285,7 +285,8 @@ class DiLoCo:
 
         Raises:
             ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
-            ServerUnreachable: a program that is not an Atoll server answers at the server's address.
+            PeerError: a web server that is not Atoll answers at the server's address.
+            ServerUnreachable: the server's certificate is not accepted; or the address is https but it has no TLS.
             SchemaMismatch: the run trains a model with other tensors.
             UsageError: this object was started before; another `DiLoCo` trains the same parameters; the loaded
                 checkpoint is of another run or site, or newer than the site's folder; or this process is part of a

@@ -67,7 +67,7 @@ def init(
 
     Raises:
         UsageError: this process already takes part in a run.
-        ConfigError, ServerLost, ServerUnreachable, StateLocked: as for `atoll.join`.
+        ConfigError, PeerError, ServerLost, ServerUnreachable, StateLocked: as for `atoll.join`.
     """
     global _part
     if _part is not None and not _part.is_over:
