@@ -132,7 +132,10 @@ def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
 
 
 def chosen_by(algorithm: ResolvedAlgorithm, settings: Settings) -> dict[str, Any]:
-    """Return the values that an algorithm gives to settings: `group.key` → value in effect."""
+    """Return the settings with defaults that depend on the algorithm: `group.key` → value in effect, often the user's.
+
+    Tables that the user gave by `path` are left out.
+    """
     from atoll.rounds.state import Rules
 
     values: dict[str, Any] = {f"algorithm.{option}": value for option, value in (algorithm.local or {}).items()}

@@ -205,7 +205,7 @@ _last_line: threading.Thread | None = None
 def print_line(text: str) -> None:
     """Print a text on standard error. A thread prints it, so that the command goes on if nothing reads that output.
 
-    Until the text is read, further texts are dropped, each after `UNREAD_S` seconds.
+    If the previous text is still unread, wait up to `UNREAD_S` seconds; if it is unread even then, drop this text.
     """
     global _last_line
     if _last_line is not None:

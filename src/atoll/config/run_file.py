@@ -78,9 +78,9 @@ code. FILTERS, TABLES: lists of tables with a `path`. Paths of codecs are not re
 def merged(values: Mapping[str, Any], onto: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Merge values, given by `group.key`, into nested tables, and return the result.
 
-    Tables are merged key by key, with two exceptions. If the new value is a table with `name` or `path`, it replaces
-    the whole earlier table. If `values` sets only one of the keys `name` and `path` of a table, the other one is
-    removed from the earlier table.
+    Tables are merged key by key, with two exceptions. A new value that is itself a table with `name` or `path` replaces
+    the whole earlier table. A single new key `group.key.name` removes the earlier `group.key.path`, and vice versa,
+    unless `values` sets both.
 
     Args:
         values: `group.key` → value, or `group` → a table or object with settings of that group.

@@ -307,7 +307,7 @@ class RunLog:
             self._audit.append("workflow", place=index, name=name)
 
     def forget_workflows_from(self, index: int) -> None:
-        """Forget that the workflows from position `index` on have ended, so that they run again."""
+        """Delete the records of ended workflows at position `index` and later, so that these workflows run again."""
         with self._journal.transaction():
             self._journal.execute("DELETE FROM workflows WHERE place >= ?", index)
 

@@ -3,7 +3,7 @@
     state["w"]            load one tensor of a LazyState, into new memory each time
     state.ref("w")        return a LazyTensor, without loading
     resolve(tree)         replace all lazy values in dicts, lists and tuples by loaded tensors
-    release(tree)         close the files now, while lazy values still exist
+    release(tree)         close the files now, even if lazy values still exist
 
 A lazy value is a `LazyTensor` or a `LazyState`. All lazy values from the same files share one handle, which keeps the
 files open. When the last of these values is garbage-collected, the files are closed. Loaded tensors are copies, so they

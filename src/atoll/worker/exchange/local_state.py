@@ -89,9 +89,9 @@ class TwoPhaseNote:
         )
 
     def counted_pending(self) -> TwoPhaseNote:
-        """Return the note to write when the last counted update does not count any more: it is pending again.
+        """Return the note to write when the last counted update no longer counts.
 
-        The state before this update is current again.
+        In this note that update is pending again, and the state before it is the current one.
         """
         return TwoPhaseNote(
             1 - self.current,
@@ -414,9 +414,9 @@ class AlgorithmState(TwoPhaseFile):
 
     @property
     def last_updates(self) -> list[Counted]:
-        """For each file with a valid state, the last update that the state includes; the current file comes first.
+        """The last update that each file with valid values includes, that of the current file first.
 
-        The list is empty if `state` is not "kept".
+        The list is empty if the attribute `state` is not "kept".
         """
         note = self.note
         if self.state != "kept":
@@ -496,8 +496,8 @@ class AlgorithmState(TwoPhaseFile):
             raise ConfigError(
                 "The algorithm's state of this site is lost, although the run's model contains updates that depend on "
                 f"it: {self._note_path} and its .bin files are missing, damaged, too old, too new, or of another site.",
-                f"Restore these files from a backup. Without a backup, set {NEW}=1 to start from zero, or "
-                "begin a new run from the exported model.",
+                f"Restore these files from a backup. Without a backup, set {NEW}=1 to let this state start "
+                "from zero, or begin a new run from the exported model.",
             )
         LOG.warning("%s: the algorithm's state is lost; it starts from zero, because %s is set", self._note_path, NEW)
         self.zero()
@@ -514,8 +514,9 @@ class AlgorithmState(TwoPhaseFile):
         super().write(name, start, values.to(torch_dtype(self._segments[name].spec.dtype)))
 
     def belongs_to(self, ticket: int, version: int, update: str = "") -> None:
-        """Record which update the new values belong to. First, copy the current values of all tensors not yet written.
+        """Complete the new values, and record which update they belong to.
 
+        A tensor that was not written since `begin` keeps its value: it is copied from the current file to the new one.
         See `TwoPhaseFile.belongs_to` for the arguments.
         """
         for name, segment in self._segments.items():
