@@ -66,7 +66,7 @@ class Parameters:
 def _parameters_of(model: nn.Module) -> Iterable[nn.Parameter]:
     """Return the model's parameters. Tied ones may occur twice.
 
-    They come from `model.named_parameters` if the model's class overrides how torch finds parameters.
+    If the model's class overrides how torch finds parameters, use `model.named_parameters`.
     """
     own = (model.named_parameters, model._named_members)
     if [getattr(each, "__func__", None) for each in own] != [nn.Module.named_parameters, nn.Module._named_members]:

@@ -545,7 +545,7 @@ class BodyInterceptor(asyncio.Protocol):
             self._next()
 
     def _next(self) -> None:
-        """Begin to read the request that follows the request of a part."""
+        """A request with a part has ended: begin to read the next request on this connection."""
         self._part = self._discarding = False
         self._stop_timer()
         self._read_or_not()

@@ -120,7 +120,7 @@ def _require_state(message: messages.Join, store: Store) -> None:
     host = message.host or "its machine"
     raise ConfigError(
         (
-            f"{loss}, but on {host} the site does not have the algorithm's state that belongs to them: the folder or "
+            f"{loss}, but on {host} the site does not have the algorithm's state after that: the folder or "
             "machine is a different one, or the files were removed."
         )
         if message.local_state == "missing"

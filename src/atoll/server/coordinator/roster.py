@@ -138,7 +138,7 @@ class Presence:
     def hangs_s(self, patience_s: float) -> float:
         """Return for how many seconds training has made no progress, if this time is unusually long; else 0.
 
-        It is unusually long if it exceeds both `patience_s` and `STILL` times the longest earlier pause.
+        It is unusually long if it exceeds `patience_s`, and is at least `STILL` times as long as any earlier pause.
         """
         # a script may report no steps, and its first round may be long
         known = self.beat.step > 0 or self.longest_s > 0

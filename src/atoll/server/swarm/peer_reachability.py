@@ -214,7 +214,7 @@ class Peers(dict[str, Peer]):
 
         Among the pairs of workers that cannot reach each other, this is the worker that is in the most pairs; in a tie,
         the one that joined last. A pair counts only if the failure is older than `EVICT_AFTER_S` seconds, and if the
-        unreached worker has reported since then. Without a report it may be dead; missing heartbeats then show this.
+        unreached worker has reported since then: if it has not, it may be dead, which missing heartbeats will show.
 
         Returns:
             The site, the number of its lease, and the reason; None if no pair counts.
