@@ -129,7 +129,7 @@ def test_a_damaged_note_of_a_control_is_said_and_the_site_refused(
     with serve(tmp_path, torch.nn.Linear(2, 1), **settings) as server:
         control_step(server, tmp_path / "workers", 2)
         damage(note(tmp_path, "algorithm.json"))
-        with pytest.raises(ConfigError, match="does not have the algorithm's state that belongs"):
+        with pytest.raises(ConfigError, match="does not have the algorithm's state after that"):
             control_step(server, tmp_path / "workers", 3)
         assert said(caplog, "algorithm.json") == 1
         monkeypatch.setenv("ATOLL_NEW_STATE", "1")
