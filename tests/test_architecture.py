@@ -114,7 +114,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_084,
+    ".": 1_085,
     "aggregation": 1_112,
     "algorithms": 850,
     "blobs": 438,
@@ -126,10 +126,10 @@ LINES: dict[str, int] = {
     "integrations": 948,
     "outer_optimizers": 404,
     "protocol": 1_127,
-    "recipes": 797,
+    "recipes": 796,
     "reducers": 240,
     "rounds": 980,
-    "server": 606,
+    "server": 608,
     "server/coordinator": 2_695,
     "server/http": 514,
     "server/swarm": 586,

@@ -213,9 +213,10 @@ def _load_file(path: Path) -> ModuleType:
     if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
         return known
     if not path.is_file():
-        here = f"The path is relative to the working directory, {str(Path.cwd())!r}."
-        there = "In a run file, a path is relative to the run file."
-        raise ConfigError(f"There is no file {str(path)!r}.", there if path.is_absolute() else here)
+        raise ConfigError(
+            f"There is no file {str(path.absolute())!r}.",
+            "In a run file, a path is relative to the run file; in an option or a variable, to the working directory.",
+        )
     if known is not None:
         name = f"{name}_at_{abs(hash(path.resolve())):x}"  # another module already has the name
     spec = importlib.util.spec_from_file_location(name, path.resolve())

@@ -269,6 +269,8 @@ class Server:
         try:
             await runner.setup()
             self.port = listener.getsockname()[1]
+            if port is None and self.port != DEFAULT_PORT:
+                LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
             run.start(self.url)
             keep_status(run)
             self._run = run

@@ -8,13 +8,16 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from fault_world import EVERY_SITE_AND_ROUND, Result, Sites, serve_wide
 from harness.processes import Nursery
 from kit import FederatedSites, run_to_end, serve, write_run_file
+from kit.servers import plain_server
 from kit.tls import write_certificate
 
 import atoll
 from atoll.errors import AuthError, ConfigError, ServerUnreachable
+from atoll.server import serve as server_module
 from atoll.testing.run import status
 
 
@@ -227,3 +230,15 @@ def test_a_certificate_that_cannot_be_used_is_refused_before_a_run_begins(
     assert code == 2
     assert "cannot be used with the TLS key" in output
     assert not (tmp_path / "state").exists()
+
+
+def test_a_server_says_when_the_usual_port_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        usual = taken.getsockname()[1]
+        monkeypatch.setattr(server_module, "DEFAULT_PORT", usual)
+        with plain_server(tmp_path, {"w": torch.ones(2)}, **{"network.port": None}) as server:
+            assert f"port {usual} cannot be used, so this server listens on {server.port}" in caplog.messages

@@ -55,7 +55,7 @@ class Presence:
         moved_s: time of the last heartbeat that showed progress: another step, number of bytes, version or state.
         longest_s: longest time between two such heartbeats during training, in seconds.
         displaced: process → host, for older processes of this site that a newer one replaced before they left.
-        rival: warning about a replaced process that still runs; empty if there is none.
+        rival: warning about a process that was replaced while it ran; empty if there is none.
     """
 
     site: str
@@ -115,13 +115,13 @@ class Presence:
         return joined, secret
 
     def meets(self, process: str) -> None:
-        """Handle a request of `process`. If a newer process has replaced this one, log once that both still run."""
+        """Handle a request of `process`. If a newer process has replaced this one, log once that both ran."""
         if process not in self.displaced:
             return
         other_host, this_host = (host or "an unnamed host" for host in (self.displaced.pop(process), self.host))
         hosts = f"both on {this_host}" if other_host == this_host else f"on {other_host} and on {this_host}"
         self.rival = (
-            f"two processes take part as {self.site}, {hosts}: the older one still runs, but was replaced. "
+            f"two processes took part as {self.site}, {hosts}: the older one still ran when it was replaced. "
             "Use a different site name for each process"
         )
         LOG.warning("%s", self.rival)
