@@ -116,7 +116,7 @@ FORBIDDEN_PAIRS = [
 LINES: dict[str, int] = {
     ".": 1_085,
     "aggregation": 1_112,
-    "algorithms": 850,
+    "algorithms": 851,
     "blobs": 438,
     "cli": 1_859,
     "cli/templates": 80,
@@ -130,7 +130,7 @@ LINES: dict[str, int] = {
     "reducers": 240,
     "rounds": 980,
     "server": 608,
-    "server/coordinator": 2_695,
+    "server/coordinator": 2_696,
     "server/http": 514,
     "server/swarm": 586,
     "server/tasks": 1_431,
@@ -144,7 +144,7 @@ LINES: dict[str, int] = {
     "worker/peer": 791,
     "worker/session": 831,
     "worker/tasks": 589,
-    "worker/training": 1_736,
+    "worker/training": 1_744,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -267,6 +267,7 @@ class StepHooks:
             raise UsageError(
                 "Another call already corrects this round.", "Call correct() once, with all optimizers in a list."
             )
+        self.under_way.clear()  # after a failed step, another optimizer may take its place
         *others, last = optimizers_in(optimizer)
         require_trains([*others, last], self.parameters)
         if self.one_rate:

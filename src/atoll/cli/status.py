@@ -208,10 +208,10 @@ COLUMNS = (
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
-    Steps are unknown if the script counts none. Staleness has a meaning only while a site trains or submits: a site
-    that does neither will get the newest version next, or none.
+    Steps are unknown if the script counts none. Staleness has a meaning only while a site trains, submits or pulls: a
+    site that does none of these will get the newest version next, or none.
     """
-    is_training = worker.state.startswith("alive") and worker.doing.startswith(("training", "submitting"))
+    is_training = worker.state.startswith("alive") and worker.doing.startswith(("training", "submitting", "pulling"))
     pace = f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else "")
     cells = [
         worker.site,

@@ -193,6 +193,21 @@ def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(by_c
 
 
 @pytest.mark.covers("S8")
+def test_another_optimizer_may_take_the_place_of_one_with_a_failed_step() -> None:
+    model = One()
+    scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
+    broken = BreaksOff(model.parameters(), lr=ETA)
+    closure_of(model, broken, 1.0, lambda loss: loss)()
+    with scaffold.correct(broken), pytest.raises(ValueError, match="no more records"):
+        broken.step()
+    optimizer = sgd(model)
+    scaffold.correct(optimizer)
+    train(model, optimizer, 1.0, steps=1)
+    assert scaffold.steps == 1
+    scaffold.finish()
+
+
+@pytest.mark.covers("S8")
 def test_a_step_is_none_if_its_closure_fails_before_it_gives_a_gradient() -> None:
     """As at the end of the data: no weight has moved."""
     model = One()

@@ -88,7 +88,7 @@ def test_space_and_open_files_that_lack_are_waited_for(
 def test_says_how_the_run_goes_on_without_a_file_of_a_version(tmp_path: Path, quick: pytest.LogCaptureFixture) -> None:
     with serve_wide(tmp_path, **{"disk.export_every": 1}) as server, failpoints("export.write=enospc@1"):
         run_to_end(server, Sites(server.url, tmp_path))
-    told = r"not all files of version \d could be written: .* is full.* The run continues"
+    told = r"not all files of version \d could be written: .* is full.* The files of the next version are "
     assert re.search(told, quick.text)
     assert (server.exports / "model-000003.safetensors").exists()
 

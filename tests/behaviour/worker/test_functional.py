@@ -412,6 +412,17 @@ def test_diloco_alone_refuses_another_optimizer_and_a_model_that_is_not_finite(t
             nn.init.constant_(model.weight, math.nan)
 
 
+@pytest.mark.covers("L14", "X3")
+def test_a_script_alone_refuses_an_initial_model_that_is_not_finite_before_it_trains() -> None:
+    model = ones()
+    model.register_buffer("mask", torch.tensor([-math.inf, 0.0]))
+    told = "initial model's tensor 'mask' contains NaN or Inf.*persistent=False"
+    with atoll.join() as worker, pytest.raises(ConfigError, match=told):
+        next(iter(worker)).load_into(model)
+    with pytest.raises(ConfigError, match=told):
+        atoll.DiLoCo(model, sgd(model), server="", site="a").start()
+
+
 @pytest.mark.covers("L2")
 def test_diloco_alone_leaves_the_loop_as_it_is_and_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level(logging.INFO, "atoll")

@@ -188,6 +188,18 @@ def test_a_training_hangs_after_four_times_as_long_as_a_step_took(monkeypatch: p
     assert presence.hangs_s(patience_s=401.0) == 0.0
 
 
+def test_a_site_with_steps_from_before_the_server_started_does_not_hang_in_its_first_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
+    presence = Presence("a")
+    beat = messages.Heartbeat(state=roster_module.TRAINING, step=20)  # a hand-written loop counts them in `submit`
+    presence.note(beat)
+    now[0] += 1000.0
+    assert presence.hangs_s(patience_s=60.0) == 0.0
+
+
 # -- staleness
 
 

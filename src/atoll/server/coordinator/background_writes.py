@@ -439,8 +439,8 @@ class BackgroundWriter:
         if not self._said_unwritten:
             self._said_unwritten = True
             LOG.error(
-                "not all files of version %d could be written: %s The run continues, and the files of the next "
-                "version are written as usual. As soon as metrics.jsonl can be written, it gets all of its lines.",
+                "not all files of version %d could be written: %s The files of the next version are written "
+                "as usual. As soon as metrics.jsonl can be written, it gets all of its lines.",
                 version,
                 reason,
             )
@@ -459,7 +459,8 @@ class BackgroundWriter:
         self._measured = measured
         try:
             async with self._best_in_turn:
-                await self.saved("the best version", functools.partial(self.best.save, measured))
+                save = functools.partial(self.best.save, measured)
+                await self.saved("the best version", save, " The next round waits for this.")
             self.persistor.save_best(self._plan, self._store, measured, self.best.path, self.best.metric)
         except Gone:
             self._measured = None

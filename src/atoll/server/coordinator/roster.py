@@ -140,8 +140,7 @@ class Presence:
 
         It is unusually long if it exceeds `patience_s`, and is at least `STILL` times as long as any earlier pause.
         """
-        # a script may report no steps, and its first round may be long
-        known = self.beat.step > 0 or self.longest_s > 0
+        known = self.longest_s > 0  # a script may report no steps until its round ends, which may take long
         still_s = time.monotonic() - self.moved_s
         hangs = known and self.beat.state == TRAINING and still_s >= max(patience_s, STILL * self.longest_s)
         return still_s if hangs else 0.0

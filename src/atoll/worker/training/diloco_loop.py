@@ -306,6 +306,7 @@ class DiLoCo:
         self._require_trains()
         self._find_tensors()
         if not self._server:
+            require_finite(self._tensors, self._named, is_initial=True)
             LOG.info("%s", ALONE)
             self._started = True
             return self

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.codecs import NoneCodec
-from atoll.errors import UpdateRefused, UsageError
+from atoll.errors import ConfigError, UpdateRefused, UsageError
 from atoll.format_text import numbers
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
@@ -217,8 +218,8 @@ class ServerBackend:
         session, exchange = self.participation.session, self.participation.exchange
         session.optimizers = optimizers
         if info.steps:
-            rate = info.steps / max(time.monotonic() - self._pulled_s, 1e-9)
-            session.tell(step=session.heartbeat.step + info.steps, steps_per_s=rate)
+            seconds = time.monotonic() - self._pulled_s if self._pulled_s else math.inf  # a restarted site may not pull
+            session.tell(step=session.heartbeat.step + info.steps, steps_per_s=info.steps / max(seconds, 1e-9))
         if self.local.info.keeps_local and not self.local.filters:
             keep_local(self.participation, tensors, ticket.round)
         if require(exchange.is_over(ticket)):
@@ -240,14 +241,25 @@ class ServerBackend:
         LOG.info("%s: left the run after sending %s and receiving %s", self.site, sent, received)
 
 
-def require_finite(tensors: Tensors, site: str) -> None:
+def require_finite(tensors: Tensors, site: str, *, is_initial: bool = False) -> None:
     """Check the model of a script without a server for NaN and Inf, as a server would check an update.
 
+    Args:
+        tensors: the model's tensors.
+        site: name of the site.
+        is_initial: whether the model has not been trained yet.
+
     Raises:
-        UpdateRefused: a tensor contains NaN or Inf; the message names it.
+        UpdateRefused: a tensor of a trained model contains NaN or Inf; the message names it.
+        ConfigError: a tensor of the initial model contains NaN or Inf.
     """
     for name, tensor in tensors.items():
         if not is_finite(tensor):
+            if is_initial:
+                raise ConfigError(
+                    f"The initial model's tensor {name!r} contains NaN or Inf.",
+                    "Check how it is initialised. If it is a constant buffer, register it with persistent=False.",
+                )
             raise UpdateRefused(
                 f"The update of {site} was refused: {name} contains NaN or Inf.",
                 "Check the learning rate, the data and the loss at this site.",
@@ -257,7 +269,8 @@ def require_finite(tensors: Tensors, site: str) -> None:
 class ScriptAlone:
     """The backend of a script without a server: one round of local training, from the model's own values.
 
-    The script gets the same errors and warnings for its model and update as with a server.
+    The script gets the same errors and warnings for its model and update as with a server, with one exception: the
+    first module after mappings may differ from them (`tensors_of`).
     """
 
     has_left = False
@@ -313,6 +326,7 @@ class ScriptAlone:
         for name, tensor in named_tensors(self._loaded())[0].items():
             if into[name].data_ptr() != tensor.data_ptr():
                 into[name].copy_(tensor)
+        require_finite(into, self.site, is_initial=True)
         self._digest = self._digest_of(into)
         return ticket
 
