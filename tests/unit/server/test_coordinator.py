@@ -193,7 +193,7 @@ def test_a_site_with_steps_from_before_the_server_started_does_not_hang_in_its_f
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
-    presence = Presence("a")
+    presence = Presence("a", is_restored=True)
     beat = messages.Heartbeat(state=roster_module.TRAINING, step=20)  # a hand-written loop counts them in `submit`
     presence.note(beat)
     now[0] += 1000.0

@@ -56,6 +56,7 @@ class Presence:
         longest_s: longest time between two such heartbeats during training, in seconds.
         displaced: process → host, for older processes of this site that a newer one replaced before they left.
         rival: warning about a process that was replaced while it ran; empty if there is none.
+        is_restored: whether the worker joined before this server started, so that its steps may be of earlier rounds.
     """
 
     site: str
@@ -79,6 +80,7 @@ class Presence:
     longest_s: float = 0.0
     displaced: dict[str, str] = field(default_factory=dict)
     rival: str = ""
+    is_restored: bool = False
 
     @classmethod
     def joining(cls, message: messages.Join, before: Presence | None) -> tuple[Presence, str]:
@@ -140,7 +142,8 @@ class Presence:
 
         It is unusually long if it exceeds `patience_s`, and is at least `STILL` times as long as any earlier pause.
         """
-        known = self.longest_s > 0  # a script may report no steps until its round ends, which may take long
+        # a script may report no steps until its round ends, which may take long
+        known = self.longest_s > 0 or (self.beat.step > 0 and not self.is_restored)
         still_s = time.monotonic() - self.moved_s
         hangs = known and self.beat.state == TRAINING and still_s >= max(patience_s, STILL * self.longest_s)
         return still_s if hangs else 0.0
@@ -218,6 +221,7 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
             rounds=member.rounds_counted,
             bases={index: bases[member.site] for index, bases in enumerate(versions) if member.site in bases},
             heard=False,
+            is_restored=True,
         )
         for member in members
     }
