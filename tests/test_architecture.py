@@ -352,7 +352,9 @@ def wrong_diagram(package: Path, page: str) -> list[str]:
     for line in page.partition("```mermaid")[2].partition("```")[0].splitlines()[2:]:
         sides = [[*map(str.strip, side.split("&"))] for side in line.split("-->")]
         for node in (node for side in sides for node in side):
-            name, label = re.fullmatch(r'(\w+)(?:\["(.+)"\])?', node).groups()  # type: ignore[union-attr]
+            drawn = re.fullmatch(r'(\w+)(?:\["(.+)"\])?', node)
+            assert drawn, f"{node!r} is not a node of the diagram"
+            name, label = drawn.groups()
             if label or name not in rooms:
                 rooms[name] = label.split(" · ") if label else [name]
         names = [[node.partition("[")[0] for node in side] for side in sides]
