@@ -5,6 +5,7 @@
 #   make bench       figures              make behaviours  which test shows which behaviour
 #   make reference   docs from the code   make clean       remove what the targets above made
 #   make mutants     small faults, each of which the tests have to notice; some 15 minutes
+#   make fuzz        10,000 wrong answers of servers and publishers, to real sites; some minutes; ARGS="--answers 500"
 #   make pythons     environments with other Pythons, for the tests of what needs no torch
 #   make golden      write the digests of tests/behaviour/golden anew, and print old → new
 # Another interpreter: make test PYTHON=python3.12.
@@ -14,6 +15,7 @@ PYTHON ?= python3
 JOBS ?= 4
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+ARGS ?=
 GB ?= 1
 WORKERS ?= 4
 ROUNDS ?= 4
@@ -24,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start more than a thousand processes: without compiled files, each compiles all of Atoll for itself.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all check bench behaviours mutants reference golden pythons clean
+.PHONY: demo test test-all check bench behaviours mutants fuzz reference golden pythons clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -53,6 +55,9 @@ behaviours: $(VENV)/.test
 
 mutants: $(VENV)/.test
 	$(BIN)/python tools/mutants.py
+
+fuzz: $(VENV)/.test
+	$(BIN)/python tools/fuzz.py $(ARGS)
 
 golden: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/python tools/golden.py

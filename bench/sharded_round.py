@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 
 import atoll
 from atoll.codecs import build_codecs, encoded_layout
+from atoll.registry import OwnName
 from atoll.tensors.module_tensors import schema_of
 
 ROWS, COLUMNS = 1000, 1001
@@ -78,7 +79,7 @@ def measure(ranks: int, layers: int, rounds: int, folder: Path) -> str:
     if ranks > 1:
         settings["model.ranks"] = ranks
     model, context = build(layers), mp.get_context("spawn")
-    parts = encoded_layout(schema_of(model), "none", build_codecs("none", {}), 16 * 2**20, ranks).parts
+    parts = encoded_layout(schema_of(model), "none", build_codecs(OwnName("none"), {}), 16 * 2**20, ranks).parts
     told = context.Queue()
     with atoll.Server(
         model,

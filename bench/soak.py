@@ -47,7 +47,7 @@ from kit.models import SITES, build_model, local_step
 
 site, model = os.environ["ATOLL_SITE"], build_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-with atoll.join() as worker:
+with atoll.join(swarm=True) as worker:
     for fl_round in worker:
         fl_round.load_into(model)
         fl_round.correct(model, optimizer)
@@ -68,7 +68,7 @@ from kit.models import SITES, build_model, local_step
 
 site, model = os.environ["ATOLL_SITE"], build_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-with atoll.DiLoCo(model, optimizer, weight=SITES.get(site, 1.0)) as loop:
+with atoll.DiLoCo(model, optimizer, weight=SITES.get(site, 1.0), swarm=True) as loop:
     step = merged = 0
     while not loop.finished:
         local_step(model, optimizer, site, step)

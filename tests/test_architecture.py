@@ -29,7 +29,8 @@ LAYOUT = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
 LAYERS: list[set[str]] = [
     {"format_text"},
     {"errors"},
-    {"child_processes", "json_files", "posix", "runtime"},
+    {"posix", "runtime"},
+    {"child_processes", "json_files"},
     {"registry"},
     {"config"},
     {"tensors"},
@@ -84,6 +85,23 @@ NEVER_CALLED = {
     "pandas.read_pickle",
 }
 """Each of them can run code that a file or a peer brought along."""
+
+LOADERS: dict[str, set[str]] = {
+    "atoll.registry.OwnName": {
+        "config/settings.py",
+        "config/workflow_settings.py",
+        "algorithms/resolve.py",  # the names in an algorithm's own value
+        "reducers/__init__.py",  # the name in a reducer's own attribute
+        "aggregation/user_aggregator.py",  # a child of the server, which sends what its settings say
+        "simulate/script.py",  # the argument of a public call
+        "simulate/simulated_site.py",  # a child of the simulation, which sends what its settings say
+        "testing/contracts.py",  # an attribute of the author's test
+    },
+    "importlib.import_module": {"__init__.py", "integrations/__init__.py", "integrations/lightning_callback.py"},
+    "runpy.run_path": {"simulate/script.py"},
+    **{name: set() for name in ("importlib.util.spec_from_file_location", "runpy.run_module", "__import__")},
+}
+"""Call → the files, besides registry.py, that may contain it. It makes a name that may be imported, or imports one."""
 
 LIGHT: dict[str, set[str]] = {
     "atoll": {"torch", "aiohttp", "pydantic"},
@@ -211,28 +229,53 @@ def wrong_imports(package: Path) -> list[str]:
     return found
 
 
+def bound_names(nodes: list[ast.AST]) -> dict[str, str]:
+    """What the local names of a file stand for."""
+    bound: dict[str, str] = {}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            bound |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return bound
+
+
+def full_name(node: ast.expr, bound: dict[str, str]) -> str:
+    first, dot, rest = ast.unparse(node).partition(".")
+    return bound.get(first, first) + dot + rest
+
+
 def dangerous_calls(package: Path) -> list[str]:
     """Every import or use of something that runs code from data, as "path:line: what"."""
     found = []
     for path, text in sources(package):
         nodes = list(ast.walk(ast.parse(text)))
-        bound: dict[str, str] = {}  # local name → what it stands for
+        bound = bound_names(nodes)
         for line, name in imported_modules(path, text):
             if name.partition(".")[0] in NEVER_IMPORTED or name in NEVER_CALLED:
                 found.append(f"{path}:{line}: {name}")
         for node in nodes:
-            if isinstance(node, ast.Import):
-                bound |= {alias.asname: alias.name for alias in node.names if alias.asname}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                bound |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        for node in nodes:
             if isinstance(node, ast.Name | ast.Attribute):
-                first, dot, rest = ast.unparse(node).partition(".")
-                name = bound.get(first, first) + dot + rest
+                name = full_name(node, bound)
                 if name in NEVER_CALLED:
                     found.append(f"{path}:{node.lineno}: {name}")
             elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 found.append(f"{path}:{node.value.lineno}: allow_pickle")
+    return found
+
+
+def loading_calls(package: Path) -> list[str]:
+    """Every call of `LOADERS` in another file than is listed there, as "path:line: what"."""
+    found = []
+    for path, text in sources(package):
+        if str(path) == "registry.py" or not any(name.rpartition(".")[2] in text for name in LOADERS):
+            continue
+        nodes = list(ast.walk(ast.parse(text)))
+        bound = bound_names(nodes)
+        for node in nodes:
+            name = full_name(node.func, bound) if isinstance(node, ast.Call) else ""
+            if str(path) not in LOADERS.get(name, {str(path)}):
+                found.append(f"{path}:{node.lineno}: {name}")
     return found
 
 
@@ -522,6 +565,26 @@ def test_a_planted_way_to_run_code_is_found(tmp_path: Path, text: str, expected:
     complaints = dangerous_calls(plant(tmp_path, "store/x.py", text))
     assert complaints
     assert all(complaint.endswith(f": {expected}") for complaint in complaints)
+
+
+@pytest.mark.covers("X8")
+def test_names_that_may_be_imported_are_made_from_settings_and_calls_alone() -> None:
+    assert loading_calls(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from atoll.registry import OwnName\nOwnName(info.codec.text)", "atoll.registry.OwnName"),
+        ("from atoll import registry\nregistry.OwnName(info.codec.text)", "atoll.registry.OwnName"),
+        ("from importlib import import_module as load\nload(info.codec.text)", "importlib.import_module"),
+        ("from runpy import run_module\nrun_module(name)", "runpy.run_module"),
+        ("__import__(name)", "__import__"),
+    ],
+)
+def test_a_planted_name_that_may_be_imported_is_found(tmp_path: Path, text: str, expected: str) -> None:
+    (complaint,) = loading_calls(plant(tmp_path, "worker/x.py", text))
+    assert complaint.endswith(f": {expected}")
 
 
 def test_evaluation_mode_of_a_model_is_no_eval(tmp_path: Path) -> None:

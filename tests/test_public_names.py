@@ -19,6 +19,7 @@ PUBLIC = [
     "TensorRef",
     "__version__",
     "join",
+    "register",
     "resolve",
     "tasks",
 ]

@@ -29,6 +29,7 @@ WORKER = {
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
     "ATOLL_NEW_STATE": "1: a site that lost its algorithm's state starts at zero instead of being refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
+    "ATOLL_SWARM": "1: this site may take part in a [swarm](../swarm.md); 0: it may not, whatever `ATOLL_PEER_*` is.",
     "ATOLL_PEER_HOST": "In a swarm, the address on which a worker listens for the others; by default 127.0.0.1.",
     "ATOLL_PEER_PORT": "Its port there; by default any free one.",
     "ATOLL_PEER_NAME": "The name or address by which the others reach it; by default `ATOLL_PEER_HOST`.",

@@ -27,11 +27,12 @@ from results import FOLDER, Gate, write
 
 from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.outer_state import state_layout
-from atoll.aggregation.plan import FragmentPlan, Plan
+from atoll.aggregation.plan import AggregationPlan, FragmentPlan
 from atoll.codecs import NoneCodec
 from atoll.outer_optimizers import build_outer
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.reducers import build_reducers
+from atoll.registry import OwnName
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.layout import update_layout, version_header, version_layout
 from atoll.tensors.schema import Schema, TensorSpec
@@ -66,16 +67,26 @@ def one_pass(folder: Path, gb: float, updates: int, threads: int, name: str, beg
     torch.set_num_threads(1)
     schema, codec = schema_of(gb), NoneCodec()
     version, update = version_layout(schema), update_layout(schema.tensors, lambda _: codec)
-    rule = build_outer("sgd", {"lr": 1.0, "momentum": 0.0})
+    rule = build_outer(OwnName("sgd"), {"lr": 1.0, "momentum": 0.0})
     state = state_layout(schema.tensors, rule, version.part_bytes)
-    reducers = build_reducers({"params": "mean", "buffers": "mean"}, name, REDUCERS.get(name, {}))
+    reducers = build_reducers(
+        dict.fromkeys(("params", "buffers"), OwnName("mean")), OwnName(name), REDUCERS.get(name, {})
+    )
 
     def opened(file: str) -> int:
         return os.open(folder / file, os.O_RDWR | os.O_CREAT)
 
     planned = FragmentPlan(schema, version_header(schema), version, update, state, None)
     nothing: Any = None  # which the pass does not use
-    plan = Plan(nothing, nothing, nothing, {"none": codec}, rule, reducers, (planned,), threads)
+    plan = AggregationPlan(
+        values=nothing,
+        split=nothing,
+        codecs={"none": codec},
+        rule=rule,
+        reducers=reducers,
+        fragments=(planned,),
+        threads=threads,
+    )
     frozen = [
         FrozenUpdate(
             ticket=index, site=f"site-{index}", digest="00" * 32, weight=1.0, steps=1, norm=index + 1.0, scale=1.0

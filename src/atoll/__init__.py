@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from atoll.algorithms.scaffold import Scaffold
     from atoll.config import Settings
     from atoll.errors import AtollError
+    from atoll.registry import register
     from atoll.server.serve import Server
     from atoll.simulate.simulation import Simulation
     from atoll.tensors.lazy_tensors import resolve
@@ -50,6 +51,7 @@ __all__ = [
     "TensorRef",
     "__version__",
     "join",
+    "register",
     "resolve",
     "tasks",
 ]
@@ -64,6 +66,7 @@ _HOMES = {
     "Simulation": "atoll.simulate.simulation:Simulation",
     "TensorRef": "atoll.tensors.reference:TensorRef",
     "join": "atoll.worker.training.federated_loop:join",
+    "register": "atoll.registry:register",
     "resolve": "atoll.tensors.lazy_tensors:resolve",
     "tasks": "atoll.worker.tasks.answer_tasks:tasks",
 }

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from atoll.posix import open_own, usable
+
 GRACE_S = 5.0
 """Time between SIGTERM and SIGKILL, in seconds."""
 
@@ -64,7 +66,10 @@ class Children:
             log: file for the standard output and standard error of the process; None: both go to the standard output
                 of the current process.
         """
-        file = log.open("wb") if log is not None else None
+        file = None
+        if log is not None:
+            with usable(log.parent):
+                file = os.fdopen(open_own(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
         try:
             with _uninterrupted():  # else Ctrl-C could leave a process that is not in the dict
                 process = self.processes[name] = subprocess.Popen(

@@ -62,6 +62,14 @@ STOPS = (".", "?", "!", ":", "…")
 """If a message ends with one of these, no full stop is added before the remedy."""
 
 
+MOST_CHARS = 4000
+"""Maximum length of a message and of a remedy. A longer one quotes a value of another process, and is cut."""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]}…"
+
+
 class AtollError(Exception):
     """Base of every error that Atoll raises on purpose.
 
@@ -69,13 +77,19 @@ class AtollError(Exception):
         message: the process at fault and the wrong value, in one sentence.
         remedy: what to do, in one sentence; may be empty.
         trace: traceback of user code, if user code raised; commands print it.
+
+    Attributes:
+        retry_after_s: seconds until a retry may help, as the other process says; None if it does not.
+        is_damaged: whether the answer may have been damaged on the way, so that a few retries may help.
     """
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
     retry_after_s: float | None = None
+    is_damaged: bool = False
 
     def __init__(self, message: str, remedy: str = "", trace: str = "") -> None:
+        message, remedy = _cut(message), _cut(remedy)
         if message.endswith("..") and not message.endswith("..."):  # it ends with a quoted cause that has a full stop
             message = message[:-1]
         super().__init__(message)

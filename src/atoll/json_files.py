@@ -1,10 +1,13 @@
-"""Small JSON files, called notes, that show whether they are damaged: the last value is a digest of the rest."""
+"""Small JSON files, called notes, that show whether they are damaged: the last value is a digest of the rest.
+
+`require_light` bounds the memory that received JSON can take.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from atoll.errors import StoreError
+from atoll.posix import no_sync, read_own, remedy_of, replace_file
 
 LOG = logging.getLogger("atoll")
 
@@ -78,13 +82,13 @@ def peek_note(path: Path, kind: Any) -> Any:
         StoreError: the file cannot be read.
     """
     try:
-        return note_from(path.read_bytes(), kind)
+        return note_from(read_own(path), kind)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StoreError(
             f"{path} cannot be read ({error.strerror}).",
-            "If it is a folder, move it away. Otherwise let this user read and write it. Then start again.",
+            remedy_of(error, "Let this user read and write it. Then start again."),
         ) from error
 
 
@@ -106,12 +110,33 @@ def write_note(path: Path, note: Any) -> None:
     Raises:
         StoreError: the file cannot be written.
     """
-    temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_text(seal(asdict(note)))
-        os.replace(temporary, path)
+        replace_file(path, [seal(asdict(note)).encode()], temporary=path.with_suffix(".tmp"), sync=no_sync)
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror}).",
             "Check the disk. If a worker's folder was removed, start that worker again; it downloads the model again.",
         ) from error
+
+
+MOST_LIGHT_BYTES = 56 * 2**20
+"""Memory that the values of one received JSON text may take, in bytes."""
+_TOKEN = r'"(?:[^"\\]++|\\.)*+"?|[:{[,]'  # a string, also one without an end; or a sign
+_OF_TEXT, _OF_BYTES = re.compile(_TOKEN, re.DOTALL), re.compile(_TOKEN.encode(), re.DOTALL)
+_COSTS = {":": 120, "{": 250, "[": 100, ",": 40, '"': 80}
+"""Sign outside strings → bytes that what it stands for can take in Python: a key, a dict, a list, a value, a string."""
+
+
+def require_light(text: str | bytes | bytearray, costs: Mapping[str, int] = _COSTS) -> None:
+    """Raise a `ValueError` if the values in a JSON text could take more memory than `MOST_LIGHT_BYTES`.
+
+    Args:
+        text: the JSON text; bytes are UTF-8.
+        costs: sign → bytes that what it stands for can take.
+    """
+    cost, cost_of = 2 * len(text), {key: nbytes for sign, nbytes in costs.items() for key in (sign, ord(sign))}
+    found: Any = _OF_TEXT.finditer(text) if isinstance(text, str) else _OF_BYTES.finditer(text)
+    for token in found:
+        cost += cost_of[text[token.start()]]
+        if cost > MOST_LIGHT_BYTES:
+            raise ValueError(f"its {len(text)} bytes have too many values")

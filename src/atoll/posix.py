@@ -1,24 +1,41 @@
-"""Functions for files: read or write all bytes of a range, share a descriptor among threads, lock, replace."""
+"""Functions for files: open, read or write all bytes of a range, share a descriptor among threads, lock, replace.
+
+Atoll's own files are in its own folders: a site's folder and a state directory, with all that is in them. They are for
+their owner alone, whatever the umask is. In them, no symbolic link is followed, and no file that has another name (a
+hard link) is changed: otherwise Atoll would overwrite a file somewhere else. A file that a user names may be a link,
+and its mode follows the umask. Neither may be a named pipe, a socket or a device, which could block its reader.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from atoll.errors import DiskFull, StoreError, UsageError
 
+LOG = logging.getLogger("atoll")
+
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """The errno values for a full disk or an exceeded quota."""
+
+OWN_FILE, OWN_FOLDER = 0o600, 0o700
+"""The modes of Atoll's own files and folders."""
+NAMED_FILE = 0o666
+"""The mode of a file that a user names, before the umask."""
+_OTHERS = 0o077
+LINK = "it is a symbolic link"
 
 
 class FolderTaken(Exception):
@@ -35,6 +52,8 @@ def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
     """
     if error.errno in FULL:
         return DiskFull(f"The disk of {folder} is full.", "Free disk space; nothing was lost.")
+    if error.errno == errno.ELOOP:
+        return file_error(error, error.filename or folder)
     what = "written" if os.path.isdir(folder) else "made"  # Path.is_dir may raise PermissionError
     return StoreError(f"The folder {folder} cannot be {what} ({error.strerror}).", remedy)
 
@@ -42,6 +61,9 @@ def folder_error(error: OSError, folder: Path, remedy: str) -> StoreError:
 _REMEDIES = {
     errno.EISDIR: "A file is needed there: move the folder away.",
     errno.ENOENT: "Restore it from a backup, or connect the disk that it is on.",
+    errno.ELOOP: "Atoll follows no link in its own folders. Put there what the link leads to, or move the link away.",
+    errno.EMLINK: "A change would also change the file under its other name. Put a copy of the file there.",
+    errno.ENXIO: "A file is needed there: move it away.",
 } | dict.fromkeys(
     (errno.EACCES, errno.EPERM, errno.EROFS),
     "Run the command as the owner of the files, or let this user read and write them and their folders.",
@@ -52,7 +74,12 @@ def file_error(error: OSError, path: Path | str) -> StoreError:
     """Return the error to raise after an OSError about the file `path`. The message names the file and the remedy."""
     if error.errno in FULL:
         return DiskFull(f"The disk of {os.path.dirname(path)} is full.", "Free disk space; nothing was lost.")
-    return StoreError(f"{path} cannot be used ({error.strerror}).", _REMEDIES.get(error.errno or 0, "Check the disk."))
+    return StoreError(f"{path} cannot be used ({error.strerror}).", remedy_of(error, "Check the disk."))
+
+
+def remedy_of(error: OSError, otherwise: str) -> str:
+    """Return advice after an OSError about a file. If its cause is not a known one, return `otherwise`."""
+    return _REMEDIES.get(error.errno or 0, otherwise)
 
 
 @contextmanager
@@ -85,6 +112,165 @@ def require_no_pipes(*folders: Path) -> None:
                         f"{entry.path} is neither a file nor a folder, but a named pipe, a socket or a device.",
                         "Move it away, then start again.",
                     )
+
+
+# -- open files
+
+
+def open_own(path: Path, flags: int = os.O_RDONLY, mode: int = OWN_FILE) -> int:
+    """Open a file of Atoll's own, and return its descriptor. Links are not followed.
+
+    If an earlier release has given the file a wider mode than `OWN_FILE`, narrow it, unless `mode` is wider, too.
+
+    Args:
+        path: path of the file.
+        flags: as for `os.open`.
+        mode: mode of a new file.
+
+    Raises:
+        OSError: the path is a link, a folder or another thing that is no file; or the file is opened for writing and
+            has another name; or the system's reason. Nothing was changed.
+    """
+    fd = _opened(path, flags | os.O_NOFOLLOW, mode)
+    try:
+        found = os.fstat(fd)
+        if found.st_nlink > 1 and flags & os.O_ACCMODE != os.O_RDONLY:
+            raise OSError(errno.EMLINK, "it is a hard link: the file has another name, too", str(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(fd, 0)
+        if found.st_nlink == 1 and not mode & _OTHERS:
+            _narrow(path, found, fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_named(path: str | os.PathLike[str]) -> int:
+    """Open a file that a user names, for reading, and return its descriptor.
+
+    Raises:
+        OSError: the path is no file, such as a named pipe, or cannot be read.
+    """
+    return _opened(path, os.O_RDONLY)
+
+
+def read_own(path: Path) -> bytes:
+    """Return the content of a file of Atoll's own. Raises the same as `open_own`."""
+    with open(open_own(path), "rb") as file:
+        return file.read()
+
+
+def read_named(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a file that a user names. Raises the same as `open_named`."""
+    with open(open_named(path), "rb") as file:
+        return file.read()
+
+
+def require_regular(path: str | os.PathLike[str], *, own: bool = False) -> None:
+    """Check that a library may open `path`: it is a regular file, so that opening it does not block.
+
+    Args:
+        path: path of the file.
+        own: whether it is a file of Atoll's own, and therefore no link.
+
+    Raises:
+        OSError: it is something else, or is missing.
+    """
+    _refuse_others(os.stat(path, follow_symlinks=not own), path)
+
+
+def _opened(path: str | os.PathLike[str], flags: int, mode: int = 0) -> int:
+    """Open a regular file. O_NONBLOCK: opening a named pipe waits for its other end; a regular file ignores it."""
+    try:
+        fd = os.open(path, flags & ~os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+    except OSError:
+        with suppress(FileNotFoundError):  # the system says "Too many levels of symbolic links"
+            require_regular(path, own=bool(flags & os.O_NOFOLLOW))
+        raise
+    try:
+        _refuse_others(os.fstat(fd), path)
+        os.set_blocking(fd, True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _refuse_others(found: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, LINK, os.fspath(path))
+    if stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.ENXIO, "it is a named pipe, a socket or a device", os.fspath(path))
+
+
+def mode_in(folder: Path, path: Path) -> int:
+    """Return the mode of a new file: that of Atoll's own files in `folder`, else that of a file that a user names."""
+    return OWN_FILE if Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder)) else NAMED_FILE
+
+
+# -- folders
+
+
+def own_folder(folder: Path, within: Path | None = None) -> None:
+    """Make a folder of Atoll's own, for its owner alone, if it is missing. Narrow the mode of an existing one.
+
+    Args:
+        folder: the folder. What a user names may be a link; what Atoll has made in it may not.
+        within: the folder that the user has named, if `folder` is in it; its mode stays. None: the user has named
+            `folder` itself.
+
+    Raises:
+        OSError: a folder cannot be made, or is a link or a file.
+    """
+    path = folder if within is None else within
+    _make(path)
+    if within is None:
+        _narrow(path, os.stat(path))
+    for name in folder.relative_to(path).parts:
+        path = path / name
+        if path.is_symlink():
+            raise OSError(errno.ELOOP, LINK, str(path))
+        _make(path)
+        _narrow(path, os.lstat(path))
+
+
+def _make(folder: Path) -> None:
+    """Make a folder and the missing ones above it. An existing folder, or a link to one, stays as it is."""
+    try:
+        os.mkdir(folder, OWN_FOLDER)
+    except FileNotFoundError:
+        if folder.parent == folder:
+            raise
+        _make(folder.parent)
+        _make(folder)
+    except FileExistsError:
+        if not os.path.isdir(folder):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+
+
+def _narrow(path: Path, found: os.stat_result, fd: int | None = None) -> None:
+    """Take the rights of others on a file or folder away, if it belongs to this user.
+
+    A folder with the sticky bit stays as it is: like `/tmp`, it is meant for several users.
+
+    Args:
+        path: path of the file or folder.
+        found: its state.
+        fd: descriptor of a file; None: `path` is a folder.
+    """
+    mode = stat.S_IMODE(found.st_mode)
+    if not mode & _OTHERS or mode & stat.S_ISVTX or found.st_uid != os.geteuid():
+        return
+    try:
+        os.chmod(path if fd is None else fd, mode & ~_OTHERS)
+    except OSError as error:  # some file systems have no modes
+        LOG.debug("%s keeps mode %04o: %s", path, mode, error.strerror)
+        return
+    if fd is None:
+        LOG.info("%s had mode %04o; it has %04o now, for its owner alone", path, mode, mode & ~_OTHERS)
 
 
 def require_writable_folder(folder: Path, remedy: str) -> None:
@@ -248,7 +434,7 @@ def take_lock(path: Path) -> Lock:
         FileNotFoundError: the folder does not exist, or the lock's last holder removed the file at the same moment.
         OSError: `path` is not a regular file, or is not writable.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(fd), path.stat()):
@@ -297,8 +483,7 @@ def take_folder(folder: Path) -> Lock:
 
 def _named_in(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return file.read(512).decode(errors="replace").strip() or "another process"
+        return read_own(path)[:512].decode(errors="replace").strip() or "another process"
     except OSError:
         return "another process"
 
@@ -309,22 +494,27 @@ def replace_file(
     *,
     temporary: Path | None = None,
     sync: Callable[[int], None] = os.fsync,
+    mode: int = OWN_FILE,
 ) -> None:
     """Replace the file `target` in one step. If that fails, the old file stays and no temporary file is left.
+
+    If `target` or `temporary` is a link, the link itself is replaced.
 
     Args:
         target: path of the file.
         runs: the new content, in pieces.
-        temporary: path of the incomplete file; by default a new name next to `target`.
+        temporary: path of the incomplete file, which an earlier process may have left; by default a new name next to
+            `target`.
         sync: a function that writes the file to disk; it gets the descriptor, and is called before the renaming.
+        mode: mode of the file, before the umask: `OWN_FILE`, or `NAMED_FILE` if a user has named it.
 
     Raises:
         OSError: writing or renaming failed.
     """
     path = temporary or target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    path.unlink(missing_ok=True)
     try:
-        fd = os.open(path, flags, 0o666)
+        fd = open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         try:
             offset = 0
             for run in runs:
@@ -333,6 +523,10 @@ def replace_file(
             sync(fd)
         finally:
             os.close(fd)
-        os.rename(path, target)
+        os.replace(path, target)
     finally:
         path.unlink(missing_ok=True)
+
+
+def no_sync(fd: int) -> None:
+    """Leave it to the system when a file's bytes get to the disk: the argument `sync` of `replace_file`."""

@@ -1,8 +1,13 @@
 """The registry of named extensions: codecs, reducers, algorithms and other kinds.
 
 There is one table per kind. An entry is `"module:attribute"`; the module is imported on first use. Other packages add
-entries with an entry point in the group `atoll.<kind>` (`[project.entry-points."atoll.codecs"]`). A built-in name takes
-precedence over a plugin's. In place of a name, users can write `module:attribute` or `file.py:attribute`.
+entries with an entry point in the group `atoll.<kind>` (`[project.entry-points."atoll.codecs"]`), and a program adds
+its own objects with `register`. A built-in name takes precedence over both. In place of a name, users can write
+`module:attribute` or `file.py:attribute`.
+
+There are two classes of names, and neither is a `str`. An `OwnName` comes from the user of this program, so the code at
+it may be imported. A `ReceivedName` comes from a message, and is only looked up (`resolve_received`): otherwise, a
+server could make a site run any code.
 """
 
 from __future__ import annotations
@@ -12,15 +17,20 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from atoll.errors import AtollError, ConfigError
+from atoll.errors import AtollError, ConfigError, UsageError, public_api
+
+if TYPE_CHECKING:
+    from pydantic_core import CoreSchema
 
 T = TypeVar("T")
 _OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
@@ -76,25 +86,107 @@ TABLES: dict[str, dict[str, str]] = {
     },
 }
 """kind → name → "module:attribute". To add a built-in extension, write its own file and one line here."""
-PLURALS = {"outer": "outer optimizers", "staleness": "staleness weights"}
-"""Kind → its plural for messages, if the kind itself is not a plural."""
+_NOUNS = {"outer": "outer optimizer", "staleness": "staleness weight"}
+"""Kind → its noun for messages, if it is not the kind's name without the s."""
+
+REGISTRABLE = ("codecs", "filters", "reducers", "algorithms", "outer", "staleness")
+"""The kinds to which a program may add objects (`register`)."""
+_registered: dict[tuple[str, str], Any] = {}
+"""The objects that this program has registered: (kind, name) → object."""
+
+
+# -- The two classes of names
+
+
+@dataclass(frozen=True, slots=True)
+class OwnName:
+    """A name that this program's own user gave, in settings or in a call: the code at it may be imported.
+
+    Only `config/` and public calls make one (`tests/test_architecture.py`), never from the text of a message.
+    """
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return repr(self.text)  # in messages
+
+
+MOST_NAME_CHARS = 128
+NAME_PATTERN = rf"^[A-Za-z0-9_][A-Za-z0-9_.:+-]{{0,{MOST_NAME_CHARS - 1}}}$"
+"""Pattern of names in messages: one word, without control characters, which could forge a line of a log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedName:
+    """A name in a message: it is looked up among registered and installed objects, and never imported or opened.
+
+    In messages it is text; it can be the type of a field of a pydantic model.
+
+    Raises:
+        ValueError: the text does not match `NAME_PATTERN`.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not is_sendable(self.text):
+            raise ValueError(f"{str(self.text)[:MOST_NAME_CHARS]!r} is not a name of the form {NAME_PATTERN}")
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return repr(self.text)  # in messages
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        from pydantic_core import core_schema as made
+
+        text = made.str_schema(strict=True, pattern=NAME_PATTERN, max_length=MOST_NAME_CHARS)
+        read = made.no_info_after_validator_function(cls, text)
+        return made.json_or_python_schema(
+            json_schema=read,
+            python_schema=made.union_schema([made.is_instance_schema(cls), read]),
+            serialization=made.to_string_ser_schema(),
+        )
+
+
+Name = OwnName | ReceivedName
+
+
+SENDABLE = f"Use 1 to {MOST_NAME_CHARS} letters, digits and _ . : + -, beginning with a letter, a digit or _."
+"""Advice for a name that messages cannot contain."""
+
+
+def is_sendable(name: str) -> bool:
+    """Return whether a message can contain this name."""
+    return re.fullmatch(NAME_PATTERN.strip("^$"), name) is not None
+
+
+# -- Looking up names
 
 
 def names(kind: str) -> list[str]:
-    """Return all registered names of a kind: first the built-in ones, then those of plugins."""
-    plugins = [point.name for point in entry_points(group=f"atoll.{kind}") if point.name not in TABLES[kind]]
-    return [*TABLES[kind], *sorted(plugins)]
+    """Return all registered names of a kind: the built-in ones, then those of this program and of plugins, sorted."""
+    others = {point.name for point in entry_points(group=f"atoll.{kind}")}
+    others |= {name for of_kind, name in _registered if of_kind == kind}
+    return [*TABLES[kind], *sorted(others - TABLES[kind].keys())]
 
 
 def is_known(kind: str, name: str) -> bool:
-    """Return whether a name is registered. For a built-in name, this does not read the data of installed packages."""
-    return name in TABLES[kind] or name in names(kind)
+    """Return whether a name is registered. For most names, this does not read the data of installed packages."""
+    return name in TABLES[kind] or (kind, name) in _registered or name in names(kind)
 
 
 def package_of(kind: str, name: str) -> str:
     """Return name and version of the package that registered `name` for this kind; empty if no package did."""
     if name in TABLES[kind]:
         return f"atoll {version('atoll')}"
+    if (kind, name) in _registered:
+        return ""
     dists = [point.dist for point in entry_points(group=f"atoll.{kind}", name=name)]
     return f"{dists[0].name} {dists[0].version}" if dists and dists[0] is not None else ""
 
@@ -105,34 +197,150 @@ OPTIONS = {
 """Name of a workflow → the arguments that a run file may set. So Atoll can check the file without an import."""
 
 
-def load(kind: str, name: str) -> Any:
+@public_api
+def register(kind: str, name: str, object: Any) -> None:  # noqa: A002  # the argument's name is public
+    """Give an object of this program a name, by which settings of this program and the run's messages may choose it.
+
+    A run names its codec, its algorithm and, in a swarm, its reducer and outer optimizer. A site uses them only if it
+    has registered them, or has a package with an entry point installed. Call this before `atoll.join`. The last object
+    of a name counts, so that a cell of a notebook can run again.
+
+        atoll.register("codecs", "thousandths", Thousandths)
+
+    Args:
+        kind: `codecs`, `filters`, `reducers`, `algorithms`, `outer` (outer optimizers) or `staleness`.
+        name: the name. For an algorithm, its attribute `name`; for a codec, usually as well: a run whose server names
+            the codec by its path sends this attribute.
+        object: the class or function that the name stands for; for `algorithms`, the algorithm.
+
+    Raises:
+        UsageError: the kind is unknown; the name is that of a part of Atoll, or no name that a message can contain; or
+            the object is not callable, or is an algorithm of another name.
+    """
+    if kind not in REGISTRABLE:
+        remedy = nearest(str(kind), REGISTRABLE, f"Use one of {', '.join(REGISTRABLE)}.")
+        raise UsageError(f"{kind!r} is not a kind of object that can be registered.", remedy)
+    if not isinstance(name, str) or not is_sendable(name):
+        raise UsageError(f"{name!r} cannot be the name of a registered object.", SENDABLE)
+    if name in TABLES[kind]:
+        raise UsageError(f"{name!r} is already one of Atoll's {_noun(kind)}s.", "Choose another name.")
+    if kind == "algorithms":
+        if getattr(object, "name", None) != name:
+            raise UsageError(
+                f"The name {name!r} is not that of the algorithm {object!r}.",
+                "Register a value of the class atoll.algorithms.Algorithm under its attribute name.",
+            )
+    elif not callable(object):
+        raise UsageError(
+            f"{name!r} would stand for {object!r}, which is of type {type(object).__name__}.",
+            "Register a class or a function: the object itself, not its path and not its instance.",
+        )
+    _registered[kind, name] = object
+
+
+def _noun(kind: str) -> str:
+    return _NOUNS.get(kind, kind.removesuffix("s"))
+
+
+def resolve_received(kind: str, name: ReceivedName) -> Any:
+    """Return the object that a name in a message stands for in this process.
+
+    The object is a part of Atoll, one that this program has registered, or an entry point of an installed package.
+    Nothing else is imported, and no file is opened.
+
+    Raises:
+        ConfigError: this process has no such object. The remedy says how to add it.
+    """
+    target = _target(kind, name.text)
+    if target is None:
+        raise ConfigError(
+            f"The run's {_noun(kind)} {name!r} is neither a part of Atoll nor registered or installed at this site.",
+            f"If you trust its code, call atoll.register({kind!r}, {name!r}, …) in the script before it joins, or "
+            f"install the package with this entry point of the group atoll.{kind}. A server cannot make a site run "
+            "code.",
+        )
+    return target()
+
+
+def find(kind: str, name: Name) -> Any:
+    """Return the object that a name stands for: `load` for the user's own name, `resolve_received` for a received one.
+
+    Raises:
+        ConfigError: there is no such object, or importing it failed.
+    """
+    return resolve_received(kind, name) if isinstance(name, ReceivedName) else load(kind, name)
+
+
+def _target(kind: str, name: str) -> Callable[[], Any] | None:
+    """Return a function that returns the object of a built-in, registered or installed name; None: there is none."""
+    if (built_in := TABLES[kind].get(name)) is not None:
+        return lambda: load_attribute(OwnName(built_in))
+    if (kind, name) in _registered:
+        return lambda: _registered[kind, name]
+    installed = {point.name: point.value for point in entry_points(group=f"atoll.{kind}")}.get(name)
+    return None if installed is None else lambda: load_attribute(OwnName(installed))
+
+
+def place_of(kind: str, name: Name) -> str:
+    """Return `module:attribute` or `file.py:attribute`, from which a child process can load the object of a name.
+
+    Return an empty text if a child finds the object by its name, or if it cannot load the object at all.
+    """
+    if (kind, name.text) in _registered:
+        return importable_place(_registered[kind, name.text])
+    if isinstance(name, ReceivedName) or ":" not in name.text or is_known(kind, name.text):
+        return ""
+    file, _, attribute = name.text.rpartition(":")
+    return f"{Path(file).resolve()}:{attribute}" if is_file(name.text) else name.text
+
+
+def importable_place(code: Any) -> str:
+    """Return the place from which another process can import a class or function; empty if there is none."""
+    name, module_name = getattr(code, "__qualname__", ""), getattr(code, "__module__", "")
+    module = sys.modules.get(module_name)
+    file = getattr(module, "__file__", None)
+    if not name.isidentifier() or getattr(module, name, None) is not code or not file or not Path(file).is_file():
+        return ""
+    return f"{Path(file).resolve() if module_name == '__main__' else module_name}:{name}"
+
+
+def load(kind: str, name: OwnName) -> Any:
     """Return the object registered as `name`; if `name` is `module:attribute`, the object there.
 
     Raises:
         ConfigError: the name is not registered (the message suggests the nearest one), or importing it failed.
     """
-    target = TABLES[kind].get(name)
-    if target is None:
-        plugins = {point.name: point.value for point in entry_points(group=f"atoll.{kind}")}
-        target = plugins.get(name, name if ":" in name else None)
-    if target is None:
-        known, plural = names(kind), PLURALS.get(kind, kind)
-        raise ConfigError(f"{name!r} is not one of the {plural}: {', '.join(known)}.", nearest(name, known))
-    return load_attribute(target)
+    _require_own(name)
+    target = _target(kind, name.text)
+    if target is not None:
+        return target()
+    if ":" in name.text:
+        return load_attribute(name)
+    known = names(kind)
+    raise ConfigError(f"{name!r} is not one of the {_noun(kind)}s: {', '.join(known)}.", nearest(name.text, known))
 
 
-def load_attribute(target: str) -> Any:
+def _require_own(name: object) -> None:
+    if not isinstance(name, OwnName):
+        raise UsageError(
+            f"{name!r} is of type {type(name).__name__}, and only an OwnName is imported.",
+            "If the user of this program gave the name, write atoll.registry.OwnName(name).",
+        )
+
+
+def load_attribute(target: OwnName) -> Any:
     """Return the object at `module:attribute`, or at `file.py:attribute`.
 
     Raises:
         ConfigError: `target` has another form; the module, file or attribute does not exist; or the module's code
             raises or exits during the import.
     """
-    module_name, separator, attribute = target.rpartition(":")
+    _require_own(target)
+    module_name, separator, attribute = target.text.rpartition(":")
     if not separator or not module_name or not attribute:
         raise ConfigError(f"{target!r} does not name a Python object.", "Use module:attribute, like my_models:build.")
     try:
-        module = _load_file(Path(module_name)) if is_file(target) else importlib.import_module(module_name)
+        module = _load_file(Path(module_name)) if is_file(target.text) else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{target!r}: no module named {error.name!r}.",
@@ -146,7 +354,7 @@ def load_attribute(target: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         local, module_file = Path(f"{module_name}.py"), getattr(module, "__file__", None) or "a part of Python"
-        if not is_file(target) and local.is_file() and Path(module_file) != local.resolve():
+        if not is_file(target.text) and local.is_file() and Path(module_file) != local.resolve():
             raise ConfigError(
                 f"{target!r}: the module {module_name} is {module_file}, and has no {attribute!r}.",
                 f"Use {local}:{attribute}, or rename {local}, because its name is used by another module.",
@@ -231,7 +439,7 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def require_known(kind: str, setting: str, name: str) -> None:
+def require_known(kind: str, setting: str, name: OwnName) -> None:
     """Check that a name is registered, without importing its module. Names with a colon (paths to code) pass.
 
     Args:
@@ -242,9 +450,9 @@ def require_known(kind: str, setting: str, name: str) -> None:
     Raises:
         ConfigError: the name is unknown. The message suggests the nearest known name.
     """
-    if ":" not in name and not is_known(kind, name):
+    if ":" not in name.text and not is_known(kind, name.text):
         known = names(kind)
-        raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", nearest(name, known))
+        raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", nearest(name.text, known))
 
 
 def options_of(build: Callable[..., Any], name: str) -> str:

@@ -79,7 +79,7 @@ def work(options: dict[str, Any]) -> None:
     flat, model = round_model.load(round_model.names_and_sizes(options["total_bytes"], options["tensors"]))
     tell("loaded")
     cpu_before, times = _cpu_s(), []
-    with join() as worker:
+    with join(swarm=True) as worker:
         round_: Any
         for number, round_ in enumerate(worker):
             opened_s = time.monotonic()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from atoll.codecs import build_codecs
 from atoll.reducers import normalised
+from atoll.registry import OwnName
 
 RUN_ELEMENTS = 2**18
 STEP = 1e-3
@@ -86,7 +87,7 @@ def is_exact(model: Mapping[str, Tensor], workers: Sequence[int], rounds: int, c
     without one b = θ.
     """
     weights = normalised([weight_of(worker) for worker in workers])
-    pack, pack_down = build_codecs(codec, {})[codec], build_codecs(down, {})[down]
+    pack, pack_down = build_codecs(OwnName(codec), {})[codec], build_codecs(OwnName(down), {})[down]
     for tensor in model.values():
         for start, stop in runs(tensor.numel()):
             theta = initial(start, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,12 @@ class Connection:
         """Send an answer, or its beginning: `nbytes` is the length of the whole body."""
         head = f"HTTP/1.1 {status} So\r\nContent-Length: {len(body) if nbytes is None else nbytes}\r\n\r\n"
         self.sock.sendall(head.encode() + body)
+
+    def reset(self) -> None:
+        """End the connection with RST."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._file.close()
+        self.sock.close()
 
 
 class Peer:
@@ -115,5 +122,7 @@ class Peer:
     def _run(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
             self.connections.append(Connection(sock))
-            self._serve(self.connections[-1])
-            sock.shutdown(socket.SHUT_RDWR)  # its file would keep the connection open
+            try:
+                self._serve(self.connections[-1])
+            finally:
+                sock.shutdown(socket.SHUT_RDWR)  # its file would keep the connection open

@@ -39,7 +39,7 @@ from torch import Tensor
 from atoll.aggregation.check_arriving_parts import norm_of, require_finite
 from atoll.aggregation.decode_updates import Updates, read_at, rows_at_once
 from atoll.aggregation.outer_state import WHOLES, Column, tail_region
-from atoll.aggregation.plan import FragmentPlan, Plan
+from atoll.aggregation.plan import AggregationPlan, FragmentPlan
 from atoll.blobs.model_file import MASTER
 from atoll.codecs.version_difference import DifferenceWriter
 from atoll.errors import StateCorrupt
@@ -141,7 +141,7 @@ class BaseDamaged(StateCorrupt):
 
 
 def make_version(
-    plan: Plan,
+    plan: AggregationPlan,
     frozen: FrozenRound,
     files: RoundFiles,
     out: NextFiles,
@@ -210,7 +210,7 @@ class _Pass:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: AggregationPlan,
         frozen: FrozenRound,
         files: RoundFiles,
         out: NextFiles,

@@ -1,23 +1,24 @@
-"""The plan of a run, computed from its settings and model: layouts of files, codecs, reducers, outer optimizer."""
+"""The plan of a run, computed from its values and model: layouts of files, codecs, reducers, outer optimizer."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch.optim import Optimizer
 
 from atoll import registry
 from atoll.aggregation.outer_state import RUNS, Column, Entries, entries, state_layout, state_regions, version_regions
 from atoll.aggregation.user_aggregator import Accumulated, result_layout
 from atoll.algorithms.resolve import ResolvedAlgorithm, resolve
-from atoll.codecs import build_codecs, encoded_layout
+from atoll.codecs import build_codecs, encoded_layout, sent_name
 from atoll.codecs.base import Codec
 from atoll.codecs.version_difference import Downlink
 from atoll.config import Settings
@@ -25,8 +26,10 @@ from atoll.errors import ConfigError
 from atoll.outer_optimizers import build_outer
 from atoll.outer_optimizers.torch_optimizer import OuterRule
 from atoll.posix import nameless_file
+from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.reducers import StalenessWeight, build_reducers, constant, staleness_weight
 from atoll.reducers.base import Reducer
+from atoll.registry import Name, ReceivedName
 from atoll.store.store import FileShape, FragmentShapes
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.dtypes import torch_dtype
@@ -34,32 +37,130 @@ from atoll.tensors.fragments import Split
 from atoll.tensors.layout import TILE, Layout, version_header, version_layout
 from atoll.tensors.schema import PARAMS, Schema
 
-SWARM_SETTINGS = (
-    "algorithm",
-    "diloco.sync_every",
-    "diloco.num_fragments",
-    "diloco.fragment_sync_delay",
-    "diloco.fragment_update_alpha",
-    "diloco.max_inflight",
-    "rounds.sites",
-    "rounds.min_sites",
-    "async.enabled",
-    "async.buffer_size",
-    "async.sync_rounds_first",
-    "async.staleness_weight",
-    "async.momentum_every",
-    "swarm.enabled",
-    "aggregation.reducer",
-    "aggregation.upload_codec",
-    "network.part_bytes",
-    "disk.in_files",
-)
-"""Settings on which the result of a round depends. The server of a swarm sends them to the workers, which aggregate."""
+
+@dataclass(frozen=True)
+class Chosen:
+    """A reducer, an outer optimizer or a codec that a run uses.
+
+    Attributes:
+        name: its name.
+        options: its keyword arguments.
+    """
+
+    name: Name
+    options: Mapping[str, Any]
 
 
-def swarm_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a worker needs to aggregate rounds of a swarm: name → JSON value."""
-    return settings.chosen(SWARM_SETTINGS)
+@dataclass(frozen=True)
+class PlanValues:
+    """The values on which the result of a round depends, besides the model. A server makes them from its settings.
+
+    In a swarm the workers aggregate, so the server sends them these values (`SwarmPlan`). Server and workers make their
+    plans from these values, in the same way.
+
+    Attributes:
+        algorithm: name of the algorithm.
+        reduce: group of tensors → name of the algorithm's own reducer of the group.
+        reducer: the reducer of `params`.
+        outer: the outer optimizer; if a program has passed a class or function, this and its arguments.
+        outer_lr_of: pattern of parameter names → their outer learning rate.
+        codec: the codec of `params` in an update.
+        part_bytes: largest size of a part, in bytes.
+        versions: largest number of versions of a fragment that the run keeps at the same time.
+        in_files: whether versions and updates are kept in files; False: in memory.
+        downlink: the codec of differences between versions; None: whole versions.
+        ranks: number of ranks of sharded workers.
+        accumulates: whether a user's aggregator replaces the reducer of `params`.
+    """
+
+    algorithm: str
+    reduce: Mapping[str, Name]
+    reducer: Chosen
+    outer: Chosen | tuple[Callable[..., Optimizer], Mapping[str, Any]]
+    outer_lr_of: Mapping[str, float]
+    codec: Chosen
+    part_bytes: int
+    versions: int
+    in_files: bool
+    downlink: Chosen | None = None
+    ranks: int = 1
+    accumulates: bool = False
+
+    @classmethod
+    def of_settings(cls, settings: Settings, algorithm: ResolvedAlgorithm) -> PlanValues:
+        """Return the values of a run with these settings.
+
+        Args:
+            settings: settings of the run.
+            algorithm: its algorithm, with the settings applied.
+        """
+        download, disk, outer = settings.aggregation.download_codec, settings.disk, algorithm.outer
+        return cls(
+            algorithm=algorithm.name,
+            reduce=algorithm.reduce,
+            reducer=Chosen(algorithm.reducer, algorithm.reducer_options),
+            outer=Chosen(outer, algorithm.outer_options)
+            if isinstance(outer, Name)
+            else (outer, algorithm.outer_options),
+            outer_lr_of=settings.algorithm.outer_lr_of,
+            codec=Chosen(algorithm.codec, algorithm.codec_options),
+            part_bytes=settings.network.part_bytes,
+            versions=disk.keep_versions + disk.max_pinned_versions + 2,  # the next one, and one that is being removed
+            in_files=disk.in_files,
+            downlink=Chosen(download.target, download.options) if download.target else None,
+            ranks=settings.model.ranks,
+            accumulates=bool(settings.aggregation.aggregator.path),
+        )
+
+    @classmethod
+    def received(cls, message: SwarmPlan) -> PlanValues:
+        """Return the values that the server of a swarm has sent. All names in them are `ReceivedName`."""
+        return cls(
+            algorithm=message.algorithm.text,
+            reduce=message.reduce,
+            reducer=Chosen(message.reducer.name, message.reducer.options),
+            outer=Chosen(message.outer.name, message.outer.options),
+            outer_lr_of=message.outer_lr_of,
+            codec=Chosen(message.codec.name, message.codec.options),
+            part_bytes=message.part_bytes,
+            versions=message.versions,
+            in_files=message.in_files,
+        )
+
+    def message(self) -> SwarmPlan:
+        """Return the message that sends these values to the workers of a swarm.
+
+        Raises:
+            ConfigError: a name or an option cannot be sent.
+        """
+        parts = {"reducer": self.reducer, "outer": self.outer, "codec": self.codec}
+        chosen = {
+            key: {"name": str(each.name), "options": {name: _sent(value) for name, value in each.options.items()}}
+            for key, each in parts.items()
+            if isinstance(each, Chosen)
+        }
+        fields = {
+            "algorithm": self.algorithm,
+            "reduce": {group: str(name) for group, name in self.reduce.items()},
+            "outer_lr_of": {pattern: float(lr) for pattern, lr in self.outer_lr_of.items()},
+            "part_bytes": self.part_bytes,
+            "versions": self.versions,
+            "in_files": self.in_files,
+        }
+        try:
+            return SwarmPlan.model_validate(fields | chosen)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ConfigError(
+                f"The workers of a swarm cannot get {'.'.join(map(str, first['loc']))} = {first['input']!r}: "
+                f"{first['msg']}.",
+                "The options of codec, reducer and outer optimizer are numbers, short texts and short lists of these. "
+                "For others, set swarm.enabled = false.",
+            ) from None
+
+
+def _sent(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -146,30 +247,130 @@ class FragmentPlan:
         }
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a run computes its rounds, and the layouts of its files. Without streaming, the model is one fragment.
+@dataclass(frozen=True, kw_only=True)
+class AggregationPlan:
+    """How the rounds of a run are aggregated, and the layouts of its files. Without streaming, there is one fragment.
 
     Attributes:
-        settings: settings of the run.
-        algorithm: the algorithm, with the settings applied.
+        values: the values that this plan was made from.
         split: the model's schema and its fragments.
         codecs: name → codec.
         rule: the outer optimizer.
         reducers: group → reducer of its floats.
         fragments: layouts of each fragment's files.
         threads: number of threads that aggregate a round.
-        staleness_weight: function of an update's staleness that returns a factor for its weight.
     """
 
-    settings: Settings
-    algorithm: ResolvedAlgorithm
+    values: PlanValues
     split: Split
     codecs: dict[str, Codec]
     rule: OuterRule
     reducers: dict[str, Reducer]
     fragments: tuple[FragmentPlan, ...]
     threads: int
+
+    @classmethod
+    def of_values(cls, values: PlanValues, split: Split, threads: int = 0) -> AggregationPlan:
+        """Return the plan for a model.
+
+        Args:
+            values: the values on which the result of a round depends.
+            split: the model's schema and fragments.
+            threads: number of threads that aggregate a round; 0: one per core, at most 8.
+
+        Raises:
+            ConfigError: the codec, a reducer or the outer optimizer does not exist here or cannot be used, or a value
+                does not fit the model. The message says why.
+        """
+        codec, part_bytes = values.codec, values.part_bytes
+        codecs = build_codecs(codec.name, codec.options)
+        if values.accumulates:
+            codecs[Accumulated.name] = Accumulated()
+        outer = values.outer
+        target, options = (outer.name, outer.options) if isinstance(outer, Chosen) else outer
+        rule = build_outer(target, options, values.outer_lr_of)
+        _require_fitting(values.outer_lr_of, split)
+        reducers = build_reducers(values.reduce, values.reducer.name, values.reducer.options)
+
+        def fragment(schema: Schema) -> FragmentPlan:
+            version = version_layout(schema, part_bytes, values.ranks)
+            downlink = Downlink.of(version, values.downlink.name, values.downlink.options) if values.downlink else None
+            return FragmentPlan(
+                schema=schema,
+                header=version_header(schema),
+                version=version,
+                update=encoded_layout(schema, codec.name.text, codecs, part_bytes, values.ranks),
+                state=state_layout(schema.tensors, rule, part_bytes, masters=downlink is not None),
+                downlink=downlink,
+            )
+
+        return AggregationPlan(
+            values=values,
+            split=split,
+            codecs=codecs,
+            rule=rule,
+            reducers=reducers,
+            fragments=tuple(map(fragment, split.schemas)),
+            threads=threads or min(os.cpu_count() or 1, 8),
+        )
+
+    @property
+    def schema(self) -> Schema:
+        """Schema of the whole model."""
+        return self.split.schema
+
+    @property
+    def codec(self) -> Codec:
+        """The codec of `params` in updates."""
+        return self.codecs[self.values.codec.name.text]
+
+    @property
+    def sent_codecs(self) -> tuple[ReceivedName, ReceivedName]:
+        """The names, in messages, of the codec of updates and of the codec of the differences between versions."""
+        down = self.fragments[0].downlink
+        return sent_name(self.values.codec.name, self.codecs), down.name if down else ReceivedName("none")
+
+    @property
+    def versions(self) -> tuple[Layout, ...]:
+        """Layout of the version file, for each fragment of the model."""
+        return tuple(fragment.version for fragment in self.fragments)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether versions are downloaded through a codec. If so, the outer state has full-precision parameters."""
+        return any(fragment.downlink is not None for fragment in self.fragments)
+
+    @property
+    def has_fragments(self) -> bool:
+        """Whether the model has more than one fragment."""
+        return len(self.fragments) > 1
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether a reducer needs the number of local steps of each update."""
+        return any(reducer.needs_steps for reducer in self.reducers.values())
+
+    @property
+    def needs_population(self) -> bool:
+        """Whether a reducer needs the total weight of all sites, including sites without an update in the round.
+
+        If so, the journal keeps the weight of each site's first update.
+        """
+        return any(reducer.needs_population for reducer in self.reducers.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(AggregationPlan):
+    """The plan of a run at its server, which has the run's settings.
+
+    Attributes:
+        settings: settings of the run.
+        algorithm: the algorithm, with the settings applied.
+        staleness_weight: function of an update's staleness that returns a factor for its weight.
+    """
+
+    settings: Settings
+    algorithm: ResolvedAlgorithm
     staleness_weight: StalenessWeight = constant
 
     @classmethod
@@ -185,75 +386,24 @@ class Plan:
             ConfigError: the algorithm, codec, reducer or outer optimizer cannot be used, or a setting does not fit the
                 model or another setting. The message says why.
         """
-        algorithm = resolve(settings, outer)
-        codecs = build_codecs(algorithm.codec, algorithm.codec_options)
-        if settings.aggregation.aggregator.path:
-            codecs[Accumulated.name] = Accumulated()
-        rule = build_outer(algorithm.outer, algorithm.outer_options, settings.algorithm.outer_lr_of)
-        _require_fitting(settings, split)
-        reducers = build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
-        if settings.async_.staleness_weight != "constant" and reducers[PARAMS].needs_all:
+        algorithm, weight = resolve(settings, outer), settings.async_.staleness_weight
+        made = AggregationPlan.of_values(PlanValues.of_settings(settings, algorithm), split, settings.run.threads)
+        if weight != "constant" and made.reducers[PARAMS].needs_all:
             raise ConfigError(
-                f"async.staleness_weight is {settings.async_.staleness_weight!r}, but the reducer "
-                f"{algorithm.reducer!r} ignores weights.",
+                f"async.staleness_weight is {weight!r}, but the reducer {algorithm.reducer!r} ignores weights.",
                 'Leave async.staleness_weight out, or set aggregation.reducer = {name = "mean"}.',
             )
-
-        def fragment(schema: Schema) -> FragmentPlan:
-            version = version_layout(schema, settings.network.part_bytes, settings.model.ranks)
-            downlink = Downlink.of(
-                version,
-                settings.aggregation.download_codec.target or "none",
-                settings.aggregation.download_codec.options,
-            )
-            state = state_layout(schema.tensors, rule, settings.network.part_bytes, masters=downlink is not None)
-            return FragmentPlan(
-                schema=schema,
-                header=version_header(schema),
-                version=version,
-                update=encoded_layout(
-                    schema, algorithm.codec, codecs, settings.network.part_bytes, settings.model.ranks
-                ),
-                state=state,
-                downlink=downlink,
-            )
-
         return cls(
+            **vars(made),
             settings=settings,
             algorithm=algorithm,
-            split=split,
-            codecs=codecs,
-            rule=rule,
-            reducers=reducers,
-            fragments=tuple(map(fragment, split.schemas)),
-            threads=settings.run.threads or min(os.cpu_count() or 1, 8),
-            staleness_weight=staleness_weight(settings.async_.staleness_weight),
+            staleness_weight=staleness_weight(settings.async_.weight),
         )
-
-    @property
-    def schema(self) -> Schema:
-        """Schema of the whole model."""
-        return self.split.schema
-
-    @property
-    def versions(self) -> tuple[Layout, ...]:
-        """Layout of the version file, for each fragment of the model."""
-        return tuple(fragment.version for fragment in self.fragments)
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether versions are downloaded through a codec. If so, the outer state has full-precision parameters."""
-        return any(fragment.downlink is not None for fragment in self.fragments)
 
     @property
     def is_swarm(self) -> bool:
         """Whether the run is a swarm, in which workers aggregate rounds and keep the versions."""
         return self.settings.swarm.enabled
-
-    @property
-    def has_fragments(self) -> bool:
-        """Whether the model has more than one fragment."""
-        return len(self.fragments) > 1
 
     def new_file(self, name: str, nbytes: int) -> int:
         """Create an unnamed temporary file of zeros, and return its descriptor.
@@ -276,28 +426,15 @@ class Plan:
             raise
         return fd
 
-    @property
-    def needs_steps(self) -> bool:
-        """Whether a reducer needs the number of local steps of each update."""
-        return any(reducer.needs_steps for reducer in self.reducers.values())
 
-    @property
-    def needs_population(self) -> bool:
-        """Whether a reducer needs the total weight of all sites, including sites without an update in the round.
-
-        If so, the journal keeps the weight of each site's first update.
-        """
-        return any(reducer.needs_population for reducer in self.reducers.values())
-
-
-def _require_fitting(settings: Settings, split: Split) -> None:
+def _require_fitting(outer_lr_of: Mapping[str, float], split: Split) -> None:
     """Check that every pattern of `algorithm.outer_lr_of` matches the name of a float parameter.
 
     Raises:
         ConfigError: a pattern matches no name.
     """
     names = [spec.name for spec in split.schema.tensors if spec.group == PARAMS and spec.is_float]
-    for pattern in settings.algorithm.outer_lr_of:
+    for pattern in outer_lr_of:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"algorithm.outer_lr_of contains {pattern!r}, which matches no parameter of the model.",

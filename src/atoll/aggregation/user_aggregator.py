@@ -34,6 +34,7 @@ from atoll.codecs import build_codecs, encoded_layout
 from atoll.codecs.plain import Elementwise
 from atoll.errors import AtollError, ConfigError
 from atoll.posix import read_at, write_at
+from atoll.registry import OwnName
 from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
 from atoll.tensors.layout import Layout, Segment, update_layout
@@ -100,7 +101,7 @@ class Incremental:
         self.reset: Callable[[], object] = user.reset
 
 
-def load(target: str, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
+def load(target: OwnName, options: Mapping[str, Any]) -> AllAtOnce | Incremental:
     """Load the user's aggregator that the setting `aggregation.aggregator` names.
 
     Args:
@@ -334,10 +335,10 @@ class _AggregatingProcess:
     def _begin(self, message: dict[str, Any], _: int | None) -> None:
         torch.set_num_threads(message["threads"])
         schema = Schema.from_json(message["schema"])
-        self._codecs = build_codecs(message["codec"], message["codec_options"])
+        self._user = load(OwnName(message["aggregator"]), message["options"])  # its module may register the codec
+        self._codecs = build_codecs(OwnName(message["codec"]), message["codec_options"])
         self._layout = encoded_layout(schema, message["codec"], self._codecs, message["part_bytes"])
         self._result = result_layout(schema, message["part_bytes"])
-        self._user = load(message["aggregator"], message["options"])
         self._outgoing.put({"what": "ready", "incremental": self._user.incremental})
 
     def _file(self, _: dict[str, Any], fd: int | None) -> None:

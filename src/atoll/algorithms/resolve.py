@@ -15,6 +15,7 @@ from atoll import registry
 from atoll.algorithms.base import Algorithm, LocalRule
 from atoll.config import Settings, default_of
 from atoll.errors import ConfigError
+from atoll.registry import Name, OwnName, ReceivedName
 
 _INSTEAD_OF_MOMENTUM = {
     "adam": "set the decay of its averages: algorithm.outer_optimizer = {betas = [0.9, 0.99]}",
@@ -42,12 +43,12 @@ class ResolvedAlgorithm:
     """
 
     algorithm: Algorithm
-    outer: str | Callable[..., Any]
+    outer: Name | Callable[..., Any]
     outer_options: dict[str, Any]
-    reducer: str
+    reducer: Name
     reducer_options: dict[str, Any]
     local: dict[str, Any] | None
-    codec: str
+    codec: Name
     codec_options: dict[str, Any]
     sync_every: int
 
@@ -69,7 +70,12 @@ class ResolvedAlgorithm:
     @property
     def outer_name(self) -> str:
         """The outer optimizer's name for messages."""
-        return self.outer if isinstance(self.outer, str) else name_of(self.outer)
+        return str(self.outer) if isinstance(self.outer, Name) else name_of(self.outer)
+
+    @property
+    def reduce(self) -> dict[str, Name]:
+        """The algorithm's own reducers: group of tensors → name of the group's reducer."""
+        return {group: OwnName(name) for group, name in self.algorithm.reduce.items()}
 
 
 TASKS_ALONE = "fedavg"
@@ -96,7 +102,7 @@ def require_training(settings: Settings) -> None:
 
 
 def _loaded(settings: Settings) -> Algorithm:
-    name = settings.algorithm.target or TASKS_ALONE
+    name = settings.algorithm.target or OwnName(TASKS_ALONE)
     registry.require_known("algorithms", "algorithm.name", name)
     algorithm = registry.load("algorithms", name)
     if not isinstance(algorithm, Algorithm):
@@ -104,17 +110,15 @@ def _loaded(settings: Settings) -> Algorithm:
             f"algorithm.path = {name!r} is of type {type(algorithm).__name__}, not an algorithm.",
             "Set the path of a value of the class atoll.algorithms.base.Algorithm.",
         )
-    if ":" not in name and algorithm.name != name:
+    if ":" not in name.text and algorithm.name != name.text:
         raise ConfigError(
             f"The entry point {name!r} has an algorithm with another name, {algorithm.name!r}.",
             "Use the same name for both, because sites load the algorithm by this name.",
         )
-    if algorithm.local is not None and not registry.is_known("algorithms", algorithm.name):
+    if not registry.is_sendable(algorithm.name):
         raise ConfigError(
-            f"algorithm.path = {name!r} has a local rule, but no installed package has the algorithm "
-            f"{algorithm.name!r}: sites load a local rule only from an installed package.",
-            f"Make it the entry point {algorithm.name!r} of the group atoll.algorithms in a package, install the "
-            f"package at server and sites, and set algorithm.name = {algorithm.name!r}; see docs/algorithms/own.md.",
+            f"algorithm.path = {name!r} has the name {algorithm.name!r}, which messages to sites cannot contain.",
+            registry.SENDABLE,
         )
     return algorithm
 
@@ -131,7 +135,7 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             value, or two settings do not fit together.
     """
     algorithm = _loaded(settings)
-    name = settings.algorithm.target or algorithm.name
+    name = str(settings.algorithm) or algorithm.name
     has_state = bool(algorithm.extra_groups or algorithm.state_groups)
     if settings.model.ranks > 1 and has_state:
         raise ConfigError(
@@ -146,12 +150,12 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
                 f"diloco.dynamic_local_steps is set, but in {name!r} the worker's script decides when a round ends.",
                 "Leave diloco.dynamic_local_steps out, or use algorithm.name = 'diloco', which counts local steps.",
             )
-    outer = outer_given or settings.algorithm.outer_optimizer.target or algorithm.outer
-    if isinstance(outer, str):
+    outer = outer_given or settings.algorithm.outer_optimizer.target or OwnName(algorithm.outer)
+    if isinstance(outer, OwnName):
         registry.require_known("outer", "algorithm.outer_optimizer.name", outer)
-    reducer = settings.aggregation.reducer.target or algorithm.reduce["params"]
+    own = OwnName(algorithm.reduce["params"])
+    reducer = settings.aggregation.reducer.target or own
     registry.require_known("reducers", "aggregation.reducer.name", reducer)
-    own = algorithm.reduce["params"]
     if algorithm.own_reducer and reducer != own:
         raise ConfigError(
             f"aggregation.reducer = {reducer!r} would replace {own!r}, an essential part of {algorithm.name}.",
@@ -163,14 +167,14 @@ def resolve(settings: Settings, outer_given: Callable[..., Any] | None = None) -
             "synchronous rounds.",
             "Set async.enabled = false, or use another algorithm.",
         )
-    registry.require_known("staleness", "async.staleness_weight", settings.async_.staleness_weight)
+    registry.require_known("staleness", "async.staleness_weight", settings.async_.weight)
     outer_options = _outer_options(settings, algorithm, outer)
     if settings.async_.momentum_every:
-        outer, outer_options = "delayed_nesterov", _delayed(settings, outer, outer_options)
-    codec = settings.aggregation.upload_codec.target or algorithm.codec
+        outer, outer_options = OwnName("delayed_nesterov"), _delayed(settings, outer, outer_options)
+    codec = settings.aggregation.upload_codec.target or OwnName(algorithm.codec)
     registry.require_known("codecs", "aggregation.upload_codec.name", codec)
-    download = settings.aggregation.download_codec.target or "none"
-    registry.require_known("codecs", "aggregation.download_codec.name", download)
+    if download := settings.aggregation.download_codec.target:
+        registry.require_known("codecs", "aggregation.download_codec.name", download)
     return ResolvedAlgorithm(
         algorithm=algorithm,
         outer=outer,
@@ -198,7 +202,7 @@ def _refuse_streaming(settings: Settings, algorithm: str) -> None:
             )
 
 
-def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callable[..., Any]) -> dict[str, Any]:
+def _outer_options(settings: Settings, algorithm: Algorithm, outer: OwnName | Callable[..., Any]) -> dict[str, Any]:
     """Return the options of the outer optimizer: those in the settings, else the defaults of the algorithm.
 
     The algorithm's defaults are used only for the outer optimizer that the algorithm itself names.
@@ -214,25 +218,25 @@ def _outer_options(settings: Settings, algorithm: Algorithm, outer: str | Callab
     if momentum is not None:
         if type(momentum) not in (int, float) or not 0 <= momentum < 1:
             raise ConfigError(f"algorithm.outer_optimizer.momentum is {momentum!r}.", "Use a number from 0 to below 1.")
-        if isinstance(outer, str) and outer in _INSTEAD_OF_MOMENTUM:
+        if isinstance(outer, OwnName) and outer.text in _INSTEAD_OF_MOMENTUM:
             raise ConfigError(
                 f"algorithm.outer_optimizer.momentum is {momentum:g}, but {outer} has no momentum.",
-                f"Leave momentum out, or {_INSTEAD_OF_MOMENTUM[outer]}.",
+                f"Leave momentum out, or {_INSTEAD_OF_MOMENTUM[outer.text]}.",
             )
-    defaults = dict(algorithm.outer_options) if outer == algorithm.outer else {}
+    defaults = dict(algorithm.outer_options) if outer == OwnName(algorithm.outer) else {}
     if options.get("momentum") == 0:
         defaults.pop("nesterov", None)  # torch refuses Nesterov without momentum
     return defaults | options
 
 
-def _delayed(settings: Settings, outer: str | Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+def _delayed(settings: Settings, outer: OwnName | Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
     """Convert options of SGD to options of delayed Nesterov.
 
     Raises:
         ConfigError: the outer optimizer is not SGD, or has an option that delayed Nesterov does not have.
     """
-    if outer != "sgd":
-        name = outer if isinstance(outer, str) else name_of(outer)
+    if outer != OwnName("sgd"):
+        name = outer.text if isinstance(outer, OwnName) else name_of(outer)
         raise ConfigError(
             f"async.momentum_every is {settings.async_.momentum_every}, but the outer optimizer is {name!r}: "
             "delayed Nesterov exists only for SGD.",
@@ -264,11 +268,11 @@ def _local(settings: Settings, algorithm: Algorithm) -> dict[str, Any] | None:
     return known | settings.algorithm.options if algorithm.local else None
 
 
-def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> LocalRule | None:
-    """Return the local rule of the run's algorithm, from the packages installed at this site.
+def local_rule(name: ReceivedName, options: Mapping[str, Any] | None, package: str) -> LocalRule | None:
+    """Return the local rule of the run's algorithm, as this program has registered it or a package has installed it.
 
     Args:
-        name: name of the run's algorithm.
+        name: name of the run's algorithm, as the server sent it.
         options: options of the local rule, from the server; None: the algorithm has no local rule, so the result is
             None.
         package: name and version of the package that contains the algorithm at the server; empty if unknown.
@@ -280,11 +284,12 @@ def local_rule(name: str, options: Mapping[str, Any] | None, package: str) -> Lo
         return None
     install = f"Install {package}" if package else f"Install the package with the entry point {name!r}"
     install += " of the group atoll.algorithms at this site, as at the server." if not package else " at this site."
-    if not registry.is_known("algorithms", name):
+    install += f" Or call atoll.register('algorithms', {name!r}, …) in the script before it joins."
+    if not registry.is_known("algorithms", name.text):
         raise ConfigError(
             f"The run's algorithm {name!r} corrects local training, but it is not installed at this site.", install
         )
-    algorithm = registry.load("algorithms", name)
+    algorithm = registry.resolve_received("algorithms", name)
     if not isinstance(algorithm, Algorithm) or algorithm.local is None:
         raise ConfigError(f"The run's {name!r} corrects local training, but this site's {name!r} does not.", install)
     rule = algorithm.local

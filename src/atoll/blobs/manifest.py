@@ -19,10 +19,14 @@ from blake3 import blake3
 from atoll.config.settings import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.errors import BadRequest, PartCorrupt
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, blob_id
-from atoll.tensors.safetensors_header import MOST_HEAD_BYTES
 
-MOST_PARTS = 400_000
-"""Maximum number of parts of a blob. The digests of all parts are kept in memory and sent in one message of 27 MB."""
+MOST_PARTS = 200_000
+"""Maximum number of parts of a blob. The digests of all parts are sent in one message of 13 MB, of which a receiver
+makes 40 MB in memory. That is 1.6 TB in parts of 8 MiB."""
+
+
+MOST_OBJECT_HEAD_BYTES = 24 * 2**20
+"""Maximum size of an object's head. Its inline tensors have at most 15 MiB, which are 20 MiB as text."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,11 @@ class Cuts:
                 f"Use a part size from {LEAST_CHUNK_BYTES} to {MOST_CHUNK_BYTES} bytes, a multiple of "
                 f"{CHUNK_STEP_BYTES}.",
             )
-        if not 0 < self.head_bytes <= MOST_HEAD_BYTES or self.head_bytes % ALIGN_BYTES or self.head_bytes > self.nbytes:
+        if (
+            not 0 < self.head_bytes <= MOST_OBJECT_HEAD_BYTES
+            or self.head_bytes % ALIGN_BYTES
+            or self.head_bytes > self.nbytes
+        ):
             raise BadRequest(
                 f"{what} claims to have a header of {self.head_bytes} bytes and {self.nbytes} bytes in all, which no "
                 "object can have.",

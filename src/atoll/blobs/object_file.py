@@ -23,9 +23,10 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
-from atoll.blobs.manifest import MOST_PARTS, Cuts, Manifest
+from atoll.blobs.manifest import MOST_OBJECT_HEAD_BYTES, MOST_PARTS, Cuts, Manifest
 from atoll.config.settings import CHUNK_BYTES as PART_BYTES
 from atoll.errors import BadRequest, UsageError
+from atoll.json_files import require_light
 from atoll.posix import write_at
 from atoll.runtime import gc_as_usual, no_gc
 from atoll.tensors.chunks import CHUNK_BYTES, ROOM_BYTES, bytes_of, run_of, runs_of
@@ -35,11 +36,13 @@ from atoll.tensors.layout import Layout, Segment, safetensors_header
 from atoll.tensors.lazy_tensors import Handle, LazyTensor
 from atoll.tensors.module_tensors import state_of
 from atoll.tensors.payload import Packed, Plain, pack, unpack
-from atoll.tensors.safetensors_header import MOST_HEAD_BYTES, read_header, read_tensor
+from atoll.tensors.safetensors_header import read_header, read_tensor
 from atoll.tensors.schema import TensorSpec
 
 _PAYLOAD = "atoll.payload"
 _REMEDY = "Use the same version of Atoll on both sides, then publish it again."
+_LENGTH_BYTES = 8
+_SPLIT = "Publish it as several objects."
 
 
 def pack_object(tree: Any) -> Packed:
@@ -73,10 +76,10 @@ def write_object(packed: Packed, fd: int, cut: Cut) -> Manifest:
     with no_gc():
         head, tensors = _head(packed, cut)
     cuts = Cuts(len(head), len(head) + sum(tensor.nbytes for tensor in tensors), cut.part_bytes)
-    if len(head) > MOST_HEAD_BYTES or cuts.count > MOST_PARTS:
+    if len(head) > MOST_OBJECT_HEAD_BYTES or cuts.count > MOST_PARTS:
         raise UsageError(
             f"The object has a header of {len(head)} bytes and {cuts.count} parts, but may have at most "
-            f"{MOST_HEAD_BYTES} bytes and {MOST_PARTS} parts.",
+            f"{MOST_OBJECT_HEAD_BYTES} bytes and {MOST_PARTS} parts.",
             "Publish it as several objects, or with a larger chunk_bytes.",
         )
     writer = _Writer(fd, cuts)
@@ -166,7 +169,7 @@ class Contents:
         """Parse and check the head of an object's file, without allocating the tensors that follow the head.
 
         Args:
-            head: the bytes of the head.
+            head: the bytes of the head; a bytearray is empty afterwards.
             cuts: sizes of the file.
             what: the object's name, for messages.
 
@@ -178,7 +181,8 @@ class Contents:
 
     @classmethod
     def _read(cls, head: bytes | bytearray, cuts: Cuts, what: str) -> Contents:
-        header = read_header(lambda tensor_at, count: bytes(head[tensor_at : tensor_at + count]), cuts.nbytes, what)
+        pieces = _pieces(head, what)
+        header = read_header(lambda offset, count: pieces.pop(), cuts.nbytes, what)
         if header.nbytes != cuts.head_bytes:
             raise BadRequest(f"{what} has a header of {header.nbytes} bytes instead of {cuts.head_bytes}.", _REMEDY)
         widths = [spec.item_bytes for spec, _ in header.tensors if spec.numel]
@@ -306,8 +310,26 @@ def _names(skeleton: Plain, count: int) -> list[str]:
     return [named[str(index)] for index in range(count)]
 
 
+def _pieces(head: bytes | bytearray, what: str) -> list[bytes | str]:
+    """Return the JSON of an object's head, and before it the bytes of its length: the last one is read first.
+
+    Raises:
+        BadRequest: the JSON is not ASCII, or would take too much memory.
+    """
+    length = bytes(head[:_LENGTH_BYTES])
+    try:
+        text = head[_LENGTH_BYTES:].decode("ascii")
+        require_light(text)
+    except ValueError as error:
+        raise BadRequest(f"{what} has a header that cannot be read: {error}.", _SPLIT) from None
+    if isinstance(head, bytearray):
+        head.clear()  # or the header would be in memory twice while it is parsed
+    return [text, length]
+
+
 def _payload(text: str, what: str) -> tuple[Plain, tuple[str, ...], dict[str, Tensor]]:
     try:
+        require_light(text)
         payload = json.loads(text)
     except (ValueError, RecursionError):
         raise BadRequest(f"{what} has no payload in its header.", _REMEDY) from None

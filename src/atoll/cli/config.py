@@ -107,13 +107,13 @@ def _require_accepted(settings: Settings) -> ResolvedAlgorithm | None:
     from atoll.codecs import build_codecs
 
     for kind, key in NAMES:
-        if name := settings.at(key).name:
+        if (name := settings.at(key).target) and not settings.at(key).path:
             registry.require_known(kind, f"{key}.name", name)
     algorithm = resolve(settings) if settings.algorithm.name else None
     if algorithm is not None:
         _require_options(settings, algorithm)
     for key in ("aggregation.upload_codec", "aggregation.download_codec"):
-        if name := settings.at(key).name:
+        if (name := settings.at(key).target) and not settings.at(key).path:
             build_codecs(name, settings.at(key).options, setting=key)
     return algorithm
 
@@ -124,7 +124,7 @@ def _require_options(settings: Settings, algorithm: ResolvedAlgorithm) -> None:
     if reducer.options and not reducer.path:
         from atoll.reducers import build_reducers
 
-        build_reducers(algorithm.algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
+        build_reducers(algorithm.reduce, algorithm.reducer, algorithm.reducer_options)
     if (outer.options or settings.algorithm.outer_lr_of) and not outer.path:
         from atoll.outer_optimizers import build_outer
 
@@ -141,11 +141,11 @@ def chosen_by(algorithm: ResolvedAlgorithm, settings: Settings) -> dict[str, Any
     values: dict[str, Any] = {f"algorithm.{option}": value for option, value in (algorithm.local or {}).items()}
     values["rounds.min_sites"] = Rules.from_settings(settings, needs_all=algorithm.needs_all).min_sites
     tables: dict[str, dict[str, Any]] = {
-        "aggregation.reducer": {"name": algorithm.reducer, **algorithm.reducer_options},
-        "aggregation.upload_codec": {"name": algorithm.codec, **algorithm.codec_options},
+        "aggregation.reducer": {"name": str(algorithm.reducer), **algorithm.reducer_options},
+        "aggregation.upload_codec": {"name": str(algorithm.codec), **algorithm.codec_options},
     }
     if not settings.async_.momentum_every:  # else the outer optimizer is made of both
-        tables["algorithm.outer_optimizer"] = {"name": algorithm.outer, **algorithm.outer_options}
+        tables["algorithm.outer_optimizer"] = {"name": algorithm.outer_name, **algorithm.outer_options}
     return values | {key: table for key, table in tables.items() if not settings.at(key).path}
 
 

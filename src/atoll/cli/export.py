@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 from atoll.cli.state_directory import no_run, open_journal, permitted, require_unchanged, stored_status
 from atoll.cli.text import ELSEWHERE, require_file
 from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
-from atoll.posix import folder_error, nameless_file, replace_file
+from atoll.format_text import visible
+from atoll.posix import NAMED_FILE, folder_error, nameless_file, open_named, open_own, replace_file
 from atoll.protocol import messages, routes, status_messages
 from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path
 from atoll.store.journal_tables import RUNS, VERSIONS, VersionRow
@@ -187,7 +188,7 @@ def _stored(
 
     layout = version_layout(schema, int(settings["network.part_bytes"]), int(settings["model.ranks"]))
     path = slot_path(folder, VERSION, row.fragment, row.slot)
-    file = stack.enter_context(path.open("rb")).fileno()
+    file = stack.enter_context(os.fdopen(open_own(path), "rb")).fileno()
     parts = [((part.start, part.nbytes),) for part in layout.parts]
     if [region_digest(file, part) for part in parts] != list(row.part_digests):
         raise _damaged(path)
@@ -196,7 +197,7 @@ def _stored(
     if row.state_slot is None:
         raise Gone(f"The fp32 values of version {row.version} were deleted.", "Export the newest version.")
     path = slot_path(folder, STATE, row.fragment, row.state_slot)
-    masters = stack.enter_context(path.open("rb")).fileno()
+    masters = stack.enter_context(os.fdopen(open_own(path), "rb")).fileno()
     in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
     with contextlib.suppress(BadRequest):  # the file's header is damaged
         if is_whole(masters, layout, row.state_digests, in_chunks=in_chunks):
@@ -228,9 +229,9 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
 
 
 def best_of_server(server: str, out: Path) -> int:
-    """Export the best version from a running server; return the version's number.
+    """Download the best version from a running server; return the version's number.
 
-    If the server's file of the best version is on this machine, it is copied. Otherwise, the version is downloaded.
+    The path of the server's file is only shown: a path that a server sends is never opened.
 
     Raises:
         ServerUnreachable: no server answers.
@@ -242,20 +243,19 @@ def best_of_server(server: str, out: Path) -> int:
         raise UsageError("The run does not track a best version.", "Set rounds.best_metric and restart the server.")
     if best.version is None:
         raise Gone(f"No round has reported the metric {best.metric!r} yet.", "Try again later, or without --best.")
-    if _is_file_of(best):
-        _copy(Path(best.file), out)
-        return best.version
     try:
         return from_server(server, out, best.version)
     except Gone as error:
-        where = f"Copy {best.file} on the server's machine." if best.file else "Export again in a moment."
+        where = f"Copy {visible(best.file, 500)} on the server's machine, or use --dir STATE_DIRECTORY there."
+        where = where if best.file else "Export again in a moment."
         raise Gone(f"The server no longer keeps version {best.version}, the best one, for download.", where) from error
 
 
 def _is_file_of(best: status_messages.BestStatus) -> bool:
-    """Return whether the best version's file is on this machine and has the version and the value that `best` names.
+    """Return whether the best version's file has the version and the value that `best` names.
 
-    If the server is on another machine, the path may name the file of another run on this machine.
+    Args:
+        best: the status of the best version in the state directory.
     """
     if not best.file or not Path(best.file).is_file():
         return False
@@ -280,13 +280,13 @@ def _metadata(path: Path) -> dict[str, str]:
 
 
 def _copy(source: Path, out: Path) -> None:
-    with source.open("rb") as file:
+    with open(open_named(source), "rb") as file:
         _replace(out, iter(partial(file.read, READ_BYTES), b""))
 
 
 def _replace(out: Path, content: Iterator[bytes | memoryview]) -> None:
     try:
-        replace_file(out, content)
+        replace_file(out, content, mode=NAMED_FILE)
     except OSError as error:
         raise folder_error(error, out.parent, ELSEWHERE) from error
 
@@ -342,7 +342,8 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     from atoll.transport.part_transfer import HttpTransfer
 
     info = http.get(routes.RUN, messages.RunInfo)
-    split = http.get(routes.SCHEMA, messages.SchemaMessage).to_split()
+    split = http.fetch(routes.SCHEMA, messages.SchemaMessage.split_in, "SchemaMessage")
+    info.require_split(split)
     _require_model(split.schema, http.server)
     sources: list[FragmentFiles] = []
     with contextlib.ExitStack() as stack:
@@ -353,7 +354,7 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
             file = UnnamedFile(fd, out.parent)
             stack.callback(os.close, fd)
             sources.append((layout, fd, None))
-            if info.downlink_codec != "none":  # the version is quantised; the server sends its fp32 masters, cast
+            if info.downlink_codec.text != "none":  # the version is quantised; the server sends its fp32 masters, cast
                 for part in layout.parts:
                     path = routes.MODEL_PART.format(fragment=fragment, version=version, part=part.index)
                     file.write(part.start, _checked(parts, path, part.nbytes))
@@ -383,12 +384,17 @@ def _pull_from_workers(
     Raises:
         Gone: no worker has the version any more, or none of the workers that have it can be reached.
     """
+    from atoll.tensors.reference import TensorRef
+    from atoll.transport.peer_address import leads_here, why_no_peer
     from atoll.worker.peer.peer_transfers import connected
 
     digests = manifest.require_digest(manifest.digest, layout, f"version {manifest.version}")
     why = "no connected worker has this version."
     for source in manifest.sources:
         try:
+            if refused := why_no_peer(TensorRef.parse(source).host, loopback=leads_here(http.host)):
+                why = f"{refused}."
+                continue
             with connected(source, info.idle_timeout_s, http.counters) as (ref, parts):
                 path = routes.OBJECT_DATA.format(object=ref.object)
                 return parts.pull(path, digests, layout.parts, [file])

@@ -1,7 +1,8 @@
-"""Read a run's state directory while its server is down or running. Nothing here takes a lock or changes a file."""
+"""Read a run's state directory while its server is down or running. Nothing here takes a lock or writes."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sqlite3
@@ -14,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.errors import StateCorrupt, StoreError, UsageError
+from atoll.posix import file_error, read_own, require_regular
 from atoll.protocol import routes, status_messages
 from atoll.store import journal_tables
 from atoll.tensors.schema import Schema
@@ -46,8 +48,9 @@ def permitted(state_dir: Path) -> Iterator[None]:
         state_dir: the state directory that the block reads.
 
     Raises:
-        StoreError: this user has no permission to read a file; the message says that nothing is damaged.
-        StateCorrupt: a file is missing, cannot be read, or is not a plain file.
+        StoreError: a file is a link, a named pipe, a socket or a device. Or this user has no permission to read it; the
+            message then says that nothing is damaged.
+        StateCorrupt: a file is missing, cannot be read, or is a folder.
     """
     try:
         yield
@@ -56,6 +59,8 @@ def permitted(state_dir: Path) -> Iterator[None]:
     except OSError as error:
         if not error.filename or not Path(error.filename).is_relative_to(state_dir):
             raise
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # it is no file
+            raise file_error(error, error.filename) from error
         raise StateCorrupt(
             f"{error.filename} cannot be read ({error.strerror}).",
             "Restore the file from a backup, or connect its disk. If that is impossible, start the server once: it "
@@ -81,6 +86,10 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
         StateCorrupt: the journal is damaged.
     """
     path = journal_of(state_dir)
+    with permitted(state_dir):
+        for each in journal_tables.files_of(path):
+            if os.path.lexists(each):
+                require_regular(each, own=True)
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
             db.execute("BEGIN")
@@ -138,7 +147,7 @@ def _last_status(db: sqlite3.Connection, state_dir: Path, run: str) -> tuple[sta
     """Return the saved status, and when it was saved. If it cannot be read, return one with only the model's size."""
     path = state_dir / status_messages.KEPT
     try:
-        status = status_messages.Status.model_validate_json(path.read_bytes())
+        status = status_messages.Status.model_validate_json(read_own(path))
         if status.run == run:
             return status, path.stat().st_mtime
     except (OSError, ValidationError):

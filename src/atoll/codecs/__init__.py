@@ -11,9 +11,9 @@ worker both use `encoded_layout`, so they compute the same offsets.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from atoll import registry
@@ -22,6 +22,7 @@ from atoll.codecs.block_quantization import Int4Codec, Int8Codec
 from atoll.codecs.plain import Bf16Codec, Elementwise, Narrowing, NoneCodec, WideCodec, is_of_short_range
 from atoll.codecs.topk import TopKCodec
 from atoll.errors import ConfigError
+from atoll.registry import Name, ReceivedName
 from atoll.tensors.layout import TILE, Layout, update_layout
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
@@ -42,7 +43,7 @@ _METHODS = ("encoded_bytes", "encode_", "decode_")
 
 
 def build_codecs(
-    codec: str, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec", sent: bool = False
+    codec: Name, options: Mapping[str, Any], *, setting: str = "aggregation.upload_codec"
 ) -> dict[str, Codec]:
     """Build the codec for `params` (the float parameters), and return all codecs that an update needs: name → codec.
 
@@ -52,15 +53,11 @@ def build_codecs(
         codec: name of the codec of `params`.
         options: the codec's keyword arguments: strings and finite numbers, since only these are sent to workers.
         setting: the setting that names the codec, for messages.
-        sent: whether the name came over the network. If so, the module of a `module:Class` must already be imported: a
-            received name must not run code.
 
     Raises:
         ConfigError: the name is unknown, is not the name of a codec, or an option is unknown or has a wrong value.
     """
-    if sent:
-        _require_imported(codec)
-    found = registry.load("codecs", codec)
+    found = registry.find("codecs", codec)
     if not isinstance(found, type) or not all(callable(getattr(found, each, None)) for each in _METHODS):
         raise ConfigError(
             f"{setting} = {codec!r} is not a codec.",
@@ -69,7 +66,7 @@ def build_codecs(
     built = registry.construct(
         lambda: found(**options),
         f"{setting} = {dict(options)!r}",
-        registry.options_of(found, codec),
+        registry.options_of(found, codec.text),
     )
     for option, value in options.items():
         if type(value) not in (str, int, float) or (isinstance(value, float) and not math.isfinite(value)):
@@ -79,26 +76,47 @@ def build_codecs(
             f"{setting} = {codec!r} lacks one of the properties name, elementwise, raw and feedback.",
             "Add the missing one, as in atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
         )
-    is_ours = WideCodec.name in (codec, built.name)  # `wide` is internal: settings cannot name it
-    if is_ours or (built.name != codec and registry.is_known("codecs", built.name)):
+    is_ours = WideCodec.name in (codec.text, built.name)  # `wide` is internal: settings cannot name it
+    if not isinstance(built.name, str) or not registry.is_sendable(built.name):
+        raise ConfigError(
+            f"{setting} = {codec!r} has the name {built.name!r}, which messages to sites cannot contain.",
+            registry.SENDABLE,
+        )
+    if is_ours or (built.name != codec.text and _is_anothers(built.name, found)):
         raise ConfigError(
             f"{setting} = {codec!r} has the name {built.name!r}, which another codec has already.",
             "Give it another name.",
         )
-    return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec: built, built.name: built}
+    return {"none": NoneCodec(), WideCodec.name: WideCodec(), codec.text: built, built.name: built}
 
 
-def _require_imported(codec: str) -> None:
-    if ":" not in codec or registry.is_known("codecs", codec):
-        return
-    target = codec.rpartition(":")[0]
-    module = Path(target).stem if registry.is_file(codec) else target
-    if module not in sys.modules:
-        raise ConfigError(
-            f"The run uses the codec {codec!r}, but this program has not imported its code.",
-            f"If you trust this code, import {module} in your script before you join; a server alone cannot make a "
-            "site run code.",
-        )
+def _is_anothers(name: str, codec: type) -> bool:
+    """Return whether a built-in, registered or installed codec has this name, and is not the class `codec`.
+
+    A file that is imported by its path and as a module gives two classes, which are the same codec.
+    """
+    if not registry.is_known("codecs", name):
+        return False
+    other = registry.resolve_received("codecs", ReceivedName(name))
+    return other is not codec and _origin(other) != _origin(codec)
+
+
+def _origin(codec: type) -> tuple[str, str]:
+    file = getattr(sys.modules.get(codec.__module__), "__file__", None)
+    return os.path.realpath(file) if file else codec.__module__, codec.__qualname__
+
+
+def sent_name(codec: Name, codecs: Mapping[str, Codec]) -> ReceivedName:
+    """Return the name by which a run's messages name its codec: one that sites look up.
+
+    It is the name in the settings. If the settings have a path instead, it is the codec's attribute `name`.
+
+    Args:
+        codec: name or path of the codec in the settings.
+        codecs: the codecs that `build_codecs` returned for it.
+    """
+    is_name = registry.is_known("codecs", codec.text) and registry.is_sendable(codec.text)
+    return ReceivedName(codec.text if is_name else codecs[codec.text].name)
 
 
 def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part_bytes: int, ranks: int = 1) -> Layout:

@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from atoll.codecs import build_codecs
+from atoll.codecs import build_codecs, sent_name
 from atoll.codecs.base import Codec
 from atoll.posix import write_at
+from atoll.registry import Name, ReceivedName
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.layout import ALIGN_BYTES, TILE, Layout, Part, Segment, update_layout
@@ -43,40 +44,41 @@ class Downlink:
     """The format of compressed downloads (deltas) of one fragment of the model.
 
     Attributes:
+        name: name of the codec in messages.
         codecs: name → codec, for all codecs in `layout`.
         layout: the codec, offset and size of each tensor in a delta.
         parts: the delta's parts: one for each part of the version that belongs to this rank. Some are empty.
         count: number of parts of the version, for all ranks together.
     """
 
+    name: ReceivedName
     codecs: Mapping[str, Codec]
     layout: Layout
     parts: tuple[Part, ...]
     count: int
 
     @classmethod
-    def of(cls, version: Layout, codec: str, options: Mapping[str, Any], *, sent: bool = False) -> Downlink | None:
+    def of(cls, version: Layout, codec: Name | None, options: Mapping[str, Any]) -> Downlink | None:
         """Return the format of compressed downloads. None for the codec `none`: workers download whole versions.
 
         Args:
             version: layout of the versions.
-            codec: name of the codec of float parameters.
+            codec: name of the codec of float parameters; None: `none`.
             options: the codec's keyword arguments.
-            sent: whether the codec's name came over the network. If so, it must not cause an import (`build_codecs`).
 
         Raises:
             ConfigError: the codec's name is unknown, or an option is unknown or has a wrong value.
         """
-        if codec == "none":
+        if codec is None or codec.text == "none":
             return None
-        codecs = build_codecs(codec, options, setting="aggregation.download_codec", sent=sent)
+        codecs, name = build_codecs(codec, options, setting="aggregation.download_codec"), codec.text
 
         def encoding(spec: TensorSpec) -> Codec:
-            return codecs[codec if spec.is_stepped else "none"]
+            return codecs[name if spec.is_stepped else "none"]
 
         layout = update_layout((segment.spec for segment in version.segments), encoding, version.part_bytes)
         parts = tuple(part for part in _along(version, layout) if version.rank in (None, part.rank))
-        return cls(codecs, layout, parts, len(version.all_parts))
+        return cls(sent_name(codec, codecs), codecs, layout, parts, len(version.all_parts))
 
     @functools.cached_property
     def runs(self) -> RunTable:

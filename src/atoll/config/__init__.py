@@ -17,6 +17,8 @@ from atoll.config.workflow_settings import (
     component_at,
     components_of,
     entries_of,
+    filter_of,
+    function_of,
     is_reference,
 )
 
@@ -35,6 +37,8 @@ __all__ = [
     "components_of",
     "default_of",
     "entries_of",
+    "filter_of",
+    "function_of",
     "is_reference",
     "require_known_variables",
     "set_values",

@@ -280,7 +280,7 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
         return
     this, instead = "swarm.enabled is true", "set swarm.enabled = false"
     _require_defaults(at, is_default, this, _NOT_IN_A_SWARM, instead)
-    if at("aggregation.download_codec").target not in (None, "none"):
+    if str(at("aggregation.download_codec")) not in ("", "none"):
         others = {"aggregation.download_codec": "no process of a swarm has all versions"}
         _require_defaults(at, is_default, this, others, instead)
     if at("rounds.sites") < 2:
@@ -303,7 +303,7 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
 def _require_the_rest(at: At) -> None:
     interval_s, timeout_s = at("network.heartbeat_interval_s"), at("network.heartbeat_timeout_s")
     best, download = at("rounds.best_metric"), at("aggregation.download_codec")
-    if download.options and download.target in (None, "none"):
+    if download.options and str(download) in ("", "none"):
         raise ConfigError(
             f"aggregation.download_codec has {download.options!r}, but no name of a codec.",
             "Add the name of the codec, or leave the options out.",

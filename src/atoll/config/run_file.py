@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from atoll import registry
 from atoll.errors import ConfigError
+from atoll.posix import read_named
 
 COMMAND_LINE = "command line"
 ENV_PREFIX = "ATOLL_"
@@ -38,6 +39,7 @@ NOT_SETTINGS = frozenset(
         "ATOLL_GIVE_UP_S",
         "ATOLL_TLS_CA",
         "ATOLL_NEW_STATE",
+        "ATOLL_SWARM",
         "ATOLL_PEER_HOST",
         "ATOLL_PEER_PORT",
         "ATOLL_PEER_NAME",
@@ -64,12 +66,15 @@ OTHER_KEYS = {
 """Names that other frameworks use for a setting → `group.key`."""
 
 FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
-CODE = ("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor")
+CODE = (
+    *("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor"),
+    *("aggregation.upload_codec", "aggregation.download_codec"),
+)
 FUNCTIONS = ("algorithm.path", "workflow.function", "run.script", "model.source", "async.staleness_weight")
 FILTERS = ("workflow.result_filters", "workflow.payload_filters")
 TABLES = (*FILTERS, "workflow.steps", "workflow.components")
 """Settings with paths. FOLDERS: paths of files and folders. CODE: tables with a `path` of code. FUNCTIONS: paths of
-code. FILTERS, TABLES: lists of tables with a `path`. Paths of codecs are not rewritten: each site looks them up."""
+code. FILTERS, TABLES: lists of tables with a `path`."""
 
 
 # -- keys and values
@@ -280,11 +285,14 @@ def file_layer(path: Path, fields: Fields) -> Layer:
         ConfigError: the file cannot be read, or is not TOML.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        tables = tomllib.loads(read_named(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"The run file {str(path)!r} does not exist.", "`atoll new` writes one.") from None
     except IsADirectoryError:
         raise ConfigError(f"{str(path)!r} is a folder.", f"Give the run file: {path / 'run.toml'}.") from None
+    except OSError as error:
+        wrong = f"The run file {str(path)!r} cannot be read ({error.strerror})."
+        raise ConfigError(wrong, "Give a file that this user may read.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         # tomllib names the table ('a', 'b') that the file writes as [a.b]
         reason = re.sub(r"\('(.+?)',?\)", lambda found: f"[{found[1]}]".replace("', '", "."), str(error))

@@ -20,6 +20,7 @@ from atoll.config.consistency import require_consistent
 from atoll.config.run_file import COMMAND_LINE, Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
 from atoll.errors import AtollError, ConfigError, public_api
+from atoll.registry import OwnName
 
 # -- When a changed value takes effect. Settings in none of these lists: at the server's next start.
 
@@ -57,6 +58,7 @@ FOR_SITES = (
 
 DEFAULT_PORT = 8512
 IDLE_TIMEOUT_S = 60.0
+MOST_RANKS, MOST_CONNECTIONS = 4096, 64
 MAX_WEIGHT = 1e300
 """Largest weight of an update: sums of such weights are finite."""
 CHUNK_BYTES = 8 * 2**20
@@ -111,9 +113,10 @@ class Choice(Group):
         return self
 
     @property
-    def target(self) -> str | None:
+    def target(self) -> OwnName | None:
         """The name or the path; None if neither is given."""
-        return self.name or self.path
+        text = self.name or self.path
+        return OwnName(text) if text else None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -121,7 +124,7 @@ class Choice(Group):
         return dict(self.model_extra or {})
 
     def __str__(self) -> str:
-        return self.target or ""
+        return self.name or self.path or ""
 
 
 class Run(Group):
@@ -157,7 +160,7 @@ class Model(Group):
     ranks: int = Field(
         1,
         ge=1,
-        le=4096,
+        le=MOST_RANKS,
         description="Number of ranks of each sharded worker (FSDP2); parts are cut so that each belongs to one rank. "
         "Workers that are not sharded may have any number of ranks.",
     )
@@ -166,6 +169,11 @@ class Model(Group):
         description="Your own storage for models, an object with `load` and `save`: `{path = …}`, with its keyword "
         "arguments as further keys. Relative paths in the arguments start at the server's working directory.",
     )
+
+    @property
+    def function(self) -> OwnName:
+        """The function that builds the initial model, if `source` is not the name of a file."""
+        return OwnName(self.source or "")
 
 
 class Algorithm(Choice):
@@ -295,6 +303,11 @@ class Async(Group):
         description="Updates between two momentum steps (delayed Nesterov's N); 0: momentum at every update.",
     )
 
+    @property
+    def weight(self) -> OwnName:
+        """The function of an update's staleness, by name or path (`staleness_weight`)."""
+        return OwnName(self.staleness_weight)
+
 
 class Swarm(Group):
     """Swarms: runs in which workers, not the server, aggregate the updates."""
@@ -412,7 +425,9 @@ class Network(Group):
     idle_timeout_s: float = Field(
         IDLE_TIMEOUT_S, gt=0, description="Seconds without a byte after which a transfer fails."
     )
-    connections: int = Field(2, ge=1, le=64, description="A worker's parallel connections for transferring tensors.")
+    connections: int = Field(
+        2, ge=1, le=MOST_CONNECTIONS, description="A worker's parallel connections for transferring tensors."
+    )
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part, in bytes.")
 
 

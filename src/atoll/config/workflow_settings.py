@@ -26,6 +26,7 @@ from typing import Any
 
 from atoll import registry
 from atoll.errors import ConfigError
+from atoll.registry import OwnName
 
 TRAIN = "train"
 """The kind of the step that executes the run's rounds."""
@@ -46,8 +47,8 @@ class WorkflowEntry:
     Attributes:
         name: the name in logs and the status.
         kind: `train`, or the name of a registered kind; empty if `path` is set.
-        path: the workflow function, or its place: `module:function`, `file.py:function` or `@id`; empty if
-            `kind` is set.
+        path: the workflow function, or its place: `module:function`, `file.py:function` or `@id`; None if `kind` is
+            set.
         args: keyword arguments of the workflow function.
         start_timeout_s: seconds for which the workflow's start waits for sites; 0: no limit; None: the kind's default.
         progress_timeout_s: the workflow fails after this many seconds in which no answer, byte or training step
@@ -56,10 +57,15 @@ class WorkflowEntry:
 
     name: str
     kind: str = ""
-    path: str | Callable[..., Any] = ""
+    path: OwnName | Callable[..., Any] | None = None
     args: Mapping[str, Any] = field(default_factory=dict)
     start_timeout_s: float | None = None
     progress_timeout_s: float = 0.0
+
+    @property
+    def registered(self) -> OwnName:
+        """The kind as a name to look up; only if `kind` is set."""
+        return OwnName(self.kind)
 
     @property
     def file_name(self) -> str:
@@ -74,8 +80,18 @@ class Component:
     A function without `args` is not called: it is the component itself.
     """
 
-    path: str
+    path: OwnName
     args: Mapping[str, Any]
+
+
+def function_of(path: str | Callable[..., Any] | None) -> OwnName | Callable[..., Any] | None:
+    """Return a function that settings or a call name, with its path as a name of this program; None if it is empty."""
+    return path if callable(path) else OwnName(path) if path else None
+
+
+def filter_of(table: Mapping[str, Any]) -> OwnName:
+    """Return the name or path of the filter in a filter table of the run file or of a call."""
+    return OwnName(str(table["path"]))
 
 
 def file_name_of(workflow: str) -> str:
@@ -129,7 +145,7 @@ def _entry(number: int, table: Mapping[str, Any]) -> WorkflowEntry:
     if not isinstance(name, str) or not 0 < len(name) <= 200:
         raise ConfigError(f"{where} has name = {name!r}.", "Use 1 to 200 characters.")
     limits = {key: _limit(where, key, table[key]) for key in LIMITS if key in table}
-    return WorkflowEntry(name, kind, path, {**_own_keys(where, kind, table), **args}, **limits)
+    return WorkflowEntry(name, kind, function_of(path), {**_own_keys(where, kind, table), **args}, **limits)
 
 
 def _own_keys(where: str, kind: str, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +195,7 @@ def components_of(tables: Sequence[Mapping[str, Any]]) -> dict[str, Component]:
             )
         if name in found:
             raise ConfigError(f"Two components have the id {name!r}.", "Use a different id for each component.")
-        found[name] = Component(path, dict(args))
+        found[name] = Component(OwnName(path), dict(args))
     return found
 
 
@@ -231,7 +247,7 @@ def with_components(tables: Mapping[str, Any]) -> dict[str, Any]:
         table = groups[group].get(key) if isinstance(groups.get(group), dict) else None
         if isinstance(table, Mapping) and is_reference(table.get("path")):
             found = _component(table, len(table) > 1, components, f"{group}.{key}")
-            groups[group][key] = {**found.args, "path": found.path}
+            groups[group][key] = {**found.args, "path": found.path.text}
     return groups
 
 
@@ -239,7 +255,7 @@ def _filter(entry: Any, components: Mapping[str, Component], key: str) -> Any:
     if not isinstance(entry, Mapping) or not is_reference(entry.get("path")):
         return entry
     found = _component(entry, bool(entry.get("args")), components, key)
-    return {**entry, "path": found.path, "args": dict(found.args)}
+    return {**entry, "path": found.path.text, "args": dict(found.args)}
 
 
 def _component(table: Mapping[str, Any], has_args: bool, components: Mapping[str, Component], key: str) -> Component:

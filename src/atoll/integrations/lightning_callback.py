@@ -25,6 +25,7 @@ from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError, UsageError, public_api
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone, value_of
+from atoll.registry import ReceivedName
 from atoll.tensors.module_tensors import named_tensors
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
 from atoll.worker.session.ranks import RankGroup
@@ -80,6 +81,8 @@ class AtollCallback(Callback):
         labels: texts to show in the server's status, by name.
         filters: filters that are applied, in this order, to each update of this site before it is sent.
         require_server: whether to raise an error if no server is configured, instead of training alone.
+        swarm: whether this site may take part in a swarm, in which other sites connect to it and it connects to them;
+            `ATOLL_SWARM` and `ATOLL_PEER_*` can allow it, too.
 
     Attributes:
         driver: this site's connection to the run.
@@ -307,10 +310,10 @@ class AtollCallback(Callback):
         def facts() -> list[Any]:
             assert self.driver.info is not None
             info = self.driver.info
-            return [info.algorithm, info.local, info.local_package]
+            return [info.algorithm.text, info.local, info.local_package]
 
         algorithm, options, package = ranks.from_rank0(facts)
-        rule = local_rule(algorithm, options, package)
+        rule = local_rule(ReceivedName(algorithm), options, package)
         if rule is None:
             return
         if rule.one_rate:

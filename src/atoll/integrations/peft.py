@@ -164,8 +164,11 @@ def _written(folder: Path, config: PeftConfig, write: Callable[[BinaryIO], objec
         config: the adapter's configuration, for `adapter_config.json`.
         write: writes the tensors into an open file, for `adapter_model.safetensors`.
     """
-    new = folder / ".new"  # can exist after a killed save; its files are overwritten
-    new.mkdir(parents=True, exist_ok=True)
+    new = folder / ".new"
+    if os.path.islink(new):
+        new.unlink()
+    shutil.rmtree(new, ignore_errors=True)  # a killed save has left it
+    new.mkdir(parents=True)
     config = copy.deepcopy(config)
     config.inference_mode = True  # as PEFT does when it saves; to continue training, load with is_trainable=True
     config.save_pretrained(str(new))

@@ -39,6 +39,7 @@ class SiteOptions(TypedDict, total=False):
     labels: dict[str, str] | None
     filters: Sequence[Filter]
     require_server: bool
+    swarm: bool
 
 
 class TrainerDriver:

@@ -56,6 +56,8 @@ class AtollCallback(TrainerCallback):
         labels: texts to show in the server's status, by name.
         filters: filters that are applied, in this order, to each update of this site before it is sent.
         require_server: whether to raise an error if no server is configured, instead of training alone.
+        swarm: whether this site may take part in a swarm, in which other sites connect to it and it connects to them;
+            `ATOLL_SWARM` and `ATOLL_PEER_*` can allow it, too.
 
     Raises:
         UsageError: an element of `filters` is not a filter, or `sync_every` is below 1.

@@ -15,6 +15,7 @@ from atoll.outer_optimizers.chunk_exactness import granularity_of
 from atoll.outer_optimizers.delayed_nesterov import DelayedNesterov
 from atoll.outer_optimizers.torch_optimizer import EachTensor, Granularity, OuterRule
 from atoll.outer_optimizers.yogi import Yogi
+from atoll.registry import Name
 
 __all__ = ["DelayedNesterov", "EachTensor", "OuterRule", "Yogi", "build_outer"]
 
@@ -23,7 +24,7 @@ _granularities: dict[tuple[str, str] | None, Granularity] = {}
 
 
 def build_outer(
-    target: str | Callable[..., Optimizer],
+    target: Name | Callable[..., Optimizer],
     options: Mapping[str, Any] | None = None,
     lrs: Mapping[str, float] | None = None,
 ) -> OuterRule:
@@ -41,8 +42,8 @@ def build_outer(
             depends on other tensors, it needs a closure or sparse gradients, it draws random numbers, or its state
             cannot be stored.
     """
-    label = target if isinstance(target, str) else getattr(target, "__qualname__", repr(target))
-    factory = registry.load("outer", target) if isinstance(target, str) else target
+    label = target.text if isinstance(target, Name) else getattr(target, "__qualname__", repr(target))
+    factory = registry.find("outer", target) if isinstance(target, Name) else target
     if not callable(factory):
         raise ConfigError(f"algorithm.outer_optimizer {label!r} is of type {type(factory).__name__}, not callable.")
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in (options or {}).items()}
@@ -51,7 +52,7 @@ def build_outer(
         _require_options(label, arguments, known)
     arguments = _explicit_flags(label, factory, arguments, known or set())
     rule = OuterRule(label, factory, arguments)
-    key = (target, repr(arguments)) if isinstance(target, str) and target in registry.TABLES["outer"] else None
+    key = (label, repr(arguments)) if isinstance(target, Name) and label in registry.TABLES["outer"] else None
     granularity = _granularities.get(key) or granularity_of(rule)
     if key is not None:
         _granularities[key] = granularity

@@ -12,18 +12,37 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from blake3 import blake3
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from atoll.blobs import manifest as blobs
+from atoll.config.settings import (
+    LEAST_CHUNK_BYTES,
+    MOST_CHUNK_BYTES,
+    MOST_CONNECTIONS,
+    MOST_RANKS,
+)
 from atoll.errors import BadRequest, PartCorrupt, VersionSkew
-from atoll.format_text import visible
+from atoll.format_text import size, visible
+from atoll.protocol.read_message import lists_in, read_message
+from atoll.registry import ReceivedName
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout
-from atoll.tensors.schema import Schema, TensorSpec
+from atoll.tensors.schema import ITEM_BYTES, Schema, TensorSpec
 
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """Name of a site: 1 to 64 letters, digits, `.`, `_`, `-`. Safe in logs and as the name of a folder."""
@@ -43,6 +62,15 @@ Reference = Annotated[str, StringConstraints(max_length=512, pattern=r"^atoll-re
 LEASE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}:[0-9]{1,18}:[0-9A-Za-z]{0,64}(:[0-9a-f]{32})?$"
 """Pattern of a lease, `site:number:process:secret`, as the server issues it. A lease without a secret has no rights."""
 
+SHORTEST_S, LONGEST_S = 0.001, 2e6
+"""Shortest and longest time between heartbeats and without a byte, in seconds: sockets cannot wait for a month."""
+LONGEST_RETRY_S = 300.0
+"""Longest pause before a retry that an answer can ask for, in seconds."""
+MOST_PARTS, MOST_SHARES = 120_000, 4_000_000
+"""Maximum number of parts of a version, and of tensors times ranks: a site keeps a few values for each in memory."""
+MOST_DIMS = 64
+"""Maximum number of dimensions of a tensor, as in torch."""
+
 NUMBER_BELOW = 2**62
 """Exclusive upper bound of numbers in messages: tickets, versions, parts, counts."""
 
@@ -59,13 +87,19 @@ Host = Annotated[str, StringConstraints(max_length=256), _shown(256)]
 Label = Host
 LabelName = Annotated[str, StringConstraints(max_length=64), _shown(64)]
 Activity = LabelName
-Address = Annotated[str, StringConstraints(max_length=300), _shown(300)]
 Text = Annotated[str, StringConstraints(max_length=2000), _shown(2000)]
-Shown = Annotated[str, AfterValidator(visible)]
-"""Text of any length from the server. Unprintable characters are replaced by escapes."""
+SHOWN_CHARS = 2000
+Shown = Annotated[str, _shown(SHOWN_CHARS)]
+"""Text from the server. Unprintable characters are replaced by escapes, and a longer text is cut."""
 Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
 Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
+T = TypeVar("T")
+Many = Annotated[list[T], FailFast()]
+"""A list in an answer. Its validation ends at the first error: a list of all errors would need much memory."""
+
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
+Interval = Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)]
 
 
 class Message(BaseModel):
@@ -78,26 +112,46 @@ WRONG_TOKEN = "The request has no valid token."
 """Message of the `Problem` that answers a request without the server's token."""
 
 
+def _retry_s(seconds: Any) -> Any:
+    """Return the pause that an answer asks for, at most `LONGEST_RETRY_S`; None if it is no usable number."""
+    if type(seconds) not in (int, float) or not seconds >= 0:
+        return None
+    return min(float(min(seconds, NUMBER_BELOW)), LONGEST_RETRY_S)
+
+
 class Problem(BaseModel):
     """Description of an error: the body of every answer with an error status."""
 
-    code: str = Field(description="A stable name of the kind of error; see docs/reference.")
+    code: Shown = Field(description="A stable name of the kind of error; see docs/reference.")
     message: Shown = Field(description="What happened, with the value.")
     remedy: Shown = Field("", description="What to do about it.")
-    retry_after_s: float | None = Field(None, description="Seconds until a retry may help; null: not given.")
+    retry_after_s: Annotated[float | None, BeforeValidator(_retry_s)] = Field(
+        None, description="Seconds until a retry may help; null: not given."
+    )
+
+
+def bounded_s(seconds: float) -> float:
+    """Return the time that is nearest to a setting and may stand in a message, in seconds; 0 stays 0."""
+    return min(max(seconds, SHORTEST_S), LONGEST_S) if seconds else 0.0
+
+
+def _none_or_interval(seconds: float) -> float:
+    if 0 < seconds < SHORTEST_S:
+        raise ValueError(f"should be 0, or {SHORTEST_S:g} or more")
+    return seconds
 
 
 class RunInfo(Message):
     """The facts about a run that a worker needs before it joins."""
 
-    protocol: int = Field(description="Protocol version of the server.")
+    protocol: Count = Field(description="Protocol version of the server.")
     run: RunId = Field(description="Id of the run; a new state directory gives a new id.")
     name: Shown
-    algorithm: str
-    local: dict[str, float] | None = Field(
+    algorithm: ReceivedName
+    local: Annotated[dict[LabelName, float], Field(max_length=64)] | None = Field(
         None, description="Options of the algorithm's local rule; null: local training is not corrected."
     )
-    local_package: str = Field(
+    local_package: Shown = Field(
         "", description="Package of the algorithm at the server, with its version; empty if unknown."
     )
     on_missed: Literal["rebase", "reset"] = Field(
@@ -108,26 +162,34 @@ class RunInfo(Message):
     mode: Literal["sync", "async"] = Field("sync", description="async: a round does not wait for all expected workers.")
     sync_rounds_first: Count = Field(0, description="Number of synchronous rounds at the start of an asynchronous run.")
     schema_digest: Hex32
-    fragments: int = Field(ge=1, description="Number of fragments of the model.")
+    fragments: int = Field(ge=1, lt=NUMBER_BELOW, description="Number of fragments of the model.")
     tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
-    max_inflight: int = Field(1, ge=1, description="Fragments for which a worker may have unfinished updates at once.")
-    codec: str = Field(description="Codec of `params` in an update.")
+    max_inflight: int = Field(
+        1, ge=1, lt=NUMBER_BELOW, description="Fragments for which a worker may have unfinished updates at once."
+    )
+    codec: ReceivedName = Field(description="Codec of `params` in an update.")
     codec_options: dict[str, str | int | float] = Field(
         default_factory=dict, description="The codec's keyword arguments."
     )
-    downlink_codec: str = Field("none", description="Codec of version differences; none: whole versions.")
+    downlink_codec: ReceivedName = Field(
+        ReceivedName("none"), description="Codec of version differences; none: whole versions."
+    )
     downlink_codec_options: dict[str, str | int | float] = Field(
         default_factory=dict, description="The downlink codec's keyword arguments."
     )
-    part_bytes: int = Field(gt=0)
+    part_bytes: int = Field(ge=LEAST_CHUNK_BYTES, le=MOST_CHUNK_BYTES, description="Largest size of a part, in bytes.")
     placement: Literal["server", "swarm"] = Field("server", description="Where rounds are aggregated.")
-    ranks: int = Field(1, ge=1, description="Number of ranks of sharded workers; each part belongs to one rank.")
-    connections: int = Field(gt=0, description="Number of parallel connections for tensors.")
-    heartbeat_interval_s: float = Field(ge=0)
-    heartbeat_timeout_s: float = Field(ge=0)
-    waiting_heartbeat_s: float = Field(5.0, gt=0, description="Seconds between heartbeats while a call is unanswered.")
-    idle_timeout_s: float = Field(gt=0)
+    ranks: int = Field(
+        1, ge=1, le=MOST_RANKS, description="Number of ranks of sharded workers; each part belongs to one rank."
+    )
+    connections: int = Field(ge=1, le=MOST_CONNECTIONS, description="Number of parallel connections for tensors.")
+    heartbeat_interval_s: Annotated[Seconds, AfterValidator(_none_or_interval)] = Field(
+        description="Seconds between two heartbeats; 0: no heartbeats."
+    )
+    heartbeat_timeout_s: Seconds
+    waiting_heartbeat_s: Interval = Field(5.0, description="Seconds between heartbeats while a call is unanswered.")
+    idle_timeout_s: Interval
     trains: bool = Field(True, description="Whether the run ever has rounds.")
     sends_tasks: bool = Field(False, description="Whether the run has workflows that send tasks.")
     keeps_local: bool = Field(
@@ -139,21 +201,64 @@ class RunInfo(Message):
         """Whether the run uses Streaming DiLoCo: several fragments, or a delayed (tau) or partial (alpha) merge."""
         return self.fragments > 1 or self.tau > 0 or self.alpha > 0
 
+    def require_split(self, split: Split) -> None:
+        """Check a schema from the server, with its division into fragments, against this description of the run.
+
+        Raises:
+            VersionSkew: the two do not agree, or the model has more parts than a site can keep in memory.
+        """
+        if split.count != self.fragments or split.schema.digest != self.schema_digest:
+            raise VersionSkew(
+                "The model's schema from the server does not match the digest in the server's run description.",
+                "Install the same release of Atoll at the server and at this worker.",
+            )
+        tensors, nbytes = len(split.schema.tensors), split.schema.nbytes
+        if nbytes // self.part_bytes > MOST_PARTS or tensors * self.ranks > MOST_SHARES:
+            raise VersionSkew(
+                f"The server's model has {tensors} tensors with {size(nbytes)}, which {self.ranks} ranks would "
+                f"exchange in parts of {size(self.part_bytes)}: too many parts for a site.",
+                "Set network.part_bytes to a larger value at the server, or model.ranks to a smaller one.",
+            )
+
+
+def _one_line(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"the name {visible(text, 80)!r} has unprintable characters")
+    return text
+
+
+TensorName = Annotated[str, StringConstraints(max_length=1024), AfterValidator(_one_line)]
+"""Name of a tensor. It is shown as it is, so it has no line feeds and no escape sequences of terminals."""
+
+
+def _dtype(text: str) -> str:
+    if text not in ITEM_BYTES:
+        raise ValueError(f"the dtype {visible(text, 80)!r} is not supported by this version")
+    return text
+
 
 class TensorEntry(Message):
     """One tensor of the model."""
 
-    name: str
-    dtype: str = Field(description="Name of the dtype as in safetensors: F32, BF16, I64, …")
-    shape: list[Count]
-    group: str = Field(description="Group: params or buffers, or a group of the algorithm.")
+    name: TensorName
+    dtype: Annotated[str, AfterValidator(_dtype)] = Field(
+        description="Name of the dtype as in safetensors: F32, BF16, I64, …"
+    )
+    shape: Annotated[list[Count], Field(max_length=MOST_DIMS)]
+    group: TensorName = Field(description="Group: params or buffers, or a group of the algorithm.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if math.prod(self.shape) * ITEM_BYTES[self.dtype] >= NUMBER_BELOW:
+            raise ValueError("the tensor has too many elements")
+        return self
 
 
 class Alias(Message):
     """A further name of a tied tensor, and the name under which the schema lists the tensor."""
 
-    name: str
-    owner: str
+    name: TensorName
+    owner: TensorName
 
 
 class SchemaMessage(Message):
@@ -183,17 +288,56 @@ class SchemaMessage(Message):
         Raises:
             VersionSkew: the fragments do not cover every tensor, or their numbers are not 0, 1, 2, ….
         """
-        schema = Schema(
-            tuple(TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group) for entry in self.tensors),
-            tuple((alias.name, alias.owner) for alias in self.aliases),
+        return _split(map(_spec, self.tensors), map(_pair, self.aliases), self.fragments)
+
+    @classmethod
+    def split_in(cls, body: bytes | bytearray) -> Split:
+        """Return the schema in the body of an answer, with its division into fragments.
+
+        The result is that of `to_split`. But the tensors are read one at a time, so that a model of 100,000 tensors
+        takes no more memory than its schema.
+
+        Raises:
+            ValueError: the body is not a valid message. The text of the error is short and printable.
+            VersionSkew: the fragments do not cover every tensor, or their numbers are not 0, 1, 2, ….
+        """
+        specs, pairs, places = list[TensorSpec](), list[tuple[str, str]](), list[int]()
+        for name, element in lists_in(body):
+            if name == "tensors":
+                specs.append(_spec(read_message(TensorEntry, element)))
+            elif name == "aliases":
+                pairs.append(_pair(read_message(Alias, element)))
+            elif name == "fragments" and len(element) <= len(str(NUMBER_BELOW)):
+                places.append(int(element))
+            else:
+                raise ValueError(f"{visible(name, 80)}: no list of a schema")
+        return _split(specs, pairs, places)
+
+
+def _spec(entry: TensorEntry) -> TensorSpec:
+    return TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group)
+
+
+def _pair(alias: Alias) -> tuple[str, str]:
+    return alias.name, alias.owner
+
+
+def _split(specs: Iterable[TensorSpec], pairs: Sequence[tuple[str, str]], places: Sequence[int]) -> Split:
+    schema = Schema(tuple(specs), tuple(pairs))
+    owners, aliases = [spec.name for spec in schema.tensors], [name for name, _ in schema.aliases]
+    if len({*owners, *aliases}) < len(owners) + len(aliases) or not {owner for _, owner in pairs} <= {*owners}:
+        raise VersionSkew(
+            "The server's schema names a tensor twice, or ties one to a tensor that it does not have.",
+            "Upgrade Atoll on both sides.",
         )
-        if not self.fragments:
-            return Split.whole(schema)
-        if len(self.fragments) != len(schema.tensors) or set(self.fragments) != set(range(max(self.fragments) + 1)):
-            raise VersionSkew(
-                "The server's schema does not list the fragment of each tensor.", "Upgrade Atoll on both sides."
-            )
-        return Split(schema, tuple(self.fragments))
+    if not places:
+        return Split.whole(schema)
+    count = max(places) + 1
+    if len(places) != len(schema.tensors) or count > len(places) or len(set(places)) != count:
+        raise VersionSkew(
+            "The server's schema does not list the fragment of each tensor.", "Upgrade Atoll on both sides."
+        )
+    return Split(schema, tuple(places))
 
 
 class Counted(Message):
@@ -227,7 +371,11 @@ class Join(Message):
     sync_every: Count | None = Field(None, description="The worker's H; null: use the run's. Must equal the run's.")
     num_fragments: Count | None = Field(None, description="The worker's number of fragments. Must equal the run's.")
     labels: Labels = Field(default_factory=dict, description="Labels for the status.")
-    peer: Address = Field("", description="Address for other workers of a swarm: http://host:port.")
+    peer: Reference | None = Field(
+        None,
+        description="In a swarm: a reference to a small object at this worker. It has the worker's address for the "
+        "others, and the server pulls the object: this proves that the address is the worker's own.",
+    )
     local_state: Literal["", "kept", "missing", "new"] = Field(
         "", description="Whether the site has its algorithm's state; new: the user lets the state start from zero."
     )
@@ -244,10 +392,12 @@ class Join(Message):
 class Joined(Message):
     """The answer to `Join`. The lease authorises every later request of this process."""
 
-    lease: str = Field(description="Value for the header Atoll-Lease; contains a secret of 128 bits.")
+    lease: Annotated[str, StringConstraints(pattern=LEASE_PATTERN)] = Field(
+        description="Value for the header Atoll-Lease; contains a secret of 128 bits."
+    )
     due: Count = Field(0, description="Fragment to synchronise first.")
     evaluates: bool = Field(False, description="Whether a cross-site evaluation of the run will ask this site.")
-    displaces: str | None = Field(
+    displaces: Host | None = Field(
         None, description="Host of the site's earlier process, which this one replaces; null: none."
     )
 
@@ -282,7 +432,7 @@ class Heartbeat(Message):
 class HeartbeatReply(Message):
     """The answer to `Heartbeat`: the newest versions that survive a power loss, and whether the run is finished."""
 
-    durable_versions: list[Count | None] = Field(
+    durable_versions: Many[Count | None] = Field(
         description="Newest version of each fragment that survives a power loss of the server; null: none yet."
     )
     finished: bool
@@ -311,6 +461,12 @@ class Outcome(Message):
     def is_in(self) -> bool:
         """Whether the server has acknowledged the update of the ticket."""
         return self.state in ("accepted", "counted")
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.version is not None and self.version <= self.base_version:
+            raise ValueError(f"version {self.version} cannot contain an update of version {self.base_version}")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,18 +515,30 @@ class TicketReply(Message):
         None, description="The newest version that survives a power loss of the server; null: none yet."
     )
     round: Count = Field(0, description="Number of the open round, or of the next one.")
-    waiting_for: list[str] = Field(default_factory=list, description="Sites that the round still waits for.")
+    waiting_for: Many[Site] = Field(default_factory=list, description="Sites that the round still waits for.")
     reason: Shown = ""
     tasks: bool = Field(False, description="Whether tasks come now, before or after the rounds.")
     left_s: float | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if (self.status == "ticket") != (self.ticket is not None):
+            raise ValueError(f"the status {self.status} does not fit the ticket")
+        return self
 
 
 class TicketState(Message):
     """The state of a ticket, and the parts of its update that the server has on disk."""
 
     outcome: Outcome
-    parts: list[Count] = Field(description="Numbers of the parts that the server has.")
-    part_digests: list[Hex32] = Field(description="Digests of these parts, in the order of `parts`.")
+    parts: Many[Count] = Field(description="Numbers of the parts that the server has.")
+    part_digests: Many[Hex32] = Field(description="Digests of these parts, in the order of `parts`.")
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if len(self.parts) != len(self.part_digests):
+            raise ValueError("the numbers of parts and of digests differ")
+        return self
 
 
 class Complete(Message):
@@ -399,7 +567,7 @@ class Parts(Message):
     """The digests of a file and of its parts. Both sides know the layout that divides the file into parts."""
 
     digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
-    part_digests: list[Hex32]
+    part_digests: Many[Hex32]
 
     def require_digest(self, wanted: str, layout: Layout, what: str) -> tuple[bytes, ...]:
         """Check that these digests belong to the wanted file, and return the BLAKE3 of each part.
@@ -432,9 +600,15 @@ class VersionManifest(Parts):
 
     version: Count
     delta: Delta | None = Field(None, description="Difference from the previous version; null: none.")
-    sources: list[Reference] = Field(
+    sources: Many[Reference] = Field(
         default_factory=list, description="Workers of a swarm with this version; empty: the server has it."
     )
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.delta is not None and self.delta.base_version >= self.version:
+            raise ValueError(f"version {self.version} is no difference from version {self.delta.base_version}")
+        return self
 
 
 class ObjectOpen(Message):
@@ -452,7 +626,7 @@ class ObjectOpened(Message):
 
     object: Hex16
     secret: Hex16 = Field(description="Secret that each request for the object needs.")
-    expires_s: float = Field(description="Seconds that the server keeps the object.")
+    expires_s: float = Field(ge=0, le=10**9, description="Seconds that the server keeps the object.")
 
 
 class ObjectComplete(Message):
@@ -468,7 +642,7 @@ class BlobManifest(Message):
     """
 
     layout_digest: Hex32 = Field(description="Digest of the layout; for an object, digest of its three sizes.")
-    part_digests: list[Hex32]
+    part_digests: Many[Hex32]
     head_bytes: Count
     nbytes: Count
     part_bytes: Count
@@ -503,10 +677,10 @@ class BlobManifest(Message):
             BadRequest: the body is not a valid message.
         """
         try:
-            return cls.model_validate_json(bytes(body))
-        except ValidationError as error:
+            return read_message(cls, body)
+        except ValueError as error:
             raise BadRequest(
-                f"The manifest of {what} cannot be read: {error.errors()[0]['msg']}.",
+                f"The manifest of {what} cannot be read: {error}.",
                 "Use the same version of Atoll on both sides.",
             ) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 PROTOCOL = 1
@@ -41,6 +42,8 @@ SECRET_HEADER = "Atoll-Secret"
 
 CONTROL_BODY_BYTES = 64 * 2**10
 """Maximum size of a control message, in bytes. A longer message is refused before it is read."""
+PROBLEM_BYTES = CONTROL_BODY_BYTES
+"""Maximum size of an answer with an error, at every path, in bytes."""
 REPORT_BODY_BYTES = 16 * 2**20
 """Maximum size of a swarm worker's report, in bytes. A report contains the digests of all parts of a version."""
 
@@ -48,11 +51,39 @@ HEADER_BYTES = 16 * 2**10
 DIGEST_BYTES = 32
 """Size of a BLAKE3 digest. The body of a part is the bytes of the part, then their digest."""
 
-MANIFEST_BYTES = 32 * 2**20
+MANIFEST_BYTES = 24 * 2**20
 """Maximum size of an object's manifest, in bytes. A receiver refuses a longer one."""
 
 INLINE_BYTES = 16 * 2**20
 """Maximum size, in bytes, of an object that is sent inline (within its manifest)."""
+
+ANSWER_BYTES: dict[str, int] = {
+    SCHEMA: 16 * 2**20,  # 130,000 tensors
+    MANIFEST: 8 * 2**20,  # 120,000 parts, of the version and its difference together: 2 TB in parts of 16 MiB
+    TICKET: 8 * 2**20,
+    OBJECT: MANIFEST_BYTES,
+    TASKS: INLINE_BYTES,
+    SWARM: REPORT_BODY_BYTES,
+    STATUS: 16 * 2**20,
+    EVALUATION: 64 * 2**20,
+}
+"""Path → maximum size of an answer, in bytes, if it is not `CONTROL_BODY_BYTES`.
+
+The same limit holds for a body whose length is not known before it is read. A client decodes no compressed answer, so
+this is the size before and after decoding. Answers with an error have at most `PROBLEM_BYTES`.
+"""
+
+_WITH_PARAMETERS = [
+    (re.compile(re.sub(r"\{\w+\}", "[^/]+", path)), nbytes) for path, nbytes in ANSWER_BYTES.items() if "{" in path
+]
+
+
+def answer_bytes(path: str) -> int:
+    """Return the maximum size of the answer to a request for this path, in bytes."""
+    if path in ANSWER_BYTES:
+        return ANSWER_BYTES[path]
+    return next((most for route, most in _WITH_PARAMETERS if route.fullmatch(path)), CONTROL_BODY_BYTES)
+
 
 LONG_POLL_S = 20.0
 """Maximum number of seconds that the server holds a ticket request before it answers "wait".

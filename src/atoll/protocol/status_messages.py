@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from atoll.format_text import counted, numbers, of_fragment, size
-from atoll.protocol.messages import Count, Message
+from atoll.protocol.messages import Count, Many, Message, Shown
 
 KEPT = "status.json"
 """Name of the file in the state directory with the last saved status.
@@ -20,11 +20,11 @@ ends.
 class WorkerStatus(Message):
     """The status of one site: its newest process, its progress and its traffic."""
 
-    site: str
-    host: str = ""
-    state: str = Field("", description="alive, dead, left or failed")
-    doing: str = ""
-    joined_at: str = ""
+    site: Shown
+    host: Shown = ""
+    state: Shown = Field("", description="alive, dead, left or failed")
+    doing: Shown = ""
+    joined_at: Shown = ""
     last_heartbeat_s: float = Field(0.0, description="Seconds since the last request, or since the server restarted.")
     heard: bool = Field(True, description="Whether the site sent a request since the server restarted.")
     step: Count = Field(0, description="Local steps of the site's newest process; 0: it has reported none.")
@@ -40,15 +40,15 @@ class WorkerStatus(Message):
     )
     retries: Count = 0
     reconnections: Count = 0
-    metrics: dict[str, float] = Field(default_factory=dict)
-    labels: dict[str, str] = Field(default_factory=dict)
-    error: str = ""
+    metrics: dict[Shown, float] = Field(default_factory=dict)
+    labels: dict[Shown, Shown] = Field(default_factory=dict)
+    error: Shown = ""
 
 
 class Missing(Message):
     """A site that a round waits for, and how long it has waited."""
 
-    site: str
+    site: Shown
     for_s: float = Field(description="Seconds that the round has waited for this site.")
 
 
@@ -58,16 +58,16 @@ class RoundSummary(Message):
     fragment: Count
     round: Count
     version: Count
-    workers: list[str]
-    weights: list[float]
-    metrics: dict[str, float] = Field(description="Weighted mean over the workers that reported the metric.")
-    counts: dict[str, Count] = Field(description="Number of workers that reported each metric.")
+    workers: Many[Shown]
+    weights: Many[float]
+    metrics: dict[Shown, float] = Field(description="Weighted mean over the workers that reported the metric.")
+    counts: dict[Shown, Count] = Field(description="Number of workers that reported each metric.")
     seconds: float
     grad_norm: float | None = Field(
         None, description="L2 norm of the reduced pseudo-gradient, before the outer step; null: not finite."
     )
     bytes_up: Count
-    staleness: list[Count] = Field(
+    staleness: Many[Count] = Field(
         default_factory=list, description="For each update, versions between its base and the base of the round."
     )
     expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")
@@ -76,8 +76,8 @@ class RoundSummary(Message):
         None,
         description="Estimated weight of all workers together; null: no reducer needs it.",
     )
-    aggregator: str = Field("", description="Worker of a swarm that aggregated the round; empty: the server.")
-    checker: str = Field("", description="Worker that checked the version before it became the head.")
+    aggregator: Shown = Field("", description="Worker of a swarm that aggregated the round; empty: the server.")
+    checker: Shown = Field("", description="Worker that checked the version before it became the head.")
 
     def line(self, *, has_fragments: bool = False) -> str:
         """Return the round as one line of text; if the run has several fragments, the line names the fragment."""
@@ -95,10 +95,10 @@ class RoundSummary(Message):
 class PlaceStatus(Message):
     """In a swarm, the workers of one fragment: its aggregator, its checker, and the holders of its newest version."""
 
-    aggregator: str = Field(description="Worker that aggregates the round; empty: none.")
-    checker: str = Field(description="Worker that checks the next version.")
-    holders: list[str] = Field(description="Workers that have the newest version with its outer state.")
-    collected: list[str] = Field(description="Sites with updates that the aggregator has collected.")
+    aggregator: Shown = Field(description="Worker that aggregates the round; empty: none.")
+    checker: Shown = Field(description="Worker that checks the next version.")
+    holders: Many[Shown] = Field(description="Workers that have the newest version with its outer state.")
+    collected: Many[Shown] = Field(description="Sites with updates that the aggregator has collected.")
 
 
 class FragmentStatus(Message):
@@ -106,33 +106,33 @@ class FragmentStatus(Message):
 
     fragment: Count
     version: Count
-    phase: str
-    waiting_for: list[Missing]
-    reason: str
+    phase: Shown
+    waiting_for: Many[Missing]
+    reason: Shown
     place: PlaceStatus | None = Field(None, description="Workers of a swarm for this fragment.")
 
 
 class BestStatus(Message):
     """The best version so far, by the setting `best_metric`."""
 
-    metric: str
+    metric: Shown
     mode: Literal["max", "min"]
     version: Count | None = Field(None, description="Null: no round has reported the metric yet.")
     round: Count | None = Field(None, description="Round in which workers measured this version.")
     value: float | None = None
     stale: Count = Field(0, description="Measurements since the last gain above `early_stop_min_delta`.")
-    file: str = Field("", description="File of the best version; empty until it is written.")
+    file: Shown = Field("", description="File of the best version; empty until it is written.")
 
 
 class TaskStatus(Message):
     """A task that a workflow has sent. Tensors of a payload are sent streamed (in parts) or inline (in the message)."""
 
     number: Count = Field(description="Number of the task since the server started, from 1.")
-    name: str
-    way: str = Field(description="How the payload is sent: streamed, inline, or skipped if it has no tensors.")
-    sites: list[str]
-    missing: list[str] = Field(description="Sites that have not answered yet.")
-    answers: dict[str, Count] = Field(description="Way of sending → number of answers; failed: errors.")
+    name: Shown
+    way: Shown = Field(description="How the payload is sent: streamed, inline, or skipped if it has no tensors.")
+    sites: Many[Shown]
+    missing: Many[Shown] = Field(description="Sites that have not answered yet.")
+    answers: dict[Shown, Count] = Field(description="Way of sending → number of answers; failed: errors.")
     open: bool
     seconds: float
 
@@ -140,27 +140,27 @@ class TaskStatus(Message):
 class WorkflowStatus(Message):
     """The status of one workflow of a run."""
 
-    name: str
-    kind: str = Field(description="train, another registered kind, or empty for a user's function.")
+    name: Shown
+    kind: Shown = Field(description="train, another registered kind, or empty for a user's function.")
     state: Literal["to come", "running", "done", "failed"]
     seconds: float = Field(0.0, description="Seconds since the start of the workflow; after its end, its duration.")
     quiet_s: float = Field(0.0, description="Seconds without any progress while it runs.")
-    detail: str = Field("", description="The workflow's progress in words.")
+    detail: Shown = Field("", description="The workflow's progress in words.")
 
 
 class Status(Message):
     """The status of a run. Before the server has saved a status for the first time, most fields have their defaults."""
 
-    run: str
-    name: str = "a run"
-    algorithm: str = ""
-    policy: str = Field("", description="The closing policy in words.")
+    run: Shown
+    name: Shown = "a run"
+    algorithm: Shown = ""
+    policy: Shown = Field("", description="The closing policy in words.")
     protocol: int
     epoch: Count = 0
     rounds: Count = 0
     finished: bool = False
-    stopped: str = Field("", description="Why the run ended before its last round; else empty.")
-    address: str = Field("", description="Address of the server; empty for a simulation.")
+    stopped: Shown = Field("", description="Why the run ended before its last round; else empty.")
+    address: Shown = Field("", description="Address of the server; empty for a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
     uptime_s: float = 0.0
     left_s: float | None = Field(
@@ -169,37 +169,37 @@ class Status(Message):
         "was measured yet, too few sites take part, or the run is finished or has no number of rounds.",
     )
     model_bytes: Count = 0
-    codec: str = "none"
-    outer: str = Field("", description="The outer optimizer and its options, in words.")
-    downlink_codec: str = Field("none", description="Codec of version differences; none: whole versions.")
+    codec: Shown = "none"
+    outer: Shown = Field("", description="The outer optimizer and its options, in words.")
+    downlink_codec: Shown = Field("none", description="Codec of version differences; none: whole versions.")
     sync_every: Count = 0
     tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, description="Share of the local parameters that a merge keeps.")
     dylu: bool = Field(False, description="Whether slower workers take fewer local steps.")
-    fragments: list[FragmentStatus] = Field(default_factory=list)
-    workers: list[WorkerStatus] = Field(default_factory=list)
-    history: list[RoundSummary] = Field(default_factory=list, description="The last rounds, oldest first.")
+    fragments: Many[FragmentStatus] = Field(default_factory=list)
+    workers: Many[WorkerStatus] = Field(default_factory=list)
+    history: Many[RoundSummary] = Field(default_factory=list, description="The last rounds, oldest first.")
     bytes_up: Count = Field(0, description="Bytes of updates received since the server started.")
     bytes_down: Count = Field(0, description="Bytes of versions sent since the server started.")
     deaths: Count = Field(0, description="Workers declared dead during the run.")
     refused: Count = Field(0, description="Updates refused during the run.")
-    staleness: dict[str, Count] = Field(
+    staleness: dict[Shown, Count] = Field(
         default_factory=dict,
         description="Staleness in versions → number of counted updates with it, since the server started.",
     )
-    tasks: dict[str, Count] = Field(
+    tasks: dict[Shown, Count] = Field(
         default_factory=dict,
         description="Way of sending (streamed, inline, or skipped: no tensors) → number of payloads.",
     )
-    workflows: list[WorkflowStatus] = Field(
+    workflows: Many[WorkflowStatus] = Field(
         default_factory=list, description="Workflows in order; empty if the run has only rounds."
     )
-    sent: list[TaskStatus] = Field(default_factory=list, description="The last tasks of a workflow, oldest first.")
-    durability: str = "process"
+    sent: Many[TaskStatus] = Field(default_factory=list, description="The last tasks of a workflow, oldest first.")
+    durability: Shown = "process"
     durable_version: Count | None = None
-    warnings: list[str] = Field(default_factory=list)
+    warnings: Many[Shown] = Field(default_factory=list)
 
     @property
     def version(self) -> int:
         """The newest version that every fragment of the model has reached."""
-        return min(fragment.version for fragment in self.fragments)
+        return min((fragment.version for fragment in self.fragments), default=0)

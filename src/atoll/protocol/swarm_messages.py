@@ -9,24 +9,66 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from atoll.protocol import messages
-from atoll.protocol.messages import Count, Hex32, Message, Reference, Site, Text
+from atoll.config.settings import MAX_WEIGHT
+from atoll.protocol.messages import NUMBER_BELOW, Count, Hex32, Message, Reference, Site, Text
 from atoll.protocol.routes import DIGEST_BYTES
 from atoll.protocol.values import FrozenRound
+from atoll.registry import ReceivedName
 
-Address = Annotated[messages.Address, StringConstraints(pattern=r"^https?://")]
+MOST_PEERS, MOST_HELD, MOST_UPDATES, MOST_SOURCES = 1024, 4096, 4096, 16
+"""Largest number of addresses, of versions and of updates in a message, and of sources of one version."""
+
+Address = Annotated[
+    str,
+    StringConstraints(
+        max_length=300,
+        pattern=r"^https?://(\[[0-9a-fA-F:.]{2,45}\]|[0-9A-Za-z]([0-9A-Za-z._-]{0,251}[0-9A-Za-z])?):[1-9][0-9]{0,4}$",
+    ),
+]
+"""Address of a worker, http(s)://host:port: without user, path, query or fragment."""
+StateDigest = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{64})?$")]
 Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0-9+/=]*$")]
 """Concatenated BLAKE3 digests in base64."""
 
 
-class SwarmPlan(Message):
-    """The settings that a worker needs to aggregate a round and step the outer optimizer."""
+OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+Scalar = (
+    bool
+    | Annotated[int, Field(gt=-NUMBER_BELOW, lt=NUMBER_BELOW)]
+    | Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+    | Annotated[str, StringConstraints(max_length=256)]
+)
+Option = Scalar | Annotated[list[Scalar], Field(max_length=16)]
 
-    settings: dict[str, Any]
+
+class Choice(Message):
+    """A codec, a reducer or an outer optimizer: its name, which each site looks up, and its keyword arguments."""
+
+    name: ReceivedName
+    options: Annotated[dict[OptionName, Option], Field(max_length=64)] = Field(default_factory=dict)
+
+
+class SwarmPlan(Message):
+    """The values that a worker needs to aggregate a round and step the outer optimizer. They are no settings."""
+
+    algorithm: ReceivedName
+    reduce: Annotated[dict[OptionName, ReceivedName], Field(max_length=16)] = Field(
+        description="Group of tensors → the algorithm's own reducer of the group."
+    )
+    reducer: Choice = Field(description="The reducer of `params`.")
+    outer: Choice = Field(description="The outer optimizer.")
+    outer_lr_of: Annotated[
+        dict[Annotated[str, StringConstraints(max_length=256)], Annotated[float, Field(gt=0, le=MAX_WEIGHT)]],
+        Field(max_length=256),
+    ] = Field(default_factory=dict, description="Pattern of parameter names → their outer learning rate.")
+    codec: Choice = Field(description="The codec of `params` in an update.")
+    part_bytes: int = Field(ge=2**16, le=16 * 2**20, description="Largest size of a part, in bytes.")
+    versions: int = Field(ge=1, le=MOST_HELD, description="Most versions of a fragment that a worker has to store.")
+    in_files: bool = Field(True, description="Keep versions and updates in files; false: in memory.")
 
 
 class Source(Message):
@@ -42,7 +84,7 @@ class Held(Message):
     fragment: Count
     version: Count
     digest: Hex32
-    state_digest: str = Field("", max_length=64, description="BLAKE3 over the digests of the outer state; empty: none.")
+    state_digest: StateDigest = Field("", description="BLAKE3 over the digests of the outer state; empty: none.")
     source: Source
 
 
@@ -62,7 +104,7 @@ class ReducedRound(Message):
 
     fragment: Count
     version: Count
-    tickets: list[Count] = Field(max_length=4096)
+    tickets: list[Count] = Field(max_length=MOST_UPDATES)
     digest: Hex32 | None = None
     part_digests: Digests = ""
     state_digests: Digests = ""
@@ -82,16 +124,16 @@ class Unreached(Message):
 class PeerReport(Message):
     """A worker's report to the server of everything that it stores and has done for the swarm."""
 
-    address: Address = Field(description="Address of this worker for other workers.")
+    peer: Reference = Field(description="As in `Join`: the address of this worker, and the proof.")
     number: Count = Field(description="Number of this report; the server ignores older reports.")
     seen: Count = Field(0, description="Stamp of the orders that the worker has.")
     wait_s: float = Field(0.0, ge=0, le=20.0)
     moved: Count = Field(0, description="Bytes moved by the worker's jobs so far; the same number again: no progress.")
     leaving: bool = Field(False, description="The worker wants to leave the run.")
-    held: list[Held] = Field(default_factory=list, max_length=256)
-    collected: list[CollectedUpdate] = Field(default_factory=list, max_length=4096)
+    held: list[Held] = Field(default_factory=list, max_length=MOST_HELD)
+    collected: list[CollectedUpdate] = Field(default_factory=list, max_length=MOST_UPDATES)
     closed: list[ReducedRound] = Field(default_factory=list, max_length=256)
-    reached: list[Address] = Field(default_factory=list, max_length=1024)
+    reached: list[Address] = Field(default_factory=list, max_length=MOST_PEERS)
     unreached: list[Unreached] = Field(default_factory=list, max_length=64)
 
 
@@ -104,8 +146,10 @@ class Hold(Message):
     fragment: Count
     version: Count
     digest: Hex32
-    state_digest: str = Field("", max_length=64)
-    sources: list[Source] = Field(description="Workers that have the version; empty: the server has it.")
+    state_digest: StateDigest = ""
+    sources: list[Source] = Field(
+        max_length=MOST_SOURCES, description="Workers that have the version; empty: the server has it."
+    )
 
 
 class Collect(Message):
@@ -124,10 +168,17 @@ class PeerWork(Message):
     stamp: Count = Field(description="Stamp of these orders; other orders have another stamp.")
     server: Count = Field(0, description="Start time of the server, in ms since 1970.")
     order: Count = Field(0, description="Number of this answer; a worker ignores an answer with a lower number.")
-    probe: list[Address] = Field(default_factory=list, description="Addresses of workers; test the connection to each.")
-    hold: list[Hold] = Field(default_factory=list)
-    collect: list[Collect] = Field(default_factory=list)
-    close: list[FrozenRound] = Field(default_factory=list)
+    peers: list[Address] = Field(
+        default_factory=list,
+        max_length=MOST_PEERS,
+        description="Addresses of all other workers, which the server has checked. A worker connects to no others.",
+    )
+    probe: list[Address] = Field(
+        default_factory=list, max_length=MOST_PEERS, description="Test the connection to these; they are in `peers`."
+    )
+    hold: list[Hold] = Field(default_factory=list, max_length=MOST_HELD)
+    collect: list[Collect] = Field(default_factory=list, max_length=MOST_UPDATES)
+    close: list[FrozenRound] = Field(default_factory=list, max_length=MOST_HELD)
     stay: bool = Field(False, description="Other workers still need this worker's data.")
     finished: bool = Field(False, description="The run is finished: the newest versions are its result.")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from atoll.config.settings import MOST_CHUNK_BYTES
-from atoll.protocol.messages import Count, Hex16, Hex32, Message, Metrics, Text
+from atoll.protocol.messages import Count, Hex16, Hex32, Many, Message, Metrics, Text
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 """Name of a task: `train`, `validate`, `submit_model`, or a name that the user chose."""
@@ -60,6 +60,12 @@ class TaskReply(Message):
     )
     task: TaskMessage | None = None
 
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if (self.status == "task") != (self.task is not None):
+            raise ValueError(f"the status {self.status} does not fit the task")
+        return self
+
 
 class TaskAnswer(Message):
     """A site's answer to a task: a payload, or an error."""
@@ -87,7 +93,7 @@ class Cell(Message):
     model: str
     site: str
     metrics: Metrics = Field(default_factory=dict)
-    not_finite: list[str] = Field(default_factory=list, description="Metrics that were NaN or infinite.")
+    not_finite: Many[str] = Field(default_factory=list, description="Metrics that were NaN or infinite.")
     error: str = Field("", description="Why there is no result; empty if there is one.")
     seconds: float = 0.0
 
@@ -98,9 +104,9 @@ class Evaluation(Message):
     run: str
     name: str = Field(description="Name of the run.")
     finished: bool
-    sites: list[str] = Field(description="Columns: the sites with the data.")
-    models: list[EvaluatedModel] = Field(description="Rows: the models.")
-    cells: list[Cell]
+    sites: Many[str] = Field(description="Columns: the sites with the data.")
+    models: Many[EvaluatedModel] = Field(description="Rows: the models.")
+    cells: Many[Cell]
 
     @property
     def metrics(self) -> list[str]:

@@ -39,6 +39,7 @@ from atoll.errors import (
     public_api,
 )
 from atoll.format_text import numbers
+from atoll.posix import OWN_FOLDER, read_named, read_own
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.status_messages import KEPT, RoundSummary, Status
@@ -271,12 +272,13 @@ class ServerEnv(Strict):
             )
         if not self.quiet:
             print(f"{info.name} at {self.url} matches the recipe; starting {recipe.train_script}", flush=True)
-        status = self._take_part(recipe, status)
+        swarm = {"ATOLL_SWARM": "1"} if info.placement == "swarm" else {}  # as the recipe says, too (`differences`)
+        status = self._take_part(recipe, status, swarm)
         return RunResult(None, status.history, status.finished, state_dir=None, folder=None, status=status)
 
-    def _take_part(self, recipe: Recipe, status: Status) -> Status:
+    def _take_part(self, recipe: Recipe, status: Status, more: dict[str, str]) -> Status:
         own = {key: value for key, value in os.environ.items() if key.startswith("ATOLL_")}  # as `atoll worker` does
-        own |= {"ATOLL_SERVER": self.url} | ({"ATOLL_SITE": self.site} if self.site else {})
+        own |= {"ATOLL_SERVER": self.url} | ({"ATOLL_SITE": self.site} if self.site else {}) | more
         if path := own.get("ATOLL_TOKEN_FILE"):
             own["ATOLL_TOKEN_FILE"] = str(Path(path).resolve())
         with ended_by_sigterm(), Children() as children, tempfile.TemporaryDirectory() as folder:
@@ -291,7 +293,7 @@ class ServerEnv(Strict):
                 if process.returncode is not None:
                     break
             if not status.finished and last.exists():  # the status that the script got when it left
-                status = Status.model_validate_json(last.read_text(encoding="utf-8"))
+                status = Status.model_validate_json(read_own(last))
         if process.returncode:
             raise RunFailed(
                 f"{recipe.train_script} ended with exit code {process.returncode}.",
@@ -393,7 +395,7 @@ def _is_new(folder: Path, recipe: Recipe, sites: int) -> bool:
     """
     run_file = folder / RUN_FILE
     if run_file.exists():
-        if run_file.read_text(encoding="utf-8", errors="replace") != recipe.text(run_file, sites):
+        if read_named(run_file).decode(errors="replace") != recipe.text(run_file, sites):
             raise UsageError(
                 f"folder {str(folder)!r} contains another run: {run_file} differs from the run file of this recipe.",
                 "Use another folder, or leave folder out for a new one.",
@@ -409,7 +411,7 @@ def _new_folder(name: str) -> Path:
     folder, number = stem, 1
     while True:
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir(OWN_FOLDER, parents=True)
             return folder
         number += 1
         folder = stem.with_name(f"{stem.name}-{number}")
@@ -432,7 +434,7 @@ def result_of(settings: Settings, folder: Path, status: Status | None) -> RunRes
         status: the server's last status; None if there is none.
     """
     model, metrics = model_of(settings, folder), settings.exports / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    lines = read_named(metrics).decode().splitlines() if metrics.exists() else []
     rows = [{key: value for key, value in json.loads(line).items() if key not in ("at", "run")} for line in lines]
     return RunResult(
         model=model if model.exists() else None,
@@ -554,8 +556,10 @@ class _LocalRun:
         files = {"ATOLL_TOKEN_FILE": network.token_file, "ATOLL_TLS_CA": network.tls_cert}
         own = {name: str(path.resolve()) for name, path in files.items() if path is not None}
         own |= {"ATOLL_SERVER": address, "ATOLL_DIR": str(self._folder.resolve() / SITES)}
+        own |= {"ATOLL_SWARM": "1"} if self._settings.swarm.enabled else {}
         for site in self._sites:
-            self._spawn(site, self._recipe.argv, environment(self._env.threads, **own, ATOLL_SITE=site))
+            own["ATOLL_SITE"] = site
+            self._spawn(site, self._recipe.argv, environment(self._env.threads, **own))
 
     def _spawn(self, name: str, argv: list[str], variables: Mapping[str, str]) -> None:
         self._children.spawn(name, argv, environment=variables, log=self._log(name))
@@ -617,7 +621,7 @@ class _LocalRun:
     def _status(self) -> Status | None:
         """Return the last status that the server wrote to its file; None if there is no file, or it cannot be read."""
         try:
-            return Status.model_validate_json((self._settings.disk.state_dir / KEPT).read_bytes())
+            return Status.model_validate_json(read_own(self._settings.disk.state_dir / KEPT))
         except (OSError, ValidationError):
             return None
 
@@ -625,7 +629,7 @@ class _LocalRun:
         return self._folder / f"{name}.log"
 
     def _last_line(self, name: str) -> str:
-        lines = self._log(name).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = read_own(self._log(name)).decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it printed nothing"
 
     def _end_of(self, site: str, code: int) -> str:

@@ -17,6 +17,7 @@ from atoll.algorithms.resolve import resolve
 from atoll.config import DEFAULT_PORT, FIELDS, Settings, toml_lines
 from atoll.config.run_file import flat, merged, moved
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
+from atoll.posix import NAMED_FILE, no_sync, read_named, replace_file
 from atoll.protocol.status_messages import RoundSummary, Status
 
 if TYPE_CHECKING:
@@ -229,7 +230,6 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     from torch import nn
 
     from atoll.blobs.model_file import model_header
-    from atoll.posix import replace_file
     from atoll.tensors.chunks import bytes_of
     from atoll.tensors.module_tensors import Marked, named_tensors, schema_of, unwrapped
     from atoll.tensors.schema import BUFFERS
@@ -245,7 +245,7 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
         owners = given
     header, order = model_header(schema)
     runs = (bytes_of(owners[spec.name].detach().cpu().contiguous()) for spec in order)
-    replace_file(path, itertools.chain([header], runs))
+    replace_file(path, itertools.chain([header], runs), mode=NAMED_FILE)
 
 
 HEADER = "# Written by "
@@ -485,14 +485,13 @@ class Recipe(Strict):
         path = Path(path)
         if path.is_dir():
             raise UsageError(f"{str(path)!r} is a folder.", f"Give the run file: {path / 'run.toml'}.")
-        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+        if path.exists() and not _text_of(path).startswith(HEADER):
             raise UsageError(f"{str(path)!r} was not written by a recipe.", "Give another path, or delete this file.")
         path.parent.mkdir(parents=True, exist_ok=True)
         settings = self.settings(sites, path.parent)
         self._initial.write(path.parent, settings)
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(self.text(path, sites), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, [self.text(path, sites).encode()], temporary=temporary, sync=no_sync, mode=NAMED_FILE)
         return path
 
     def text(self, path: Path, sites: int | None = None) -> str:
@@ -546,6 +545,18 @@ class Recipe(Strict):
         except KeyboardInterrupt:
             print_interrupt_in_a_line()
             raise
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a run file.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    try:
+        return read_named(path).decode(errors="replace")
+    except OSError as error:
+        raise UsageError(f"{str(path)!r} cannot be read ({error.strerror}).", "Give another path.") from error
 
 
 def slug(name: str) -> str:

@@ -11,6 +11,7 @@ from atoll.errors import ConfigError
 from atoll.reducers.base import Reducer, RoundFacts, normalised
 from atoll.reducers.means import Maximum, NormalisedMean, Share, WeightedMean
 from atoll.reducers.robust import ClippedMean, Median, TrimmedMean
+from atoll.registry import Name, OwnName
 from atoll.tensors.schema import BUFFERS, PARAMS
 
 __all__ = [
@@ -28,11 +29,11 @@ __all__ = [
 ]
 
 
-def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, Any]) -> dict[str, Reducer]:
+def build_reducers(groups: Mapping[str, Name], name: Name, options: Mapping[str, Any]) -> dict[str, Reducer]:
     """Build the reducers of a run: `name` for the group `params`, usually the algorithm's own for the other groups.
 
     Args:
-        groups: `Algorithm.reduce`, the algorithm's own reducers: group of tensors → name of the group's reducer.
+        groups: the algorithm's own reducers: group of tensors → name of the group's reducer.
         name: name of the reducer of `params`. If it is not the algorithm's own one, it also determines the reducer of
             buffers (`Reducer.buffers`).
         options: keyword arguments of the reducer of `params`.
@@ -45,17 +46,17 @@ def build_reducers(groups: Mapping[str, str], name: str, options: Mapping[str, A
     """
     params = _construct(name, options)
     reducers = {group: _construct(other, {}) for group, other in groups.items()} | {PARAMS: params}
-    if name != groups[PARAMS] and BUFFERS in groups:
-        reducers[BUFFERS] = _construct(params.buffers, {}) if params.buffers else params
+    if name.text != groups[PARAMS].text and BUFFERS in groups:
+        reducers[BUFFERS] = _construct(OwnName(params.buffers), {}) if params.buffers else params
     return reducers
 
 
-def _construct(name: str, options: Mapping[str, Any]) -> Reducer:
-    kind = registry.load("reducers", name)
+def _construct(name: Name, options: Mapping[str, Any]) -> Reducer:
+    kind = registry.find("reducers", name)
     reducer = registry.construct(
         lambda: kind(**options),
         f"aggregation.reducer = {dict(options)!r}",
-        registry.options_of(kind, name),
+        registry.options_of(kind, name.text),
     )
     if not isinstance(reducer, Reducer):
         raise ConfigError(
@@ -85,14 +86,14 @@ def inverse_sqrt(s: int) -> float:
     return 1 / math.sqrt(1 + s)
 
 
-def staleness_weight(name: str) -> StalenessWeight:
+def staleness_weight(name: Name) -> StalenessWeight:
     """Return the function `name`, which maps an update's staleness (in versions) to a factor for its weight.
 
     Raises:
         ConfigError: the name is unknown, or does not name a function; or the function raises for the staleness 0, or
             does not return a number above 0 and at most 1. The returned function checks each later result in this way.
     """
-    function = registry.load("staleness", name)
+    function = registry.find("staleness", name)
     if not callable(function):
         raise ConfigError(f"async.staleness_weight = {name!r} is of type {type(function).__name__}, not a function.")
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError
+from atoll.posix import require_regular
 from atoll.tensors.arrays import require_model
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_finite, run_of
 from atoll.tensors.dtypes import torch_dtype
@@ -55,7 +56,7 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
     if files := _files(settings.model.source):
         return _from_files(files)
     torch.manual_seed(settings.run.seed)
-    model: Any = registry.load_attribute(settings.model.source)
+    model: Any = registry.load_attribute(settings.model.function)
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise ConfigError(
@@ -144,6 +145,7 @@ def _header(path: Path) -> Marked:
     """
     from safetensors import safe_open
 
+    require_regular(path)
     with safe_open(path, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         tensors = {
@@ -210,9 +212,13 @@ def _from_files(files: Sequence[Path]) -> Marked:
 
     def load(path: Path) -> Marked:
         try:
+            require_regular(path)
             return _with_buffers(path, load_file(path), torch.equal)
         except FileNotFoundError:
             raise ConfigError(f"The initial model {str(path)!r} does not exist.", "Correct model.source.") from None
+        except OSError as error:
+            wrong = f"The initial model {str(path)!r} cannot be read ({error.strerror or error})."
+            raise ConfigError(wrong, "Set model.source to a safetensors file that this user may read.") from error
         except SafetensorError as error:
             raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}.") from error
 

@@ -20,7 +20,7 @@ from atoll.config import Settings, default_of
 from atoll.config.consistency import Argument, require_consistent
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
-from atoll.posix import usable
+from atoll.posix import open_own, usable
 from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
@@ -243,13 +243,13 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[dict[str,
 
 
 def _frozen(settings: Settings, plan: Plan) -> str:
-    algorithm = plan.algorithm
+    algorithm, (upload_codec, download_codec) = plan.algorithm, plan.sent_codecs
     chosen: dict[str, object] = settings.chosen(FROZEN)
     download = settings.aggregation.download_codec
     chosen |= {
-        "algorithm": {"name": settings.algorithm.target or algorithm.name, **(algorithm.local or {})},
-        "aggregation.upload_codec": {"name": algorithm.codec, **algorithm.codec_options},
-        "aggregation.download_codec": {"name": download.target or "none", **download.options},
+        "algorithm": {"name": str(settings.algorithm) or algorithm.name, **(algorithm.local or {})},
+        "aggregation.upload_codec": {"name": str(upload_codec), **algorithm.codec_options},
+        "aggregation.download_codec": {"name": str(download_codec), **download.options},
         "diloco.sync_every": algorithm.sync_every,
     }
     single = {key: value for key, value in chosen.items() if not isinstance(value, dict)}
@@ -283,7 +283,7 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
 @contextmanager
 def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
     """In a swarm: yield a descriptor of the file with version 0 of a fragment, which the first worker downloads."""
-    fd = os.open(folder / f"initial-{fragment}.safetensors", flags | os.O_CLOEXEC, 0o600)
+    fd = open_own(folder / f"initial-{fragment}.safetensors", flags)
     try:
         yield fd
     finally:

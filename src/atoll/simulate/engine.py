@@ -44,6 +44,7 @@ class Beginning(BaseModel):
         threads: number of PyTorch threads in each process.
         seed: the run's seed, for the random numbers of simulated sites.
         sites: the folder that holds a folder of local state for each site.
+        own: kind, name in messages and place of the run's own code, which each process registers.
     """
 
     script: str
@@ -54,6 +55,7 @@ class Beginning(BaseModel):
     threads: int
     seed: int
     sites: str
+    own: tuple[tuple[str, str, str], ...] = ()
 
 
 class SiteRound(BaseModel, frozen=True):

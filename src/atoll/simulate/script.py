@@ -63,15 +63,13 @@ def name_of(script: str | Callable[..., Any]) -> str:
 
 
 def _name_of_function(function: Callable[..., Any]) -> str:
-    name, module_name = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
-    module = sys.modules.get(module_name)
-    file = getattr(module, "__file__", None)
-    if not name.isidentifier() or getattr(module, name, None) is not function or not file or not Path(file).is_file():
+    if not (place := registry.importable_place(function)):
+        name = getattr(function, "__qualname__", "")
         raise UsageError(
             f"The function {name or function!r} cannot be imported by another process.",
             "Use a function at the top level of a file. Pass varying values as module variables or settings.",
         )
-    return f"{Path(file).resolve() if module_name == '__main__' else module_name}:{name}"
+    return place
 
 
 class Script:
@@ -95,7 +93,7 @@ class Script:
         sys.argv = list(self._argv)
         self._function: Callable[..., Any] | None = None
         if not name.endswith(".py"):
-            self._function = registry.load_attribute(name)
+            self._function = registry.load_attribute(registry.OwnName(name))
             self._takes_worker = _takes_worker(name, self._function)
 
     def train(self, worker: Worker) -> None:

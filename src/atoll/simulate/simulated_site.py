@@ -26,12 +26,13 @@ from blake3 import blake3
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll import registry
 from atoll.aggregation.check_arriving_parts import Inspection, PartStats
 from atoll.algorithms.base import LocalRule
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import AtollError, NotSimulated, StoreError, causes
 from atoll.format_text import Seldom, VisibleLines
-from atoll.posix import FULL, Descriptor, write_at
+from atoll.posix import FULL, Descriptor, own_folder, usable, write_at
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Next, Open, UpdateInfo
@@ -166,7 +167,8 @@ class SimulatedSite:
         """
         local = self.local
         if (local.rule is not None and local.rule.state_groups) or local.layouts.codec.feedback:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with usable(folder.parent):
+                own_folder(folder, folder.parents[1])
         local.open_state(folder, self._opened)
         if local.algorithm_state is not None:
             if job.counts:
@@ -248,7 +250,8 @@ class SiteTrainer:
         sys.path[:] = [*beginning.path, *(each for each in sys.path if each not in beginning.path)]
         torch.set_num_threads(beginning.threads)
         _say_little()
-        self._shared = Shared.of(beginning.info, beginning.schema_message)
+        for kind, name, place in beginning.own:
+            registry.register(kind, name, registry.load_attribute(registry.OwnName(place)))
         self._folder_of = lru_cache(FOLDERS)(Path(beginning.sites).joinpath)
         self._seed = beginning.seed
         built_for = (torch.version.cuda, torch.version.hip, getattr(torch.version, "xpu", None))  # opens no device
@@ -256,7 +259,8 @@ class SiteTrainer:
         # torch.manual_seed also seeds all devices, which takes 100 × longer
         self._seed_torch = torch.default_generator.manual_seed if is_cpu else torch.manual_seed
         self._begin_random("", 0)  # the script draws the same numbers in every process while it is loaded
-        self._script = Script(beginning.script, beginning.arguments)
+        self._script = Script(beginning.script, beginning.arguments)  # it may register code of its own
+        self._shared = Shared.of(beginning.info, beginning.schema_message)
         gc.freeze()  # otherwise each full garbage collection, and there are many, visits all objects of torch
 
     def train(self, job: SiteRound, base_fd: int, spool_fd: int) -> JobResult:

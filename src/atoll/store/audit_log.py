@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from atoll.errors import StateCorrupt, StoreError
 from atoll.json_files import NoteDamaged, seal, unseal
-from atoll.posix import OwnedFile, write_at
+from atoll.posix import OwnedFile, open_own, read_own, write_at
 from atoll.store.journal import Journal
 from atoll.store.journal_tables import AUDIT, AuditRow, utc_text
 
@@ -142,7 +142,7 @@ class AuditHeadFile(OwnedFile):
         self._durability, self._epoch, self._boot = durability, epoch, boot_id()
         self._failed = False
         try:
-            self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self.fd = open_own(self.path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise StoreError(
                 f"{self.path} cannot be opened for writing ({error.strerror}).",
@@ -186,7 +186,7 @@ def read_head(folder: Path) -> AuditHead | None:
     """
     for attempt in range(1, _TRIES + 1):
         try:
-            return AuditHead(**unseal((folder / NAME).read_bytes()))
+            return AuditHead(**unseal(read_own(folder / NAME)))
         except FileNotFoundError:
             return None
         except NoteDamaged:

@@ -25,7 +25,7 @@ from blake3 import blake3
 
 from atoll.errors import ConfigError, UsageError
 from atoll.format_text import of_fragment
-from atoll.posix import file_error, usable, write_at
+from atoll.posix import file_error, open_own, usable, write_at
 from atoll.runtime import failpoint
 from atoll.store.journal import Journal
 
@@ -208,7 +208,8 @@ class SlotPool:
             fd = os.memfd_create(path.name, os.MFD_CLOEXEC)
         else:
             try:
-                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+                path.unlink(missing_ok=True)  # no row of the journal refers to it; it may be a link
+                fd = open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except OSError as error:
                 raise file_error(error, path) from error
         slot = Slot(number, path, fd)
@@ -228,14 +229,19 @@ class SlotPool:
 
         Returns:
             The slot; None if its file is missing or has the wrong size.
+
+        Raises:
+            StoreError: the file cannot be opened, for example because it is a link.
         """
         with self.lock:
             slot = self._slots.get(number)
             if slot is None:
                 try:
-                    slot = Slot(number, self.path(number), os.open(self.path(number), os.O_RDWR | os.O_CLOEXEC))
+                    slot = Slot(number, self.path(number), open_own(self.path(number), os.O_RDWR))
                 except FileNotFoundError:
                     return None
+                except OSError as error:
+                    raise file_error(error, self.path(number)) from error
                 if os.fstat(slot.fd).st_size != self.shape.nbytes:
                     return None
                 self._slots[number] = slot

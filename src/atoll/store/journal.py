@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 from atoll.errors import DiskFull, StateCorrupt, StoreError, SyncFailed, transient_reason
 from atoll.format_text import of_fragment
-from atoll.posix import FULL
+from atoll.posix import FULL, file_error, open_own
 from atoll.runtime import failpoint
 from atoll.store import journal_tables
 from atoll.store.journal_tables import SCHEMA, SCHEMA_VERSION, Table
@@ -74,7 +74,8 @@ class Journal:
         self._translated = _Translated(self)
         self.undone = 0
         self.committed: Callable[[], None] = lambda: None
-        if path.is_file() and path.stat().st_size == 1:  # SQLite treats it as empty, and would overwrite it
+        self._open_files()
+        if path.stat().st_size == 1:  # SQLite treats it as empty, and would overwrite it
             raise StateCorrupt(f"{path} is damaged: file is not a database.", NEW_RUN)
         with self._translated:
             self._db = sqlite3.connect(path, BUSY_S, isolation_level=None, check_same_thread=False)
@@ -89,6 +90,19 @@ class Journal:
             raise
         self._file = path.stat()
         self.closed = False
+
+    def _open_files(self) -> None:
+        """Make the file if it is missing, for its owner alone: SQLite gives its other files the same mode.
+
+        Raises:
+            StoreError: one of SQLite's files is a link, or another thing that is not a file of its own.
+        """
+        for path in journal_tables.files_of(self.path):
+            try:
+                if path == self.path or os.path.lexists(path):
+                    os.close(open_own(path, os.O_RDWR | os.O_CREAT))
+            except OSError as error:
+                raise file_error(error, path) from error
 
     def _prepare(self, begin: bool) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
@@ -320,7 +334,7 @@ class Journal:
         """
         is_there = False
         with suppress(FileNotFoundError):
-            is_there = os.path.samestat(self.path.stat(), self._file)
+            is_there = os.path.samestat(self.path.lstat(), self._file)
         if not is_there:
             raise StoreError(f"{self.path} was removed or replaced while the server was running.", NEW_RUN)
         with self._translated:

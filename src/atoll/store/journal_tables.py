@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from blake3 import blake3
@@ -37,6 +38,11 @@ with its settings, torch build and CPU."""
 def row_check(*values: object) -> int:
     """Return the CRC-32 of a row's values. It detects every change of one bit, and every burst of up to 32 bits."""
     return zlib.crc32(repr(values).encode())
+
+
+def files_of(journal: Path) -> tuple[Path, ...]:
+    """Return the paths of all files that SQLite keeps for a journal."""
+    return tuple(journal.with_name(f"{journal.name}{end}") for end in ("", "-wal", "-shm", "-journal"))
 
 
 def write_checksums(db: sqlite3.Connection) -> None:

@@ -22,7 +22,17 @@ from typing import Any
 from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import BadRequest, Busy, Conflict, Gone, UsageError
-from atoll.posix import Descriptor, file_error, usable, write_at
+from atoll.posix import (
+    Descriptor,
+    file_error,
+    no_sync,
+    open_own,
+    own_folder,
+    read_own,
+    replace_file,
+    usable,
+    write_at,
+)
 from atoll.tensors.reference import hash_of_secret, new_id, require_secret
 
 LOG = logging.getLogger("atoll.server")
@@ -179,8 +189,7 @@ class ObjectStore:
         note, temporary = self._path(entry, "json"), self._path(entry, "note")
         try:
             os.replace(self._path(entry, "part"), self._path(entry, "safetensors"))
-            temporary.write_text(json_files.seal(_note(entry)), encoding="utf-8")
-            os.replace(temporary, note)
+            replace_file(note, [json_files.seal(_note(entry)).encode()], temporary=temporary, sync=no_sync)
         except OSError as error:
             self.drop(entry)  # without its note the object is useless
             raise file_error(error, note) from error
@@ -202,8 +211,8 @@ class ObjectStore:
         object_id = new_id()
         path = self.folder / f"{object_id}.part"
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            return object_id, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            own_folder(self.folder, self.folder.parent)
+            return object_id, open_own(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             raise file_error(error, error.filename or path) from error
 
@@ -319,12 +328,12 @@ class ObjectStore:
     def inline_bytes(self, entry: Entry) -> bytes | None:
         """Return the bytes of a complete object if they are sent within its manifest, else None."""
         with usable(self.folder):
-            return self._path(entry, "safetensors").read_bytes() if entry.inline else None
+            return read_own(self._path(entry, "safetensors")) if entry.inline else None
 
     def reader(self, entry: Entry) -> int:
         """Return a descriptor of a complete object; the caller closes it."""
         with usable(self.folder):
-            return os.open(self._path(entry, "safetensors"), os.O_RDONLY | os.O_CLOEXEC)
+            return open_own(self._path(entry, "safetensors"))
 
     def remove(self, object_id: str, secret: str) -> None:
         """Remove an object on request of its publisher.
@@ -369,6 +378,8 @@ class ObjectStore:
         """Load complete objects that have not expired, and remove all other files in the folder."""
         now, wanted = time.time(), set[str]()
         with usable(self.folder):
+            if os.path.lexists(self.folder):
+                own_folder(self.folder, self.folder.parent)  # before files are removed: it may be a link
             names = sorted(os.listdir(self.folder)) if self.folder.is_dir() else []
             for name in names:
                 entry = _read_note(self.folder / name) if name.endswith(".json") else None
@@ -380,7 +391,7 @@ class ObjectStore:
 
     def _is_whole(self, entry: Entry) -> bool:
         path = self._path(entry, "safetensors")
-        return path.is_file() and path.stat().st_size == entry.cuts.nbytes
+        return path.is_file() and not path.is_symlink() and path.stat().st_size == entry.cuts.nbytes
 
     def _taken_bytes(self) -> int:
         return sum(entry.cuts.nbytes for entry in self._objects.values() if entry.counts)
@@ -404,7 +415,7 @@ def _note(entry: Entry) -> dict[str, Any]:
 def _read_note(path: Path) -> Entry | None:
     """Return the object that a note (a file `ID.json`) describes; None if the note is damaged or has a wrong name."""
     try:
-        note: Mapping[str, Any] = json_files.unseal(path.read_bytes())
+        note: Mapping[str, Any] = json_files.unseal(read_own(path))
         entry = Entry(
             note["object"],
             note["sealed"],

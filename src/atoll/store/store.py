@@ -24,7 +24,18 @@ from typing import Self
 
 from atoll.errors import RETRY_S, DiskFull, StateLocked, StoreError
 from atoll.json_files import NoteDamaged
-from atoll.posix import FolderTaken, Lock, file_error, folder_error, replace_file, require_no_pipes, take_folder
+from atoll.posix import (
+    FolderTaken,
+    Lock,
+    file_error,
+    folder_error,
+    mode_in,
+    own_folder,
+    remedy_of,
+    replace_file,
+    require_no_pipes,
+    take_folder,
+)
 from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
@@ -86,7 +97,8 @@ class Store:
         """
         self.directory = directory = Path(directory)
         try:
-            (directory / "slots").mkdir(parents=True, exist_ok=True)
+            own_folder(directory)
+            own_folder(directory / "slots", directory)
             if not os.access(directory / "slots", os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory / "slots")
         except OSError as error:
@@ -211,9 +223,9 @@ class Store:
             with self.journal.transaction():  # so that the next start can remove the partial file after a kill
                 self.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
             try:
-                temp.parent.mkdir(parents=True, exist_ok=True)
                 runs: Iterator[bytes | memoryview] = itertools.chain([header], _failing(contents(files)))
-                replace_file(target, runs, temporary=temp, sync=lambda fd: self.journal.sync(fd, str(temp)))
+                mode = mode_in(self.directory, target)
+                replace_file(target, runs, temporary=temp, sync=lambda fd: self.journal.sync(fd, str(temp)), mode=mode)
                 self.journal.sync_folder(temp.parent)
             except OSError as error:
                 raise file_error(error, target) from error
@@ -301,4 +313,4 @@ def lock_directory(directory: Path) -> Lock:
             "Stop that server, or set another disk.state_dir for this one.",
         ) from None
     except OSError as error:
-        raise StoreError(f"{path} cannot be locked: {error.strerror}.", WRITABLE) from error
+        raise StoreError(f"{path} cannot be locked: {error.strerror}.", remedy_of(error, WRITABLE)) from error

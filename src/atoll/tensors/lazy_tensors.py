@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import StoreError, UsageError, public_api
-from atoll.posix import read_at
+from atoll.posix import open_named, read_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import Segment
@@ -172,9 +172,9 @@ class LazyState(Mapping[str, Tensor]):
 
         Raises:
             BadRequest: the file is not a valid safetensors file.
-            FileNotFoundError, PermissionError: the file cannot be opened.
+            OSError: the file cannot be opened, or is no file: for example, a folder or a named pipe.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_named(path)
         try:
             header = read_header(lambda at, count: os.pread(fd, count, at), os.fstat(fd).st_size, str(path))
         except BaseException:

@@ -18,6 +18,8 @@ from atoll.tensors.schema import ITEM_BYTES, TensorSpec
 
 MOST_HEAD_BYTES = 100 * 2**20
 """Maximum size of a header, as in safetensors itself. A header of 5,000 tensors has half a MB."""
+MOST_DIMS = 64
+"""Maximum number of dimensions of a tensor, as in torch."""
 _LENGTH_BYTES = 8
 _REMEDY = "Write the file with safetensors."
 
@@ -37,11 +39,12 @@ class Header:
     nbytes: int
 
 
-def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -> Header:
+def read_header(read: Callable[[int, int], bytes | str], file_bytes: int, what: str) -> Header:
     """Read and check the header of a safetensors file.
 
     Args:
-        read: function (offset, count) → `count` bytes of the file from `offset` on, or fewer at the end of the file.
+        read: function (offset, count) → `count` bytes of the file from `offset` on, or fewer at the end of the file;
+            the JSON may be text.
         file_bytes: size of the file.
         what: name of the file for errors.
 
@@ -50,7 +53,7 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
     """
     if file_bytes < _LENGTH_BYTES:
         raise _wrong(f"{what} has only {file_bytes} bytes, too few for a safetensors header")
-    length = int.from_bytes(read(0, _LENGTH_BYTES), "little")
+    length = int.from_bytes(_bytes(read(0, _LENGTH_BYTES)), "little")
     if not 2 <= length <= MOST_HEAD_BYTES:
         raise _wrong(f"{what} claims to have a header of {length} bytes, but 2 to {MOST_HEAD_BYTES} bytes are allowed")
     begin = _LENGTH_BYTES + length
@@ -72,7 +75,12 @@ def read_header(read: Callable[[int, int], bytes], file_bytes: int, what: str) -
     return Header(tuple((spec, begin + start) for spec, start, _ in tensors), metadata, begin)
 
 
-def _table(text: bytes, what: str) -> dict[str, Any]:
+def _bytes(data: bytes | str) -> bytes:
+    assert isinstance(data, bytes)
+    return data
+
+
+def _table(text: bytes | str, what: str) -> dict[str, Any]:
     def once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
         built: dict[str, Any] = {}
         for key, value in pairs:
@@ -127,8 +135,9 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
 
 
 def _counts(counts: Any) -> bool:
-    """Return whether a JSON value is a list of non-negative integers below 2**63."""
-    return isinstance(counts, list) and all(type(count) is int and 0 <= count < 2**63 for count in counts)
+    """Return whether a JSON value is a list of at most `MOST_DIMS` non-negative integers below 2**63."""
+    few = isinstance(counts, list) and len(counts) <= MOST_DIMS
+    return few and all(type(count) is int and 0 <= count < 2**63 for count in counts)
 
 
 def _wrong(message: str) -> BadRequest:

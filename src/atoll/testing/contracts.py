@@ -49,6 +49,7 @@ from atoll.outer_optimizers import OuterRule, build_outer
 from atoll.outer_optimizers.torch_optimizer import Granularity, OuterState
 from atoll.posix import read_at
 from atoll.reducers import Reducer, RoundFacts, normalised
+from atoll.registry import OwnName
 from atoll.tensors.custom_types import kind_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import TILE
@@ -322,7 +323,7 @@ class OuterContract:
     @pytest.fixture
     def rule(self) -> OuterRule:
         """Build `target` with `options`, as a server does: a trial run shows whether the optimizer can step chunks."""
-        return build_outer(self.target, self.options)
+        return build_outer(OwnName(self.target) if isinstance(self.target, str) else self.target, self.options)
 
     def _numbers(self, dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(7)

@@ -9,7 +9,6 @@ Commands that must answer before torch is loaded also use this module, so it imp
 from __future__ import annotations
 
 import http.client
-import json
 import math
 import os
 import socket
@@ -17,11 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import urllib3
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from atoll.config import DEFAULT_PORT, FIELDS, require_known_variables
 from atoll.errors import (
@@ -38,51 +38,11 @@ from atoll.errors import (
     UsageError,
     VersionSkew,
 )
+from atoll.format_text import visible
 from atoll.protocol import messages, routes
+from atoll.protocol.read_message import read_message
+from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.tls import client_context, read_token
-
-# -- An HTTP response that must have complete headers.
-#
-# If a connection ends within the headers, the standard library treats that as the end of the headers. A response that
-# is cut off then looks like a response without a body.
-
-
-class Response(http.client.HTTPResponse):
-    """An HTTP response that raises `IncompleteRead` if the connection ends before the end of the headers.
-
-    Use this class as the `response_class` of a connection.
-    """
-
-    def begin(self) -> None:
-        """Read the status line and the headers. Raise `IncompleteRead` if the headers are cut off."""
-        stream = self.fp
-        lines: Any = _HeaderLines(stream)
-        self.fp = lines
-        try:
-            super().begin()
-        finally:
-            self.fp = stream
-
-
-class _HeaderLines:
-    """A stream of header lines that raises `IncompleteRead` if it ends before the blank line that ends the headers.
-
-    If the stream is empty, it raises no error and returns b"", as other streams do.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._begun = stream, False
-
-    def readline(self, limit: int) -> bytes:
-        line: bytes = self._stream.readline(limit)
-        if len(line) < limit and not line.endswith(b"\n") and (line or self._begun):
-            raise http.client.IncompleteRead(line)
-        self._begun = True
-        return line
-
-    def close(self) -> None:
-        self._stream.close()
-
 
 # -- A watch that ends calls on a network that silently drops packets. On such a network, a connection reports no error,
 # so without the watch a call would wait forever.
@@ -243,11 +203,16 @@ class Watch:
 
 
 Reply = TypeVar("Reply", bound=BaseModel)
+Error = TypeVar("Error", bound=AtollError)
+T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 10.0
 
 _JSON = {"Content-Type": "application/json"}
-_NETWORK_ERRORS = (urllib3.exceptions.HTTPError, OSError)
+NETWORK_ERRORS = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
+"""All that is raised for a broken connection or a malformed answer. `network_error` makes an error of Atoll of it."""
+TLS = "\x15\x03"
+"""The first bytes of a server with TLS that answers a request without TLS."""
 
 
 class Counters:
@@ -283,11 +248,18 @@ _waiting = _Waiting()
 
 
 class _Call:
-    """A request that another thread can end by shutting down its socket."""
+    """A request that another thread can end by shutting down its socket.
+
+    Attributes:
+        moved_s: time at which the call began, by `time.monotonic`.
+        is_given_up: whether another thread has ended the call.
+        response: the answer, once it begins to arrive; None before.
+    """
 
     def __init__(self) -> None:
         self.moved_s = time.monotonic()
         self.is_given_up = False
+        self.response: Response | None = None
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
 
@@ -310,11 +282,16 @@ class _Call:
 
 
 class _HeldResponse(Response):
-    """A response that passes its socket to the current thread's `_Call`, so that another thread can end the call."""
+    """A response that passes itself and its socket to the current thread's `_Call`.
+
+    Another thread can then end the call. The caller reads the body from this response, past urllib3, which might decode
+    it.
+    """
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         super().__init__(sock, *args, **options)
         if _waiting.call is not None:
+            _waiting.call.response = self
             _waiting.call.set_socket(sock)
 
 
@@ -341,6 +318,7 @@ class Http:
         lease: text of the lease (the right to act for a site) to send with every request; empty if there is none.
         secret: secret of a published object to send with every request; empty if there is none.
         watch: object that ends the client's calls when the network is lost.
+        patience_s: upper bound of every timeout of a call or a transfer, whatever the server asks for.
     """
 
     def __init__(self, server: str, *, token: str | None = None, ca: str | None = None) -> None:
@@ -359,6 +337,7 @@ class Http:
         self.secure = client_context(ca) if url.scheme == "https" else None
         self.counters = Counters()
         self.lease = self.secret = ""
+        self.patience_s = math.inf
         self.watch = Watch()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pool = self._new_pool()
@@ -379,6 +358,11 @@ class Http:
         pool.ConnectionCls = _SecureConnection if self.secure else _Connection
         return pool
 
+    @property
+    def poll_s(self) -> float:
+        """Seconds that the server may hold a long poll: well within `patience_s`."""
+        return min(routes.LONG_POLL_S, self.patience_s / 2)
+
     def headers(self, more: dict[str, str] | None = None) -> dict[str, str]:
         """Return the headers of a request: `more`, and token, lease and object's secret if they are set."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
@@ -387,13 +371,24 @@ class Http:
 
     def get(self, path: str, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
         """GET a path, and parse the answer as a message of class `reply`."""
-        return self._read(self._request("GET", path, timeout_s=timeout_s), reply)
+        return self.fetch(path, partial(read_message, reply), reply.__name__, timeout_s=timeout_s)
+
+    def fetch(self, path: str, read: Callable[[bytearray], T], what: str, *, timeout_s: float = 30.0) -> T:
+        """GET a path, and return what `read` makes of the body of the answer.
+
+        Args:
+            path: path of the request.
+            read: reads the body; raises ValueError if the body is malformed.
+            what: name of the message, for errors.
+            timeout_s: seconds to wait for the answer.
+        """
+        return self._parsed(self._request("GET", path, timeout_s=timeout_s), read, what)
 
     def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
         """POST a message, and parse the answer as a message of class `reply`."""
         body = message.model_dump_json(exclude_defaults=True).encode()
-        response = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
-        return self._read(response, reply)
+        answer = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
+        return self._parsed(answer, partial(read_message, reply), reply.__name__)
 
     def send(self, path: str, message: BaseModel, *, timeout_s: float = 30.0) -> None:
         """POST a message, and ignore the body of the answer."""
@@ -419,43 +414,83 @@ class Http:
         body: bytes | None = None,
         timeout_s: float = 30.0,
         headers: dict[str, str] | None = None,
-    ) -> urllib3.BaseHTTPResponse:
+    ) -> bytearray:
+        """Make a request, and return the body of the answer. If the answer is an error, raise it."""
+        timeout_s = min(timeout_s, self.patience_s)
         call = _waiting.call = _Call()
         try:
             with self.watch.waiting(call):
-                response = self._pool.request(
-                    method,
-                    path,
-                    body=body,
-                    headers=self.headers(headers),
-                    timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
-                )
-        except _NETWORK_ERRORS as error:
+                status, answer = self._answer(call, method, path, body, headers, timeout_s)
+        except NETWORK_ERRORS as error:
             if call.is_given_up:
                 raise unanswered(self.server) from error
             if path in (routes.HEARTBEAT, routes.HEALTH):
                 self.drop_idle()
-            raise network_error(self.server, timeout_s, error) from error
+            raise self._named(path, network_error(self.server, timeout_s, error)) from error
         finally:
-            _waiting.call = None
+            _waiting.call = call.response = None
             call.set_socket(None)
         if path in (routes.RUN, routes.STATUS):
-            require_atoll(self.server, response.status, response.data)
-        if response.status >= 400:
-            raise problem_of(response.status, response.data)
-        return response
+            require_atoll(self.server, status, answer)
+        if status >= 400:
+            raise problem_of(status, answer)
+        return answer
 
-    def _read(self, response: urllib3.BaseHTTPResponse, reply: type[Reply]) -> Reply:
+    def _answer(
+        self,
+        call: _Call,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str] | None,
+        timeout_s: float,
+    ) -> tuple[int, bytearray]:
+        """Make a request, and return status and body of the answer. Keep the connection for later requests."""
+        response = self._pool.request(
+            method,
+            path,
+            body=body,
+            headers=self.headers(headers),
+            timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
+            preload_content=False,
+        )
         try:
-            return reply.model_validate_json(response.data)
-        except ValidationError as error:
-            raise VersionSkew(
-                f"The answer of {self.server} is not a valid {reply.__name__}: {error.errors()[0]['msg']}.",
-                "Check that the address is that of an Atoll server, and use the same version of Atoll on both sides.",
+            assert call.response is not None
+            answer = call.response.body(routes.answer_bytes(path) if response.status < 400 else routes.PROBLEM_BYTES)
+        except BaseException:
+            response.close()
+            raise
+        response.release_conn()
+        return response.status, answer
+
+    @staticmethod
+    def _named(path: str, error: AtollError) -> AtollError:
+        """Return a malformed answer to a worker's first question as the error of a program that is not Atoll."""
+        if path not in (routes.RUN, routes.STATUS) or not isinstance(error, BadRequest):
+            return error
+        other = PeerError(error.message, error.remedy)
+        return damaged(other) if error.is_damaged else other
+
+    def _parsed(self, body: bytearray, read: Callable[[bytearray], T], what: str) -> T:
+        try:
+            return read(body)
+        except ValueError as error:
+            raise damaged(
+                VersionSkew(
+                    f"The answer of {self.server} is not a valid {what}: {error}.",
+                    "Check that the address is that of an Atoll server, and use the same version of Atoll on both "
+                    "sides.",
+                )
             ) from error
 
 
-def problem_of(status: int, body: bytes) -> AtollError:
+def damaged(error: Error) -> Error:
+    """Mark an error as caused by an answer that may have been damaged on the way, and return it."""
+    error.is_damaged = True
+    return error
+
+
+def problem_of(status: int, body: bytes | bytearray) -> AtollError:
     """Return the error to raise for an answer with an error status. The body names the class of the error.
 
     Args:
@@ -463,8 +498,8 @@ def problem_of(status: int, body: bytes) -> AtollError:
         body: body of the answer.
     """
     try:
-        problem = messages.Problem.model_validate_json(body)
-    except ValidationError:
+        problem = read_message(messages.Problem, body)
+    except ValueError:
         text = f"The server answered {status}: {body[:200].decode(errors='replace')!r}."
         if status in (502, 503, 504):  # a proxy answers while the server behind it restarts
             return ServerUnreachable(text, "Check that the server behind this address runs.")
@@ -488,15 +523,26 @@ def unanswered(server: str) -> TransferStalled:
 
 
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
-    """Return the error to raise for a failed connection.
+    """Return the error to raise for a failed connection, or for an answer that no server of Atoll sends.
 
-    This is `TransferStalled` if a read or write has timed out, else `ServerUnreachable`.
+    This is `TransferStalled` if a read or write has timed out, `BadRequest` if the answer is malformed or too long,
+    else `ServerUnreachable`.
 
     Args:
         server: address of the server.
         timeout_s: the timeout in seconds, for the message.
-        error: the error of the connection.
+        error: one of `NETWORK_ERRORS`.
     """
+    for cause in _chain(error):
+        if isinstance(cause, NoHttp):
+            tls = cause.first_line.startswith(TLS) and server.startswith("http://")
+            remedy = "A server with TLS needs https:// in its address." if tls else cause.remedy
+            return damaged(_wrong_server(f"There is no Atoll server at {server}: it {cause.text}.", remedy))
+        if isinstance(cause, BadAnswer):
+            refused = BadRequest(f"{server} {cause.text}.", cause.remedy)
+            return damaged(refused) if cause.is_damaged else refused
+        if isinstance(cause, TooSlow):
+            return TransferStalled(f"{server} is too slow: {cause}.", "Check the network.")
     if isinstance(error, (urllib3.exceptions.ReadTimeoutError, TimeoutError)) and not isinstance(
         error, urllib3.exceptions.ConnectTimeoutError
     ):
@@ -504,14 +550,22 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
     return unreachable(server, str(error), _plain(error))
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, the error that it was raised for, and so on."""
+    cause: BaseException | None = error
+    for _ in range(20):
+        if cause is None:
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
 def _plain(error: Exception) -> str:
     """Return a short text for the innermost cause of a urllib3 error."""
-    cause: BaseException = error
-    while cause.__cause__ or cause.__context__:
-        cause = cause.__cause__ or cause.__context__ or cause
+    *_, cause = _chain(error)
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror.lower()
-    return str(cause) or type(cause).__name__
+    return visible(str(cause) or type(cause).__name__, SHOWN_CHARS)
 
 
 # -- For commands: the server's address from flags and environment, and a single request to it.
@@ -579,7 +633,7 @@ def ask(
         UsageError: `server` is not an address.
         ServerUnreachable: no answer within `timeout_s`, or the server's certificate is not accepted.
         AuthError: the token is missing or wrong.
-        PeerError: a web server that is not Atoll answers.
+        PeerError: a web server that is not Atoll answers, or the answer is malformed or too long.
         VersionSkew: the answer is not a valid `reply`; the server may have another version of Atoll.
     """
     http = http_to(server, environ)
@@ -604,7 +658,7 @@ _CERTIFICATES = {
 """Part of OpenSSL's message about a refused certificate → remedy. For other messages, the remedy is `_NO_AUTHORITY`."""
 
 
-def require_atoll(server: str, status: int, body: bytes) -> None:
+def require_atoll(server: str, status: int, body: bytes | bytearray) -> None:
     """Raise an error if an answer is neither from Atoll nor from a proxy in front of Atoll.
 
     Raises:
@@ -612,16 +666,15 @@ def require_atoll(server: str, status: int, body: bytes) -> None:
     """
     if status in (502, 503, 504) or (status < 400 and not body):  # a proxy without its server, or a truncated answer
         return
-    try:
-        message = json.loads(body)
-    except ValueError:
-        message = None
-    if not isinstance(message, dict) or (status >= 400 and not {"code", "message"} <= message.keys()):
-        raise PeerError(
+    text = body.strip()
+    is_object = text.startswith(b"{") and text.endswith(b"}")
+    if not is_object or (status >= 400 and not (b'"code"' in text and b'"message"' in text)):
+        other = PeerError(
             f"There is no Atoll server at {server}: a web server there answered with HTTP status {status}, "
             "and not in Atoll's format.",
             "Check the address and the port, and that the Atoll server runs.",
         )
+        raise damaged(other) if status < 400 else other
 
 
 def unreachable(server: str, text: str, why: str) -> ServerUnreachable:

@@ -556,6 +556,7 @@ class _Fetching:
         with watched(self._parts, self._abort):
             body = self._patiently(lambda: self._parts.read(path, routes.MANIFEST_BYTES), pauses)
             message = messages.BlobManifest.read(body, self._what)
+            del body  # it may be as large as the object
             self._manifest = message.manifest()
             self._manifest.require_object(self._what)
             self._manifest.require_id(self._ref.digest, self._what)

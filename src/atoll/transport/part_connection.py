@@ -17,8 +17,9 @@ from contextlib import suppress
 
 from urllib3.util.wait import wait_for_read
 
+from atoll.protocol.routes import PROBLEM_BYTES
 from atoll.tensors.chunks import CHUNK_BYTES
-from atoll.transport.http_client import Response
+from atoll.transport.answer import BadAnswer, Pace, Response
 
 
 class PartConnection:
@@ -72,7 +73,7 @@ class PartConnection:
         span: tuple[int, int],
         trailer: bytes,
         on_bytes: Callable[[int], None],
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, bytearray]:
         """PUT a byte range of a file, followed by `trailer`.
 
         Args:
@@ -91,11 +92,12 @@ class PartConnection:
         connection.putrequest("PUT", path, skip_accept_encoding=True)
         for name, value in {**headers, "Content-Length": str(stop - start + len(trailer))}.items():
             connection.putheader(name, value)
+        pace = Pace(self._idle_timeout_s)
         try:
             connection.endheaders()
             for offset in range(start, stop, CHUNK_BYTES):
                 count = min(CHUNK_BYTES, stop - offset)
-                self._send(fd, offset, count)
+                self._send(fd, offset, count, pace)
                 on_bytes(count)
             connection.sock.sendall(trailer)
         except (BrokenPipeError, ConnectionResetError):
@@ -107,30 +109,38 @@ class PartConnection:
         self,
         path: str,
         headers: Mapping[str, str],
+        most_bytes: int,
         room: Callable[[memoryview], memoryview] = lambda scratch: scratch,
-    ) -> tuple[int, bytes, Iterator[memoryview]]:
+    ) -> tuple[int, bytearray, Iterator[memoryview]]:
         """GET a path, and return the body of the answer piece by piece.
 
         Args:
             path: path of the request.
             headers: headers of the request.
+            most_bytes: maximum size of the body.
             room: function that chooses the buffer for the next bytes of the body. Its argument is the connection's
                 scratch buffer. It returns the start of this buffer, or other memory of at most the same size.
 
         Returns:
             The status; the body if the status is 300 or above; and the pieces of the body if the status is below 300.
             Each piece is valid only until the next one.
+
+        Raises:
+            BadAnswer: the body is longer than `most_bytes`, or its length is not given.
         """
         connection = self._ready()
         connection.request("GET", path, headers=dict(headers))
-        response = connection.getresponse()
+        response = self._response()
         if response.status >= 300:
-            return response.status, response.read(), iter(())
-        return response.status, b"", self._runs(response, room)
+            return response.status, response.body(PROBLEM_BYTES), iter(())
+        if response.status != 206 and "Range" in headers:
+            return response.status, bytearray(), iter(())  # the caller refuses it
+        if response.length is None:
+            raise BadAnswer("sends a file without saying how long it is")
+        response.allow(most_bytes)
+        return response.status, bytearray(), self._runs(response, room)
 
-    def _runs(
-        self, response: http.client.HTTPResponse, room: Callable[[memoryview], memoryview]
-    ) -> Iterator[memoryview]:
+    def _runs(self, response: Response, room: Callable[[memoryview], memoryview]) -> Iterator[memoryview]:
         # `response.readinto` would block until the buffer is full, and would not report a slow connection's progress
         scratch, body, remaining = memoryview(self._scratch), response.fp, response.length or 0
         while remaining > 0:
@@ -147,9 +157,14 @@ class PartConnection:
             yield run
         response.close()  # required before the next request on this connection
 
-    def _answer(self) -> tuple[int, bytes]:
+    def _answer(self) -> tuple[int, bytearray]:
+        response = self._response()
+        return response.status, response.body(PROBLEM_BYTES)
+
+    def _response(self) -> Response:
         response = self._connection.getresponse()
-        return response.status, response.read()
+        assert isinstance(response, Response)
+        return response
 
     def _ready(self) -> http.client.HTTPConnection:
         """Return the open connection. If it is not open, or the server has closed it, connect first."""
@@ -199,9 +214,11 @@ class PartConnection:
         if self.is_cut:
             raise ConnectionAbortedError("the transfer was ended by another thread")
 
-    def _send(self, fd: int, offset: int, nbytes: int) -> None:
+    def _send(self, fd: int, offset: int, nbytes: int, pace: Pace) -> None:
         run = memoryview(self._scratch)[:nbytes]
         run = run[: os.preadv(fd, [run], offset)]
         while run:  # not `sendall`, because its timeout is for the whole buffer
-            run = run[self._connection.sock.send(run) :]
+            count = self._connection.sock.send(run)
+            run = run[count:]
             self.on_move()
+            pace.moved(count)

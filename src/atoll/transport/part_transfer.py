@@ -12,7 +12,6 @@ of the file descriptor, so it never reads a file that was opened later and got t
 
 from __future__ import annotations
 
-import http.client
 import os
 import threading
 import time
@@ -24,11 +23,11 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from blake3 import blake3
 
-from atoll.errors import BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
+from atoll.errors import AtollError, BadRequest, PartCorrupt, ServerUnreachable, TransferAborted, TransferStalled
 from atoll.posix import Descriptor
 from atoll.runtime import failpoint
 from atoll.tensors.layout import Part
-from atoll.transport.http_client import Http, network_error, problem_of, unanswered
+from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, network_error, problem_of, unanswered
 from atoll.transport.part_connection import PartConnection
 
 P = ParamSpec("P")
@@ -41,7 +40,6 @@ PART_ATTEMPTS = 4
 """Number of attempts to transfer a part before the error is raised."""
 DAMAGED = "Check the network, and the disk of the sending machine."
 """Remedy if bytes arrive damaged at every attempt."""
-_NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 
 # -- The threads of one transfer.
@@ -287,7 +285,8 @@ class HttpTransfer:
     """
 
     def __init__(self, http: Http, connections: int, idle_timeout_s: float) -> None:
-        self._http, self._connections, self._idle_timeout_s = http, connections, idle_timeout_s
+        self._http, self._connections = http, connections
+        self._idle_timeout_s = min(idle_timeout_s, http.patience_s)
         self._idle: list[PartConnection] = []
         self._losses = 0
         self._pools: set[TransferPool] = set()
@@ -320,12 +319,9 @@ class HttpTransfer:
 
         def fetch(connection: PartConnection, _: Part) -> None:
             body.clear()
-            status, problem, runs = connection.get(path, self._http.headers())
-            if status >= 300:
-                raise problem_of(status, problem)
+            status, problem, runs = connection.get(path, self._http.headers(), most_bytes)
+            self._require(status, 200, problem)
             for run in runs:
-                if len(body) + len(run) > most_bytes:
-                    raise BadRequest(f"{self._http.server} sent a message of more than {most_bytes} bytes.")
                 body.extend(run)
 
         self._spread(fetch, [Part(0, 0, 0, ())])
@@ -368,11 +364,8 @@ class HttpTransfer:
         def fetch(connection: PartConnection, part: Part) -> None:
             arriving = PulledPart(delivery, part)
             headers = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
-            status, problem, runs = connection.get(path, headers, arriving.room)
-            if status >= 300:
-                raise problem_of(status, problem)
-            if status != 206:
-                raise BadRequest(f"{self._http.server} ignores the header Range.", "Check for a proxy that drops it.")
+            status, problem, runs = connection.get(path, headers, part.nbytes, arriving.room)
+            self._require(status, 206, problem)
             for run in runs:
                 arriving.take(run)
             arriving.finish(
@@ -456,9 +449,28 @@ class HttpTransfer:
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
             status, problem = connection.put(path, headers, fd, (part.start, part.stop), digest, count)
+        self._require(status, 204, problem)
+        failpoint("push.part")
+
+    def _require(self, status: int, expected: int, problem: bytearray) -> None:
+        """Raise an error if an answer does not have the expected status.
+
+        Args:
+            status: status of the answer.
+            expected: status of success; a server may also answer 200 to a part that is not a range.
+            problem: body of the answer if it is an error.
+        """
         if status >= 300:
             raise problem_of(status, problem)
-        failpoint("push.part")
+        if expected == 206 and status == 200:
+            raise BadRequest(f"{self._http.server} ignores the header Range.", "Check for a proxy that drops it.")
+        if status not in (200, expected):
+            raise damaged(
+                BadRequest(
+                    f"{self._http.server} answered with HTTP status {status}, not {expected}.",
+                    "Check which program answers at this address, and any proxy in between.",
+                )
+            )
 
     def _spread(self, work: Work, parts: Sequence[Part]) -> None:
         """Run `work` for all parts over parallel connections. Raise the first error that remains after the retries."""
@@ -521,7 +533,10 @@ class HttpTransfer:
             try:
                 self._once(work, part, pool, on_move)
                 return True
-            except (PartCorrupt, ServerUnreachable, TransferStalled) as error:
+            except AtollError as error:
+                if not isinstance(error, PartCorrupt | ServerUnreachable | TransferStalled) and not error.is_damaged:
+                    pool.ended.set()
+                    raise
                 if pool.ended.is_set():  # this error is a consequence of another part's failure
                     return False
                 self._http.counters.add(retries=1)
@@ -549,7 +564,7 @@ class HttpTransfer:
             with pool.using(connection):
                 work(connection, part)
             pool.moved()
-        except _NETWORK_ERRORS as error:
+        except NETWORK_ERRORS as error:
             connection.close()
             raise network_error(self._http.server, self._idle_timeout_s, error) from error
         except BaseException:

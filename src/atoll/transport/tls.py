@@ -12,6 +12,7 @@ from asyncio.sslproto import SSLProtocol
 from pathlib import Path
 
 from atoll.errors import ConfigError
+from atoll.posix import read_named, require_regular
 
 
 def is_loopback(host: str) -> bool:
@@ -34,6 +35,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     try:
+        require_regular(cert)
         context.load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
@@ -53,6 +55,8 @@ def client_context(ca: str | None) -> ssl.SSLContext:
         ConfigError: the file cannot be read.
     """
     try:
+        if ca is not None:
+            require_regular(ca)
         context = ssl.create_default_context(cafile=ca)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
@@ -71,10 +75,12 @@ def require_private(path: Path, what: str) -> None:
         what: name of the file in messages, for example "The TLS key".
 
     Raises:
-        ConfigError: the file is missing or a folder, or its mode lets other users access it.
+        ConfigError: the file is missing, a folder or no file, or its mode lets other users access it.
     """
     try:
         found = path.stat().st_mode
+        if not stat.S_ISDIR(found):
+            require_regular(path)
     except OSError as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error.strerror}.") from error
     mode = stat.S_IMODE(found)
@@ -91,15 +97,18 @@ def read_token(path: Path | None) -> str | None:
         path: path of the file; None if there is no file.
 
     Raises:
-        ConfigError: the file is missing, empty, or readable by other users; or the token contains a space, a line
-            break, or a character that is not ASCII.
+        ConfigError: the file is missing, unreadable, empty, or readable by other users; or the token contains a space,
+            a line break, or a character that is not ASCII.
     """
     if token := os.environ.get("ATOLL_TOKEN", "").strip():
         return _require_sendable(token, "ATOLL_TOKEN")
     if path is None:
         return None
     require_private(path, "The token file")
-    token = path.read_text(encoding="utf-8", errors="replace").strip()
+    try:
+        token = read_named(path).decode(errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(f"The token file {str(path)!r} cannot be read: {error.strerror}.") from error
     if not token:
         raise ConfigError(f"The token file {str(path)!r} is empty.", "Write the token into it, on one line.")
     return _require_sendable(token, f"The token file {str(path)!r}")

@@ -144,6 +144,28 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
     return {key: value for key, value in values.items() if abs(value) < float("inf")}
 
 
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+"""Values of a variable that is true or false, in lower case."""
+
+
+def takes_part_in_swarms(given: bool) -> bool:
+    """Return whether this site takes part in swarms: its script, `ATOLL_SWARM` or an `ATOLL_PEER_*` variable says so.
+
+    Args:
+        given: what the script says.
+
+    Raises:
+        ConfigError: `ATOLL_SWARM` is neither true nor false.
+    """
+    text = os.environ.get("ATOLL_SWARM", "").lower()
+    if text not in ("", *TRUE, *FALSE):
+        raise ConfigError(
+            f"ATOLL_SWARM is {text!r}.", "Set it to 1 if this site may take part in a swarm, or to 0 if it may not."
+        )
+    listens = any(value for name, value in os.environ.items() if name.startswith("ATOLL_PEER_"))
+    return given or text in TRUE or (not text and listens)
+
+
 SYNC_RETRIES = 6
 
 

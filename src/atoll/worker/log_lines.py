@@ -60,7 +60,7 @@ def in_words(info: messages.RunInfo, sync_every: int) -> str:
         sync_every: H, the number of local steps between two synchronisations.
     """
     first = f" after {info.sync_rounds_first} synchronous rounds" if info.sync_rounds_first else ""
-    down = f" up, {info.downlink_codec} down" if info.downlink_codec != "none" else ""
+    down = f" up, {info.downlink_codec} down" if info.downlink_codec.text != "none" else ""
     parts = [
         f"H = {sync_every}",
         f"asynchronous{first}" if info.mode == "async" else "",
@@ -167,21 +167,28 @@ class TransferProgress:
         )
 
 
+MOST_TROUBLES = 1024
+
+
 class Troubles:
-    """Logs failures that repeat: a new text at level INFO, the same text again at level DEBUG."""
+    """Logs failures that repeat: a new text at level INFO or above, the same text again at level DEBUG."""
 
     def __init__(self) -> None:
         self._logged_s: dict[object, str] = {}
 
-    def say(self, of: object, text: str) -> None:
-        """Log that something failed: at level DEBUG if the last failure with this key had the same text, else INFO.
+    def say(self, of: object, text: str, level: int = logging.INFO) -> None:
+        """Log that something failed: at level DEBUG if the last failure with this key had the same text, else `level`.
 
         Args:
             of: a key for the thing that failed, such as the address of another worker.
             text: the line to log.
+            level: the level of a new text.
         """
-        previous, self._logged_s[of] = self._logged_s.get(of), text
-        LOG.log(logging.DEBUG if previous == text else logging.INFO, "%s", text)
+        previous = self._logged_s.pop(of, None)
+        self._logged_s[of] = text
+        if len(self._logged_s) > MOST_TROUBLES:  # the keys may come from another process, without end
+            del self._logged_s[next(iter(self._logged_s))]
+        LOG.log(logging.DEBUG if previous == text else level, "%s", text)
 
     def end(self, of: object) -> None:
         """Record that the thing with the key `of` works again, so that its next failure is logged at level INFO."""

@@ -11,8 +11,10 @@ By hand, with η = 0.1, α = 0.5, two steps a round and the loss (w − 1)²/2, 
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -144,18 +146,30 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
                 atoll.join(server.url, site="b", folder=tmp_path / "sites")
 
 
-@pytest.mark.covers("X3")
-def test_refuses_a_path_if_no_package_has_its_local_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a site joins: no site could load the rule. A simulation refuses it, too."""
+@pytest.mark.covers("X8")
+def test_a_site_registers_the_rule_of_a_run_without_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has the algorithm by its path. A site that has not registered it is refused."""
     monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
+    monkeypatch.setattr("atoll.registry._registered", {})
     own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
-    for run in (
-        lambda: new_server(tmp_path, **own),
-        lambda: new_simulation(One(), script=f"{__file__}:train", sites=1, **SETTINGS | own),
-    ):
-        words = "has a local rule, but no installed package has.*set algorithm.name = 'feddyn_local'; see docs/"
-        with pytest.raises(ConfigError, match=words):
-            run()
+    with new_server(tmp_path, **own) as server:
+        with pytest.raises(ConfigError, match=r"call atoll.register\('algorithms', 'feddyn_local', …\) in the script"):
+            atoll.join(server.url, site="a", folder=tmp_path / "sites")
+        atoll.register("algorithms", "feddyn_local", import_module("feddyn_local").feddyn_local)
+        by_the_loop(server.url, tmp_path / "sites")
+        assert server.wait(60)
+        assert load_file(server.exports / "model.safetensors")["w"].item() == pytest.approx(RESULT, rel=1e-6)
+
+
+def test_an_algorithm_in_a_file_corrects_in_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes, without the package, load it from the path in the settings."""
+    monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
+    monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])
+    own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
+    settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS | own
+    done = new_simulation(One(), script=f"{__file__}:train", sites=1, **settings).run()
+    assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
 def test_its_file_is_the_page_on_own_algorithms_and_at_most_60_lines() -> None:

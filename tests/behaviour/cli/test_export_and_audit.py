@@ -85,11 +85,11 @@ def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_p
 
     server.stop()
 
-    def replaced_late(*args) -> None:
+    def replaced_late(*args, **how) -> None:
         with closing(sqlite3.connect(tmp_path / "state" / "journal.sqlite")) as db:
             db.execute("DELETE FROM versions")
             db.commit()
-        replace_file(*args)
+        replace_file(*args, **how)
 
     monkeypatch.setattr(export, "replace_file", replaced_late)
     with pytest.raises(Gone, match="deleted this version during the export"):

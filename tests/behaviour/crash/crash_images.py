@@ -49,7 +49,7 @@ def take_rounds(url: str, site: str, workers: str | Path, say: Callable[[str], o
     Returns the run's model.
     """
     model = wide_model()
-    with atoll.join(url, site=site, folder=workers) as worker:
+    with atoll.join(url, site=site, folder=workers, swarm=True) as worker:
         for fl_round in worker:
             fl_round.load_into(model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -106,7 +106,9 @@ def diloco(device: str, folder: Path, sites: int = 2, **settings: Any) -> Tensor
     def train(site: str) -> Tensors:
         model = build(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        with atoll.DiLoCo(model, optimizer, server=server.url, site=site, folder=folder / "workers") as loop:
+        with atoll.DiLoCo(
+            model, optimizer, server=server.url, site=site, folder=folder / "workers", swarm=True
+        ) as loop:
             for _ in range(steps):
                 if not loop.finished:
                     step(model, optimizer, *data(site, device))

@@ -312,7 +312,7 @@ def test_a_response_cut_in_its_headers_is_asked_for_again(tmp_path: Path, swarm:
             through = {site: stack.enter_context(Proxy(server.port)) for site in places}
             for site, place in places.items() if name == "cut" else ():
                 through[site].faults += broken(SWARM if swarm else KINDS, place)
-            sites = [FederatedSites(through[site].url, tmp_path / name, [site]) for site in places]
+            sites = [FederatedSites(through[site].url, tmp_path / name, [site], swarm=swarm) for site in places]
             run_to_end(server, *sites)
         assert left(through) == {}
         trained = {key: count for each in sites for key, count in each.trained.items()}

@@ -181,13 +181,13 @@ def swarm_digest(folder: Path, change: Callable[[Path], None] | None) -> set[str
             raise Ends
 
     with serve(folder, **{"swarm.enabled": True, "rounds.total": 3}) as server:
-        b = FederatedSites(server.url, folder, ["b"])
-        a = FederatedSites(server.url, folder, ["a"], during=during)
+        b = FederatedSites(server.url, folder, ["b"], swarm=True)
+        a = FederatedSites(server.url, folder, ["a"], during=during, swarm=True)
         if change is not None:
             with pytest.raises(Ends):
                 a.join()
             change(note(folder, "held.json"))
-            a = FederatedSites(server.url, folder, ["a"])
+            a = FederatedSites(server.url, folder, ["a"], swarm=True)
         run_to_end(server, a, b)
     results = list((folder / "workers").rglob("model.safetensors"))
     assert len(results) == 2

@@ -33,6 +33,8 @@ from kit.models import wide_model
 from kit.servers import state_of
 from kit.wire import WireSite, update_parts, version_parts
 
+from atoll.registry import OwnName
+
 pytestmark = pytest.mark.slow
 UPDATE = update_parts(wide_model(), PART_BYTES)
 VERSION = version_parts(wide_model(), PART_BYTES)
@@ -48,7 +50,7 @@ def difference_behind(parts: int) -> int:
     from atoll.tensors.layout import version_layout
     from atoll.tensors.module_tensors import schema_of
 
-    downlink = Downlink.of(version_layout(schema_of(wide_model()), PART_BYTES), "int8", {})
+    downlink = Downlink.of(version_layout(schema_of(wide_model()), PART_BYTES), OwnName("int8"), {})
     assert downlink is not None
     return sum(part.nbytes for part in downlink.parts[parts:])
 

@@ -98,7 +98,8 @@ def test_what_cannot_be_built_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize("export_dir", [None, "results"])
 def test_a_new_run_replaces_no_exports_of_another_run(nursery: Nursery, tmp_path: Path, export_dir: str | None) -> None:
     exports = Path(export_dir or "state/exports")
-    (tmp_path / exports).mkdir(parents=True)
+    (tmp_path / "state").mkdir(0o700)
+    (tmp_path / exports).mkdir(exist_ok=True)
     files = {"metrics.jsonl": b'{"round": 1}\n', "model.safetensors": b"of another run"}
     for name, data in files.items():
         (tmp_path / exports / name).write_bytes(data)

@@ -91,10 +91,12 @@ def _take_part(row: Row, folder: Path, url: str, site: str, states: dict[str, St
     model = build(row["dtype"])
     if row["algorithm"] in STEPS:
         weight = WEIGHTS[row["weights"]][site]
-        with atoll.DiLoCo(model, inner(model), server=url, site=site, folder=workers, weight=weight) as diloco:
+        with atoll.DiLoCo(
+            model, inner(model), server=url, site=site, folder=workers, weight=weight, swarm=True
+        ) as diloco:
             states[site] = train_steps(diloco, model, site)
     else:
-        with atoll.join(url, site=site, folder=workers) as worker:
+        with atoll.join(url, site=site, folder=workers, swarm=True) as worker:
             states[site] = take_rounds(worker, site, row)
             worker.load_into(model)
     states[f"{site}-end"] = state_of(model)

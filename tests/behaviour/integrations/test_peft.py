@@ -152,6 +152,22 @@ def test_an_adapter_is_whole_for_readers_while_it_is_saved(tmp_path: Path, monke
     assert sorted(path.name for path in (tmp_path / "opens").iterdir()) == FILES
 
 
+@pytest.mark.covers("X9")
+def test_an_adapter_is_not_saved_through_a_link(tmp_path: Path) -> None:
+    """A link in place of the folder in which the files are written first."""
+    from atoll.integrations.peft import AdapterFolder
+
+    with_adapter().peft_config["default"].save_pretrained(str(tmp_path))
+    folder, other = AdapterFolder(str(tmp_path / "adapter_config.json"), str(tmp_path / "opens")), tmp_path / "other"
+    other.mkdir()
+    (other / "adapter_config.json").write_text("of another program")
+    (tmp_path / "opens").mkdir()
+    (tmp_path / "opens" / ".new").symlink_to(other)
+    folder.save(adapter(with_adapter()).state_dict(), {})
+    assert [path.read_text() for path in other.iterdir()] == ["of another program"]
+    assert sorted(path.name for path in (tmp_path / "opens").iterdir()) == FILES
+
+
 def test_a_persistor_of_adapters_wants_its_config(tmp_path: Path) -> None:
     options = {
         "model.persistor.path": "atoll.integrations.peft:AdapterFolder",

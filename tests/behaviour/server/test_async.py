@@ -26,6 +26,7 @@ from torch import nn
 
 from atoll.errors import ConfigError, Gone
 from atoll.filters import NormClip
+from atoll.registry import OwnName
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Versions
 
@@ -87,7 +88,7 @@ def above_one(s: int) -> float:
 def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
     from atoll.reducers import staleness_weight
 
-    weight = staleness_weight(f"{__name__}:above_one")
+    weight = staleness_weight(OwnName(f"{__name__}:above_one"))
     with pytest.raises(ConfigError, match=r"returned 2\.0 for a staleness of 1"):
         weight(1)
 

@@ -26,6 +26,7 @@ import atoll
 from atoll.codecs import build_codecs
 from atoll.errors import Gone, StateCorrupt
 from atoll.filters import NormClip
+from atoll.registry import OwnName
 
 WEIGHTS = {"a": 1.0, "b": 2.5}
 BUFFERS = ("bn.*",)
@@ -91,7 +92,7 @@ class Reference:
         self, model: dict[str, Tensor], up: str = "none", down: str = "int8", options: dict[str, Any] | None = None
     ) -> None:
         self.held = {name: tensor.clone() for name, tensor in model.items()}
-        self.up, self.down = build_codecs(up, {})[up], build_codecs(down, options or {})[down]
+        self.up, self.down = build_codecs(OwnName(up), {})[up], build_codecs(OwnName(down), options or {})[down]
         self.theta = {
             name: torch.nn.Parameter(tensor.to(wide(tensor)))
             for name, tensor in model.items()
@@ -240,7 +241,7 @@ def whole_bytes(folder: Path) -> int:
 
 def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
     """Of a delta of the small model: encoded parameters and new buffers, each from a multiple of 64 on."""
-    encoding = build_codecs(codec, options or {})[codec]
+    encoding = build_codecs(OwnName(codec), options or {})[codec]
     sizes = [
         tensor.nbytes if name.startswith("bn.") else encoding.encoded_bytes(tensor.numel(), "F32")
         for name, tensor in start().items()
@@ -531,7 +532,7 @@ def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> N
 def test_diloco_trains_from_what_it_downloaded_and_submits_against_it(tmp_path: Path) -> None:
     """H = 1: w = b − 1 → u = 1 up to rounding; θ ← θ − lr·C(u + e), b ← b + dec(D(θ − b)); the loop ends with b."""
     start = {"weight": torch.randn(1, 9000, generator=torch.Generator().manual_seed(0))}
-    up, down = build_codecs("bf16", {})["bf16"], build_codecs("int4", {})["int4"]
+    up, down = build_codecs(OwnName("bf16"), {})["bf16"], build_codecs(OwnName("int4"), {})["int4"]
     theta, held = start["weight"].clone(), start["weight"].clone()
     model = nn.Linear(9000, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kit.servers import plain_server
+from kit.packages import install
+from kit.servers import new_simulation, plain_server
 from kit.sites import finish, manual_sites, train_round
+from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
+from atoll import registry
 from atoll.codecs import Codec, build_codecs
 from atoll.errors import ConfigError, StoreError
+from atoll.registry import OwnName, ReceivedName
 
 OWN = '''
 from dataclasses import dataclass
@@ -72,6 +77,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "own_codec.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_registered", {})
     yield "own_codec:Thousandths"
     sys.modules.pop("own_codec", None)
 
@@ -85,8 +91,12 @@ def codec_server(folder: Path, codec: str, **options: Any) -> atoll.Server:
 @pytest.mark.covers("L16")
 @pytest.mark.parametrize("name", ["own_codec:Thousandths", "own_codec.py:Thousandths"])
 def test_an_own_codec_encodes_with_its_options_at_both_sides(own: str, name: str, tmp_path: Path) -> None:
-    """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives."""
+    """Moves by 0.26 in quarters: ¼ arrives, 0.01 is kept; by 0.26 + 0.12 with what was left: ½ − ¼ arrives.
+
+    The server names the codec by its path and sends the codec's own name, which the site has registered.
+    """
     with codec_server(tmp_path, name, per=4) as server:
+        atoll.register("codecs", "thousandths", import_module("own_codec").Thousandths)
         sites, found = manual_sites(server, tmp_path, "a"), []
 
         def train(_: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -99,24 +109,61 @@ def test_an_own_codec_encodes_with_its_options_at_both_sides(own: str, name: str
     assert found == [[0.0] * 3, [-0.25] * 3, [-0.5] * 3]  # 0.12 + 0.01 = 0.13, which rounds to ¼
 
 
-@pytest.mark.covers("X2", "X3")
+@pytest.mark.covers("X2", "X3", "X8")
 def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_path: Path) -> None:
-    """The module is imported by the server's process, which is this one; a site's has not, or has something else."""
+    """Not even what the site's process has imported, as this one has."""
+    words = r"codec 'thousandths' is neither .* at this site.*call atoll.register\('codecs', 'thousandths', …\)"
     with codec_server(tmp_path, own) as server:
-        del sys.modules["own_codec"]
-        with pytest.raises(
-            ConfigError, match=r"'own_codec:Thousandths', but this program has not imported its code.*impo"
-        ):
-            atoll.join(server.url, "a", folder=tmp_path / "w")
-        assert "own_codec" not in sys.modules
-    for name, options in (
+        for is_imported in (True, False):
+            if not is_imported:
+                del sys.modules["own_codec"]
+            with pytest.raises(ConfigError, match=words):
+                atoll.join(server.url, "a", folder=tmp_path / "w")
+            assert ("own_codec" in sys.modules) == is_imported
+        assert server.status().workers == []
+    for text, options in (
         ("subprocess:Popen", {"args": f"touch {tmp_path}/ran", "shell": 1}),
         ("os:system", {"command": f"touch {tmp_path}/ran"}),
+        ("own_codec:Thousandths", {}),
+        ("own_codec.py:Thousandths", {}),
     ):
-        for sent in (False, True):
-            with pytest.raises(ConfigError, match="is not a codec"):
-                build_codecs(name, options, sent=sent)
+        with pytest.raises(ConfigError, match="is neither a part of Atoll nor registered or installed"):
+            build_codecs(ReceivedName(text), options)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "path", ["own_codec:Thousandths", "own_codec.py:Thousandths", "{folder}/own_codec.py:Thousandths"]
+)
+def test_a_codec_given_by_entry_point_and_by_path_is_one_codec(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """At a server with the package installed, too. A class of another file with the same name is another codec."""
+    install(monkeypatch, tmp_path, "own_codec", OWN, {"atoll.codecs": {"thousandths": own}})
+    with codec_server(tmp_path, path.format(folder=tmp_path)) as server:
+        sites = manual_sites(server, tmp_path, "a")
+        for number in (1, 2):
+            train_round(sites, number, lambda _, state: {"w": state["w"] - 0.25})
+        assert finish(server, sites)["w"].tolist() == [-0.5] * 3
+    (tmp_path / "other.py").write_text(OWN)
+    with pytest.raises(ConfigError, match="has the name 'thousandths', which another codec has already"):
+        codec_server(tmp_path / "2", "other:Thousandths").start()
+    sys.modules.pop("other")
+
+
+def test_a_codec_in_a_file_encodes_in_a_simulation(own: str, tmp_path: Path) -> None:
+    """The simulation's own processes load it from the path in the settings: 0.26 and 0.26 + 0.01 give two quarters."""
+    settings = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.state_dir": tmp_path / "state"}
+    settings["aggregation.upload_codec"] = {"path": "own_codec.py:Thousandths", "per": 4}
+    done = new_simulation({"w": torch.zeros(3)}, script=f"{__file__}:move", sites=1, **settings).run()
+    assert load_file(done.model)["w"].tolist() == [-0.5] * 3
+
+
+def move(worker: Iterable[atoll.Round]) -> None:
+    """In the processes of a simulation."""
+    for fl_round in worker:
+        model = fl_round.load_into({"w": torch.zeros(3)})
+        fl_round.submit({"w": model["w"] - 0.26})
 
 
 @pytest.mark.covers("X3")
@@ -210,7 +257,7 @@ def test_bytes_that_no_codec_has_written_are_refused_or_finite(
     codec, (change, refused) = forged.partition("-")[0], FORGED[forged]
     with plain_server(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, rounds=2, codec=codec) as server:
         site = manual_sites(server, tmp_path, "a")["a"]
-        codecs, honest = site._place.exchange.local.layouts.codecs, build_codecs(codec, {})[codec]
+        codecs, honest = site._place.exchange.local.layouts.codecs, build_codecs(OwnName(codec), {})[codec]
         moved = {"w": torch.linspace(1, 2, 300), "v": torch.ones(5)}
         rounds = [Forged(honest, change), honest] + [honest] * bool(refused)  # a refused update is a round that was not
         for used in rounds:

@@ -19,7 +19,7 @@ site = os.environ["ATOLL_SITE"]
 held_round, _, held_until = os.environ.get("HOLD", "").partition(":")
 model = wide_model()
 if os.environ["LOOP"] == "federated":
-    with atoll.join() as worker:
+    with atoll.join(swarm=True) as worker:
         for fl_round in worker:
             train_in(fl_round, fl_round.load_into(model), site)
             print("trained", fl_round.number, flush=True)
@@ -29,7 +29,7 @@ if os.environ["LOOP"] == "federated":
         worker.load_into(model)
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with atoll.DiLoCo(model, optimizer, weight=SITES[site]) as diloco:
+    with atoll.DiLoCo(model, optimizer, weight=SITES[site], swarm=True) as diloco:
         step = 0
         while not diloco.finished:
             local_step(model, optimizer, site, step)

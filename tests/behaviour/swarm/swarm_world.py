@@ -85,7 +85,7 @@ class Sites(Threads):
 
     def _work(self, site: str) -> None:
         model, steps = wide_model(), self._steps.get(site, 2)
-        with atoll.join(self._url, site=site, folder=self._folder / "workers") as worker:
+        with atoll.join(self._url, site=site, folder=self._folder / "workers", swarm=True) as worker:
             for fl_round in worker:
                 train_in(fl_round, fl_round.load_into(model), site, steps)
                 self.trained.append((site, fl_round.number))

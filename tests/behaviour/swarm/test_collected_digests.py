@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,21 @@ import pytest
 from harness.processes import wait_until
 from kit import serve
 from kit.requests import get
+from kit.swarm_peers import peer_server
 from kit.wire import WireSite
 
 import atoll
-
-ADDRESSES = {"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:10"}
+from atoll.worker.peer.peer_transfers import PeerServer
 
 
 class Site(WireSite):
     """A site of a swarm that says what the test tells it to say."""
 
-    def __init__(self, url: str, name: str) -> None:
-        self.address = ADDRESSES[name]
-        super().__init__(url, name, peer=self.address)
+    def __init__(self, url: str, name: str, served: PeerServer) -> None:
+        self.address, self.proof = served.address, str(served.prove())
+        super().__init__(url, name, peer=self.proof)
         self._reports = self._seen = 0
+        self.reached: list[str] = []  # all that it is told of
         self.version = get(url, "/v1/fragments/0/versions/0")[1]
         source = {"version": self.reference()}
         self.held = {"fragment": 0, "version": 0, "digest": self.version["digest"], "source": source}
@@ -39,15 +40,14 @@ class Site(WireSite):
     def try_report(self, **said: Any) -> tuple[int, dict[str, Any]]:
         """Status and body of the answer."""
         self._reports += 1
-        reached = [address for name, address in ADDRESSES.items() if name != self.name]
-        report = {"address": self.address, "number": self._reports, "seen": self._seen, "reached": reached}
+        report = {"peer": self.proof, "number": self._reports, "seen": self._seen, "reached": self.reached}
         return self.post("/v1/swarm", report | {"held": [self.held]} | said)
 
     def report(self, *collected: dict[str, Any], closed: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """What it is told to do."""
         status, work = self.try_report(collected=list(collected), closed=list(closed))
         assert status == 200, work
-        self._seen = work["stamp"]
+        self._seen, self.reached = work["stamp"], work["peers"]
         return work
 
     def state_of(self, ticket: int) -> str:
@@ -73,9 +73,11 @@ class Offer:
 def swarm(folder: Path) -> Iterator[tuple[atoll.Server, Site, Site]]:
     """Two sites that reach each other and hold the initial version; the first aggregates."""
     no_beats = {"network.heartbeat_interval_s": 0, "network.heartbeat_timeout_s": 0}
-    with serve(folder, **{"swarm.enabled": True, "swarm.aggregators": ["a"]}, **no_beats) as server:
-        a, b = Site(server.url, "a"), Site(server.url, "b")
-        for _ in range(2):
+    with ExitStack() as stack:
+        server = stack.enter_context(serve(folder, **{"swarm.enabled": True, "swarm.aggregators": ["a"]}, **no_beats))
+        served = [stack.enter_context(closing(peer_server())) for _ in "ab"]
+        a, b = (Site(server.url, *each) for each in zip("ab", served, strict=True))
+        for _ in range(3):
             a.report(), b.report()
         yield server, a, b
 

@@ -81,7 +81,7 @@ def left_by_steps(
     folder: Path, steps: int = 40, kind: type[DiLoCoSites] = DiLoCoSites, **settings: Any
 ) -> tuple[Result, DiLoCoSites]:
     with serve_swarm(folder, **DILOCO | settings) as server:
-        sites = kind(server.url, folder, steps, SITES, build=wide_model, weights=SITES)
+        sites = kind(server.url, folder, steps, SITES, build=wide_model, weights=SITES, swarm=True)
         sites.join()
         status = server.status()
     assert status.bytes_up == 0 or not settings.get("swarm.enabled", True)
@@ -183,8 +183,8 @@ def test_a_site_without_the_package_is_refused_when_it_joins(nursery: Nursery, t
             assert site.process.wait() != 0
         assert server.status().workers == []
     said = site.process.now.output()
-    assert "This worker cannot aggregate with the server's settings: algorithm.name = 'half' is not one of" in said
-    assert "and of plugins at all sites" in said
+    assert "This site cannot aggregate rounds of the swarm: The run's algorithm 'half' is neither" in said
+    assert "call atoll.register('algorithms', 'half', …) in the script before it joins" in said
 
 
 MODEL_BYTES = sum(each.nbytes for each in wide_model().state_dict().values())
@@ -215,8 +215,8 @@ def test_drops_versions_that_no_worker_needs(tmp_path: Path, monkeypatch: pytest
     assert {peer.site for peer in peers} == set(SITES)
     for peer in peers:
         assert {version.version for version in peer._store.versions()} <= {5, 6}
-        # of each a model and its outer state, and the update of the last round
-        assert served[peer.site] <= 2 * 2 + 1
+        # of each a model and its outer state, the update of the last round, and the proof of the address
+        assert served[peer.site] <= 2 * 2 + 1 + 1
 
 
 @pytest.mark.covers("P10")

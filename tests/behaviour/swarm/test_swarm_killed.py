@@ -275,7 +275,7 @@ STREAMING: dict[str, Any] = {
     "diloco.fragment_sync_delay": 1,
     "diloco.fragment_update_alpha": 0.25,
 }
-Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES)
+Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES, swarm=True)
 
 
 @pytest.mark.covers("P10", "D10")

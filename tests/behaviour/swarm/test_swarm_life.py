@@ -270,5 +270,5 @@ def test_where_a_worker_cannot_listen_is_refused_by_name(
         monkeypatch.setenv(name, value)
     with serve_swarm(tmp_path) as server:
         with pytest.raises(ConfigError, match=said):
-            with atoll.join(server.url, site="a", folder=tmp_path / "w"):
+            with atoll.join(server.url, site="a", folder=tmp_path / "w", swarm=True):
                 pass

@@ -15,6 +15,8 @@ from kit.servers import plain_server
 from kit.sites import finish, manual_sites
 from torch import Tensor
 
+import atoll
+from atoll import registry
 from atoll.filters import Filter
 
 Warned = Callable[[], list[str]]
@@ -120,6 +122,13 @@ class Thousandths:
 class Later(Thousandths):
     name = "later"
     feedback = True
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    for codec in (Thousandths, Later):
+        atoll.register("codecs", codec.name, codec)
 
 
 def rounds_of(

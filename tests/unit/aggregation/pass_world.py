@@ -10,12 +10,13 @@ import torch
 
 from atoll.aggregation.make_version import ClosedRound, NextFiles, RoundFiles, UpdateInput, make_version
 from atoll.aggregation.outer_state import state_layout, version_regions
-from atoll.aggregation.plan import FragmentPlan, Plan
+from atoll.aggregation.plan import AggregationPlan, FragmentPlan
 from atoll.aggregation.user_aggregator import Accumulated
 from atoll.codecs import Bf16Codec, NoneCodec
 from atoll.outer_optimizers import build_outer
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.reducers import WeightedMean
+from atoll.registry import OwnName
 from atoll.store.file_slots import region_digest
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import update_layout, version_header, version_layout
@@ -71,7 +72,7 @@ class World:
 
     def __post_init__(self):
         self.folder.mkdir(exist_ok=True)
-        self.rule = build_outer(self.target, self.options)
+        self.rule = build_outer(OwnName(self.target) if isinstance(self.target, str) else self.target, self.options)
         self.version_layout = version_layout(self.schema, PART_BYTES)
         self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES)
         self.update_layout = update_layout(
@@ -140,7 +141,15 @@ class World:
     def close(self, files=None, out=None, frozen=None, *, threads=1, reducers=None, **how) -> ClosedRound:
         """Run the pass; by default over new updates, into the files of the next version."""
         codecs = CODECS | {Accumulated.name: Accumulated()}
-        plan = Plan(None, None, None, codecs, self.rule, reducers or REDUCERS, (self.planned,), threads)
+        plan = AggregationPlan(
+            values=None,
+            split=None,
+            codecs=codecs,
+            rule=self.rule,
+            reducers=reducers or REDUCERS,
+            fragments=(self.planned,),
+            threads=threads,
+        )
         return make_version(plan, frozen or self.frozen(), files or self.files(), out or self.out(), **how)
 
     def round(self, **how) -> ClosedRound:

@@ -25,6 +25,7 @@ from atoll.codecs.version_difference import Downlink
 from atoll.errors import StateCorrupt, UsageError
 from atoll.outer_optimizers import build_outer
 from atoll.reducers import Median, Share
+from atoll.registry import OwnName
 from atoll.store.file_slots import region_digest
 from atoll.tensors.chunks import Scratch
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
@@ -292,7 +293,7 @@ def test_a_pass_gives_its_memory_back_without_the_collector(tmp_path, threads):
 def test_outer_state_with_a_changed_byte_is_not_whole(shape: tuple[int, ...]) -> None:
     """Of scalars alone, the file does not tell which entries are cut with the version's parts."""
     specs = [TensorSpec("a", "BF16", shape), TensorSpec("b", "BF16", shape)]
-    version, made = version_layout(Schema.build(specs)), state_layout(specs, build_outer("adam", {"lr": 0.1}))
+    version, made = version_layout(Schema.build(specs)), state_layout(specs, build_outer(OwnName("adam"), {"lr": 0.1}))
     assert made is not None
     header, layout = made
     fd = os.memfd_create("state")
@@ -316,7 +317,7 @@ class DownWorld(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = Downlink.of(self.version_layout, self.down, {"density": self.density} if self.density else {})
+        found = Downlink.of(self.version_layout, OwnName(self.down), {"density": self.density} if self.density else {})
         assert found is not None
         self.downlink = found
         self.state = state_layout(self.schema.tensors, self.rule, PART_BYTES, masters=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from atoll.aggregation.user_aggregator import Accumulated, BadResult, load, result_layout, write_result
 from atoll.errors import ConfigError
+from atoll.registry import OwnName
 from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
 from atoll.testing.contracts import CodecContract
 
@@ -126,7 +127,7 @@ def mine(tmp_path: Path) -> Path:
     ],
 )
 def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[str, Any], gives: dict[str, int]) -> None:
-    loaded = load(f"{mine}:{name}", options)
+    loaded = load(OwnName(f"{mine}:{name}"), options)
     assert loaded.aggregate() == gives
     assert loaded.incremental == (name == "Incremental")
 
@@ -143,14 +144,14 @@ def test_a_class_an_object_or_a_function(mine: Path, name: str, options: dict[st
 )
 def test_what_cannot_be_an_aggregator_is_refused(mine: Path, name: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        load(f"{mine}:{name}", options)
+        load(OwnName(f"{mine}:{name}"), options)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no file '.*nowhere.py'. In a run file, a path is relative"):
-        load(f"{tmp_path / 'nowhere.py'}:x", {})
+        load(OwnName(f"{tmp_path / 'nowhere.py'}:x"), {})
     with pytest.raises(ConfigError, match=f"There is no file '{Path.cwd()}/nowhere.py'. In a run file"):
-        load("nowhere.py:x", {})
+        load(OwnName("nowhere.py:x"), {})
 
 
 class TestAccumulated(CodecContract):

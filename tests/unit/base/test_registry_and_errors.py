@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+import atoll
 from atoll import errors, registry
-from atoll.errors import BY_CODE, AtollError, ConfigError, PeerError, StoreError, UpdateRefused
+from atoll.errors import BY_CODE, AtollError, ConfigError, PeerError, StoreError, UpdateRefused, UsageError
+from atoll.protocol.messages import Message
+from atoll.registry import OwnName, ReceivedName
 from atoll.worker.session import leave_at_exit
 
 HERE = re.escape(__file__)
@@ -35,26 +44,177 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", registry.TABLES)
 def test_every_built_in_name_loads(kind: str) -> None:
     for name in registry.TABLES[kind]:
-        assert registry.load(kind, name) is not None
+        assert registry.load(kind, OwnName(name)) is not None
 
 
 def test_a_plugin_is_found_in_the_group_of_its_kind(plugins: list[EntryPoint]) -> None:
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     assert registry.names("codecs") == [*registry.TABLES["codecs"], "ternary"]
-    assert registry.load("codecs", "ternary")(1.5) == 1
+    assert registry.load("codecs", OwnName("ternary"))(1.5) == 1
     with pytest.raises(ConfigError, match="'ternary' is not one of the reducers"):
-        registry.load("reducers", "ternary")
+        registry.load("reducers", OwnName("ternary"))
 
 
 def test_a_plugin_never_shadows_a_built_in_name(plugins: list[EntryPoint]) -> None:
     plugins.append(EntryPoint("sgd", "math:floor", "atoll.outer"))
     assert registry.names("outer").count("sgd") == 1
-    assert registry.load("outer", "sgd").__name__ == "SGD"
+    assert registry.load("outer", OwnName("sgd")).__name__ == "SGD"
+
+
+class Mine:
+    """Something of this program."""
+
+
+@pytest.fixture
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.mark.covers("X8")
+@pytest.mark.usefixtures("nothing_registered")
+@pytest.mark.parametrize("kind", registry.REGISTRABLE)
+@pytest.mark.parametrize("name", ["mine", "my.pack-age_1", "my_module:Mine", "mine.py:Mine"])
+def test_what_a_program_registers_is_found_by_both_classes_of_names(kind: str, name: str) -> None:
+    """A registered name may look like a path: the object is returned, and nothing is imported."""
+    value = SimpleNamespace(name=name) if kind == "algorithms" else Mine
+    atoll.register(kind, name, value)
+    assert registry.load(kind, OwnName(name)) is value
+    assert registry.resolve_received(kind, ReceivedName(name)) is value
+    assert registry.names(kind) == [*registry.TABLES[kind], name]
+    assert registry.is_known(kind, name)
+    assert registry.package_of(kind, name) == ""
+    registry.require_known(kind, "a.setting", OwnName(name))
+    others = [each for each in registry.REGISTRABLE if each != kind]
+    assert not any(registry.is_known(each, name) for each in others)
+
+
+@pytest.mark.usefixtures("nothing_registered")
+def test_the_last_registered_object_of_a_name_counts(plugins: list[EntryPoint]) -> None:
+    """As in a notebook's cell that runs again; and before a package's entry point."""
+    plugins.append(EntryPoint("mine", "math:floor", "atoll.codecs"))
+    for value in (list, Mine):
+        atoll.register("codecs", "mine", value)
+    assert registry.resolve_received("codecs", ReceivedName("mine")) is Mine
+    assert registry.names("codecs").count("mine") == 1
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.usefixtures("nothing_registered")
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "words"),
+    [
+        ("codec", "mine", Mine, "'codec' is not a kind of object.*Did you mean 'codecs'"),
+        ("workflows", "mine", Mine, "'workflows' is not a kind of object.*Use one of codecs, filters"),
+        ("codecs", "int8", Mine, "'int8' is already one of Atoll's codecs.*Choose another name"),
+        ("outer", "sgd", Mine, "'sgd' is already one of Atoll's outer optimizers"),
+        ("codecs", "", Mine, "'' cannot be the name"),
+        ("codecs", "a\nb", Mine, r"'a\\nb' cannot be the name.*Use 1 to 128 letters"),
+        ("codecs", "mine\n", Mine, "cannot be the name"),
+        ("codecs", "../mine", Mine, "cannot be the name"),
+        ("codecs", "m" * 129, Mine, "cannot be the name"),
+        ("codecs", 3, Mine, "3 cannot be the name"),
+        ("codecs", "mine", "my_module:Mine", "of type str.*the object itself, not its path"),
+        ("reducers", "mine", None, "of type NoneType"),
+        ("algorithms", "mine", SimpleNamespace(name="other"), "'mine' is not that of the algorithm"),
+        ("algorithms", "mine", Mine, "'mine' is not that of the algorithm"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(kind: Any, name: Any, value: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        atoll.register(kind, name, value)
+    assert registry._registered == {}
+
+
+@pytest.mark.covers("X8")
+@pytest.mark.usefixtures("user_module")
+@pytest.mark.parametrize("name", ["my_models:build", "my_models.py:build", "subprocess:getoutput", "bf61", "json"])
+def test_a_received_name_is_looked_up_and_never_imported(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sys.modules.pop("my_models", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        registry.resolve_received("codecs", ReceivedName(name))
+    assert f"The run's codec {name!r} is neither a part of Atoll nor registered or installed" in caught.value.message
+    assert f"call atoll.register('codecs', {name!r}, …) in the script before it joins" in caught.value.remedy
+    assert "entry point of the group atoll.codecs" in caught.value.remedy
+    assert "my_models" not in sys.modules
+
+
+def test_a_received_name_finds_a_part_of_atoll_and_an_entry_point(plugins: list[EntryPoint]) -> None:
+    plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
+    assert registry.resolve_received("codecs", ReceivedName("ternary"))(1.5) == 1
+    assert registry.resolve_received("outer", ReceivedName("sgd")).__name__ == "SGD"
+
+
+@pytest.mark.covers("X8")
+@pytest.mark.parametrize(
+    "text", ["", "a b", "a\nb", "a\n", "../a", "/a.py:C", "http://h/a", "ä", "-a", "a" * 129, "a\0"]
+)
+def test_a_message_refuses_what_is_no_name(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a name of the form"):
+        ReceivedName(text)
+    with pytest.raises(ValidationError):
+        Named.model_validate_json(json.dumps({"name": text}))
+
+
+class Named(Message):
+    name: ReceivedName
+
+
+def test_a_received_name_is_text_in_a_message() -> None:
+    named = Named.model_validate_json('{"name": "my_codecs:Coarse"}')
+    assert (str(named.name), named.model_dump_json()) == ("my_codecs:Coarse", '{"name":"my_codecs:Coarse"}')
+    assert Named.model_json_schema()["properties"]["name"]["type"] == "string"
+
+
+SNIPPET = """
+from atoll import registry
+from atoll.registry import OwnName, ReceivedName
+
+received, own = ReceivedName("int8"), OwnName("int8")
+registry.load("codecs", received)                       # 6
+registry.load("codecs", received.text)                  # 7
+registry.load_attribute(received)                       # 8
+registry.load_attribute("subprocess:getoutput")         # 9
+registry.require_known("codecs", "a.b", received)       # 10
+registry.resolve_received("codecs", own)                # 11
+received == own                                         # 12
+registry.load("codecs", own)
+registry.load_attribute(own)
+registry.resolve_received("codecs", received)
+registry.find("codecs", received)
+registry.find("codecs", own)
+"""
+
+
+@pytest.mark.covers("X8")
+@pytest.mark.slow
+def test_mypy_sees_a_received_name_that_would_be_imported(tmp_path: Path) -> None:
+    """By the numbers of the snippet's lines."""
+    (tmp_path / "snippet.py").write_text(SNIPPET)
+    quick = ["--cache-dir=/dev/null", "--follow-imports=silent", "--no-site-packages", "--config-file="]
+    source = str(Path(atoll.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", *quick, "snippet.py"],
+        cwd=tmp_path,
+        env=os.environ | {"MYPYPATH": source},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert re.findall(r"^snippet.py:(\d+): error", done.stdout, re.MULTILINE) == [str(line) for line in range(6, 13)]
+
+
+def test_a_text_is_no_name_that_is_imported() -> None:
+    for call in (lambda: registry.load_attribute("math:floor"), lambda: registry.load("codecs", ReceivedName("int8"))):
+        with pytest.raises(UsageError, match="only an OwnName is imported"):
+            call()
 
 
 @pytest.mark.usefixtures("user_module")
 def test_a_user_names_code_of_their_own() -> None:
-    assert registry.load("algorithms", "my_models:build")() == "built"
+    assert registry.load("algorithms", OwnName("my_models:build"))() == "built"
 
 
 @pytest.mark.covers("X3")
@@ -73,7 +233,7 @@ def test_a_user_names_code_of_their_own() -> None:
 )
 def test_code_that_is_not_there_is_named(target: str, message: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        registry.load_attribute(target)
+        registry.load_attribute(OwnName(target))
     assert message in caught.value.message
     assert remedy in caught.value.remedy
 
@@ -99,7 +259,7 @@ def test_code_that_raises_as_it_is_imported_is_named_with_its_traceback(
     monkeypatch.syspath_prepend(tmp_path)
     target = form.replace("{folder}", str(tmp_path))
     with pytest.raises(ConfigError) as caught:
-        registry.load_attribute(target)
+        registry.load_attribute(OwnName(target))
     assert f"{target!r} cannot be imported: " in caught.value.message
     assert said.replace("{file}", str(file)) in caught.value.message
     assert str(file) in caught.value.trace
@@ -133,21 +293,21 @@ def test_refuses_a_file_named_like_another_module(tmp_path: Path, monkeypatch: p
     (tmp_path / "site.py").write_text("def build(): return 'built'\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"the module site is .*site.py, and has no 'build'\. Use site.py:build"):
-        registry.load_attribute("site:build")
-    assert registry.load_attribute("site.py:build")() == "built"
+        registry.load_attribute(OwnName("site:build"))
+    assert registry.load_attribute(OwnName("site.py:build"))() == "built"
 
 
 @pytest.mark.covers("X3")
 def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: list[EntryPoint]) -> None:
     plugins.append(EntryPoint("ternary", "math:floor", "atoll.codecs"))
     with pytest.raises(ConfigError) as caught:
-        registry.load("codecs", "bf61")
+        registry.load("codecs", OwnName("bf61"))
     assert caught.value.message == f"'bf61' is not one of the codecs: {', '.join(registry.names('codecs'))}."
     assert caught.value.remedy == "Did you mean 'bf16'?"
     with pytest.raises(ConfigError, match="Did you mean 'ternary'"):
-        registry.load("codecs", "ternery")
+        registry.load("codecs", OwnName("ternery"))
     with pytest.raises(ConfigError, match="'sdg' is not one of the outer optimizers: sgd, "):
-        registry.load("outer", "sdg")
+        registry.load("outer", OwnName("sdg"))
 
 
 def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
@@ -157,7 +317,7 @@ def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
     monkeypatch.setattr(sys, "exit", leave_at_exit._remembering_exit(sys.exit))
     (tmp_path / "their.py").write_text("import sys\nsys.exit('too old')\n")
     with pytest.raises(ConfigError) as caught:
-        registry.load_attribute(f"{tmp_path}/their.py:build")
+        registry.load_attribute(OwnName(f"{tmp_path}/their.py:build"))
     assert f"SystemExit: too old ({tmp_path}/their.py, line 2)" in caught.value.message
 
 

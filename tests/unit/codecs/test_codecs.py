@@ -9,6 +9,7 @@ from torch import Tensor
 
 from atoll.codecs import Bf16Codec, Codec, Int4Codec, Int8Codec, NoneCodec, TopKCodec, build_codecs
 from atoll.errors import ConfigError
+from atoll.registry import OwnName
 from atoll.testing.contracts import CodecContract
 
 
@@ -33,7 +34,7 @@ class TestTopK(CodecContract):
 
 
 class TestWide(CodecContract):
-    codec = build_codecs("none", {})["wide"]  # what fp16 and fp8 travel as
+    codec = build_codecs(OwnName("none"), {})["wide"]  # what fp16 and fp8 travel as
     relative_error = 0.0
 
 
@@ -161,12 +162,12 @@ def test_a_density_that_is_none_is_refused(density):
 
 @pytest.mark.covers("X3")
 def test_options_are_those_of_the_codec():
-    assert build_codecs("topk", {"density": 0.5})["topk"] == TopKCodec(density=0.5)
+    assert build_codecs(OwnName("topk"), {"density": 0.5})["topk"] == TopKCodec(density=0.5)
     with pytest.raises(ConfigError, match=r"aggregation.upload_codec = .*density.*'int8'"):
-        build_codecs("int8", {"density": 0.5})
+        build_codecs(OwnName("int8"), {"density": 0.5})
     for codec in ("none", "bf16", "int8", "int4", "topk"):  # no run file says what a codec is
         with pytest.raises(ConfigError, match=r"aggregation.upload_codec = .*raw"):
-            build_codecs(codec, {"raw": True})
+            build_codecs(OwnName(codec), {"raw": True})
 
 
 # -- odd values

@@ -8,6 +8,7 @@ import torch
 from atoll import Settings
 from atoll.errors import ConfigError
 from atoll.outer_optimizers import DelayedNesterov, build_outer
+from atoll.registry import OwnName
 from atoll.testing.contracts import OuterContract
 
 pytestmark = pytest.mark.covers("L1")
@@ -183,13 +184,13 @@ def test_what_cannot_be_an_outer_optimizer_is_refused_by_name(target, why):
 )
 def test_wrong_options_name_the_remedy(target, options, words):
     with pytest.raises(ConfigError, match=words):
-        build_outer(target, options)
+        build_outer(OwnName(target), options)
 
 
 def test_nesterov_by_hand():
     # μ = 0.9, η = 0.7, g = 1 twice. m₁ = 1, θ₁ = −0.7·(1 + 0.9·1) = −1.33;
     # m₂ = 0.9 + 1 = 1.9, θ₂ = −1.33 − 0.7·(1 + 0.9·1.9) = −1.33 − 1.897 = −3.227
-    stepper = build_outer("sgd", {"lr": 0.7, "momentum": 0.9, "nesterov": True}).stepper()
+    stepper = build_outer(OwnName("sgd"), {"lr": 0.7, "momentum": 0.9, "nesterov": True}).stepper()
     theta = torch.zeros(1, dtype=torch.float64)
     states = stepper.step_([theta], [torch.ones(1, dtype=torch.float64)], None)
     stepper.step_([theta], [torch.ones(1, dtype=torch.float64)], states)
@@ -197,9 +198,9 @@ def test_nesterov_by_hand():
 
 
 def test_fused_is_used_where_torch_has_it_for_cpu():
-    assert build_outer("adam").describe()["fused"] is True
-    assert build_outer("rmsprop").describe()["fused"] is None
-    assert build_outer("rmsprop").describe()["foreach"] is False
+    assert build_outer(OwnName("adam")).describe()["fused"] is True
+    assert build_outer(OwnName("rmsprop")).describe()["fused"] is None
+    assert build_outer(OwnName("rmsprop")).describe()["foreach"] is False
 
 
 # -- Delayed Nesterov (arXiv 2401.09135, algorithm 3, c = 0), by hand

@@ -21,6 +21,7 @@ from atoll.reducers import (
     normalised,
 )
 from atoll.reducers.robust import network, select
+from atoll.registry import OwnName
 from atoll.testing.contracts import ReducerContract
 
 
@@ -131,18 +132,19 @@ def test_refuses_a_share_or_a_bound_that_is_none(reducer, words, value):
 
 
 def test_buffers_are_reduced_as_robustly_where_that_means_something():
-    groups = {"params": "mean", "buffers": "mean"}
-    assert build_reducers(groups, "mean", {}) == {"params": WeightedMean(), "buffers": WeightedMean()}
-    assert build_reducers(groups, "trimmed_mean", {"trim": 0.1})["buffers"] == TrimmedMean(0.1)
-    assert build_reducers(groups, "clipped_mean", {})["buffers"] == WeightedMean()
-    assert build_reducers({"params": "median", "buffers": "mean"}, "median", {})["buffers"] == WeightedMean()
+    mean, median = OwnName("mean"), OwnName("median")
+    groups = {"params": mean, "buffers": mean}
+    assert build_reducers(groups, mean, {}) == {"params": WeightedMean(), "buffers": WeightedMean()}
+    assert build_reducers(groups, OwnName("trimmed_mean"), {"trim": 0.1})["buffers"] == TrimmedMean(0.1)
+    assert build_reducers(groups, OwnName("clipped_mean"), {})["buffers"] == WeightedMean()
+    assert build_reducers({"params": median, "buffers": mean}, median, {})["buffers"] == WeightedMean()
 
 
 def test_options_that_a_reducer_has_not_are_refused():
     with pytest.raises(ConfigError, match="trimm"):
-        build_reducers({"params": "mean"}, "trimmed_mean", {"trimm": 0.1})
+        build_reducers({"params": OwnName("mean")}, OwnName("trimmed_mean"), {"trimm": 0.1})
     with pytest.raises(ConfigError, match="not a reducer"):
-        build_reducers({"params": "mean"}, "builtins:dict", {})
+        build_reducers({"params": OwnName("mean")}, OwnName("builtins:dict"), {})
 
 
 def test_the_mean_by_hand():

@@ -295,9 +295,11 @@ def test_ended_at_any_step_the_round_can_be_trained_again(
             raise KeyboardInterrupt
         done += 1
 
-    write_note, write_bytes = local_state.write_note, Path.write_bytes
+    write_note, replace_file = local_state.write_note, local_state.replace_file
     monkeypatch.setattr(local_state, "write_note", lambda *given: (once_too_often(), write_note(*given)))
-    monkeypatch.setattr(Path, "write_bytes", lambda *given: (once_too_often(), write_bytes(*given)))
+    monkeypatch.setattr(
+        local_state, "replace_file", lambda *given, **how: (once_too_often(), replace_file(*given, **how))
+    )
     with pytest.raises(KeyboardInterrupt):
         local_state.write_kept(here, local_state.read_kept(there))
     monkeypatch.undo()

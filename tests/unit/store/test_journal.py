@@ -268,7 +268,7 @@ def test_a_lost_journal_does_not_begin_a_new_run_over_the_files_of_the_old_one(s
 @pytest.mark.covers("X3")
 def test_a_journal_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").mkdir()
-    with pytest.raises(StoreError, match="unable to open database file"):
+    with pytest.raises(StoreError, match="move the folder away"):
         Store(tmp_path)
     (tmp_path / "journal.sqlite").rmdir()
     Store(tmp_path).close()  # the refusal has let go of the directory

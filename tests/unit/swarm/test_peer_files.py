@@ -9,20 +9,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit import SETTINGS
 from kit.models import wide_model
 
 from atoll import Settings
-from atoll.aggregation.plan import SWARM_SETTINGS, Plan, swarm_settings
+from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import Manifest, state_id
-from atoll.config import FIELDS, GROUPS
-from atoll.config.settings import Group
 from atoll.errors import Gone, PartCorrupt, StoreError
 from atoll.posix import write_at
 from atoll.protocol import messages
-from atoll.protocol.swarm_messages import Collect, Hold, Source
+from atoll.protocol.swarm_messages import Collect, Hold, Source, SwarmPlan
 from atoll.server.startup import plan_of
 from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, region_digest
 from atoll.tensors.layout import Layout, Part
@@ -30,6 +29,7 @@ from atoll.transport import object_server
 from atoll.transport.http_client import Http
 from atoll.transport.object_server import LocalBlob, ObjectHost
 from atoll.transport.part_transfer import HttpTransfer
+from atoll.worker.peer.agent import plan_of as plan_of_worker
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, Version
 
@@ -115,14 +115,16 @@ def collect(digest: str, source: object) -> Collect:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Iterator[Peer]:
-    with contextlib.closing(Peer(tmp_path / "mine")) as peer:
+def theirs(tmp_path: Path) -> Iterator[Peer]:
+    with contextlib.closing(Peer(tmp_path / "theirs")) as peer:
         yield peer
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Iterator[Peer]:
-    with contextlib.closing(Peer(tmp_path / "theirs")) as peer:
+def mine(tmp_path: Path, theirs: Peer) -> Iterator[Peer]:
+    """Knows the worker `theirs`."""
+    with contextlib.closing(Peer(tmp_path / "mine")) as peer:
+        peer.server.learn([theirs.server.address])
         yield peer
 
 
@@ -302,23 +304,30 @@ def test_a_version_after_a_damaged_one_survives_the_next_start(mine: Peer) -> No
     assert [version.version for version in mine.store.versions()] == [2]
 
 
-@pytest.mark.covers("P10", "D10")
-def test_all_settings_that_a_plan_is_made_of_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = SWARM | {"disk.state_dir": tmp_path}
-    plan = plan_of(Settings.build(given), wide_model(), None)
-    settings = Settings.build(given | {"async.enabled": True, "async.staleness_weight": "inverse_sqrt"})
-    groups, asked = {kind: group for group, kind in GROUPS.items()}, set[str]()
-
-    def noted(self: Group, name: str) -> object:
-        asked.add(f"{groups.get(type(self))}.{name}")
-        return object.__getattribute__(self, name)
-
-    monkeypatch.setattr(Group, "__getattribute__", noted)
-    Plan.make(settings, plan.split)
-    monkeypatch.undo()
-    of_this_machine = {"run.threads", "disk.state_dir"}
-    refused = {"aggregation.aggregator", "aggregation.download_codec", "model.ranks", "diloco.dynamic_local_steps"}
-    algorithm = {key for key in FIELDS if key.startswith("algorithm.")}
-    assert asked & FIELDS.keys() <= {*SWARM_SETTINGS, *algorithm, *of_this_machine, *refused}
-    assert asked & {"rounds.sites", "diloco.num_fragments", "aggregation.reducer"}
-    assert swarm_settings(settings).keys() == set(SWARM_SETTINGS)
+@pytest.mark.covers("P10", "D10", "X8")
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"algorithm.name": "scaffold"},
+        {"algorithm.name": "fedadam", "algorithm.outer_optimizer.betas": [0.8, 0.99]},
+        {"algorithm.name": "fednova", "disk.in_files": False},
+        {"aggregation.reducer": {"name": "trimmed_mean", "trim": 0.25}, "network.part_bytes": 2**17},
+        {"aggregation.upload_codec": {"name": "topk", "density": 0.1}, "disk.keep_versions": 5},
+        {"algorithm.name": "diloco", "algorithm.outer_lr_of": {"2.*": 0.5}, "diloco.num_fragments": 2},
+        {"async.enabled": True, "async.momentum_every": 3, "async.sync_rounds_first": 2},
+    ],
+)
+def test_a_worker_makes_the_server_s_plan_of_values_alone(tmp_path: Path, chosen: dict[str, Any]) -> None:
+    """What decides the bits of a round is the same at both ends, after it has travelled as JSON."""
+    plain = {key: value for key, value in SWARM.items() if not key.startswith("algorithm.")}
+    named = plain | {"algorithm.name": "fedavg", "disk.state_dir": tmp_path} | chosen
+    ours = plan_of(Settings.build(named), wide_model(), None)
+    message = SwarmPlan.model_validate_json(ours.values.message().model_dump_json(exclude_defaults=True))
+    theirs = plan_of_worker(message, ours.split)
+    assert theirs.fragments == ours.fragments
+    assert theirs.codecs.keys() == ours.codecs.keys()
+    assert theirs.rule.describe() == ours.rule.describe()
+    assert theirs.reducers == ours.reducers
+    assert theirs.values.versions == ours.values.versions == named.get("disk.keep_versions", 2) + 4 + 2
+    assert theirs.values.in_files is ours.settings.disk.in_files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +28,16 @@ def at(site: str) -> str:
 def some(*sites: str) -> Peers:
     """These have joined, in this order."""
     members = {site: Member(site, lease, alive=True) for lease, site in enumerate(sites, 1)}
-    peers = Peers(lambda: members)
+    peers = Peers(lambda: members, why_unproven=lambda _: "")
     for site in sites:
-        peers.known(site, at(site), "p1")
+        peers.add(site, at(site), "p1")
     return peers
 
 
 def report(peers: Peers, site: str, number: int, **said: Any) -> bool:
     said["reached"] = [at(each) for each in said.get("reached", "")]
     said["unreached"] = [Unreached(address=at(each), why="refused") for each in said.get("unreached", "")]
-    return peers[site].take(PeerReport(address=at(site), number=number, **said), idle_timeout_s=60.0)
+    return peers[site].take(PeerReport(peer=f"atoll-ref://{site}:1", number=number, **said), idle_timeout_s=60.0)
 
 
 @pytest.mark.covers("P10")
@@ -69,7 +70,7 @@ def test_checks_a_restarted_worker_anew() -> None:
     report(peers, "a", 7, reached="b")
     report(peers, "b", 7, reached="a")
     assert peers.strangers_of("a") == []
-    peers.known("b", at("b"), "p2")
+    peers.add("b", at("b"), "p2")
     assert peers.strangers_of("a") == ["b"]
     assert peers.to_probe("a") == [at("b")]
     assert report(peers, "b", 1)  # its numbers begin again
@@ -117,7 +118,7 @@ def test_a_restarted_worker_is_not_judged_by_earlier_attempts(monkeypatch: pytes
     report(peers, "a", 1, unreached="b")  # which has died
     now_s += 60
     assert peers.unreachable() is None
-    peers.known("b", at("b"), "p2")
+    peers.add("b", at("b"), "p2")
     report(peers, "a", 2, unreached="b")  # its next try is under way
     now_s += 1
     report(peers, "b", 1, reached="a")
@@ -135,10 +136,11 @@ def test_an_evicted_worker_returns_only_as_another_process(monkeypatch: pytest.M
     report(peers, "a", 1, unreached="b")
     report(peers, "b", 1)
     peers.unreachable()
-    again = messages.Join(protocol=1, site="b", host="here", process="p1", peer=at("b"))
+    proof = f"atoll-ref://b:1/{'0' * 32}?expires=1#{'0' * 32}.{'0' * 64}"
+    again = messages.Join(protocol=1, site="b", host="here", process="p1", peer=proof)
     with pytest.raises(ConfigError, match="b cannot take part"):
-        peers.joins(again)
-    peers.joins(again.model_copy(update={"process": "p2"}))
+        asyncio.run(peers.join(again))
+    asyncio.run(peers.join(again.model_copy(update={"process": "p2"})))
     assert peers["b"].process == "p2"
 
 

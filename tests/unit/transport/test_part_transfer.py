@@ -510,12 +510,12 @@ def test_a_connection_is_cut_while_it_is_being_made(peer: StandingStill) -> None
     """A peer that takes the connection and never answers the TLS handshake."""
     connection = PartConnection("127.0.0.1", peer.port, ssl.create_default_context(), IDLE_S)
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(connection.get, "/", {})
+        asked = pool.submit(connection.get, "/", {}, 0)
         wait_until(lambda: peer.accepted == 1, "the handshake")
         connection.cut()
         assert isinstance(asked.exception(), OSError)
     with pytest.raises(ConnectionAbortedError):
-        connection.get("/", {})
+        connection.get("/", {}, 0)
     assert peer.accepted == 1
     connection.close()
 

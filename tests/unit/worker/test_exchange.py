@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from kit.sites import together
 from torch import Tensor, nn
 
 import atoll
+from atoll import posix
 from atoll.errors import Conflict, LeaseLost, StoreError, VersionSkew
 from atoll.protocol import messages, routes
 from atoll.protocol.values import Accepted, UpdateInfo
@@ -32,7 +34,7 @@ from atoll.worker.exchange.base_and_outbox import BaseNote, OutboxNote, ScratchF
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.exchange.upload_update import MAX_CONFLICTS, resend_note
 from atoll.worker.session import session as session_module
-from atoll.worker.session.session import Session, split_of
+from atoll.worker.session.session import Session
 
 
 @pytest.fixture
@@ -130,12 +132,11 @@ def test_a_note_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     note = BaseNote("run", 0, 1, "0" * 64, [], True)
     base_and_outbox.write_note(path, note)
 
-    def half(self: Path, text: str, *_: object, **__: object) -> int:
-        with open(self, "w") as file:
-            file.write(text[:10])
+    def half(fd: int, data: bytes, offset: int) -> None:
+        os.pwrite(fd, data[:10], offset)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(posix, "write_at", half)
     with pytest.raises(StoreError, match="No space left"):
         base_and_outbox.write_note(path, BaseNote("run", 0, 2, "1" * 64, [], True))
     assert base_and_outbox.read_note(path, BaseNote) == note
@@ -252,7 +253,7 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
             place.exchange.form(ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, UpdateInfo(1.0, 0, {}))
         info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not match the digest"):
-            split_of(place.session.http.get(routes.SCHEMA, messages.SchemaMessage), info)
+            info.require_split(place.session.split)
 
 
 # -- an attempt at a part that arrives after its repetition was recorded

@@ -13,6 +13,7 @@ from torch import nn
 
 from atoll.errors import TRANSIENT
 from atoll.protocol import messages
+from atoll.registry import ReceivedName
 from atoll.worker.log_lines import TransferProgress, in_words
 from atoll.worker.session.ranks import RankGroup
 from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
@@ -169,9 +170,16 @@ def test_the_last_line_says_how_long_a_transfer_was_interrupted(clock: Clock, ca
 
 @pytest.mark.covers("X4")
 def test_what_a_worker_does_in_a_run_is_said_in_words() -> None:
-    info = messages.RunInfo.model_construct(codec="bf16", fragments=1)
+    info = messages.RunInfo.model_construct(codec=ReceivedName("bf16"), fragments=1)
     assert in_words(info, 60) == "H = 60, codec bf16"
-    more = {"mode": "async", "sync_rounds_first": 2, "downlink_codec": "int4", "fragments": 3, "tau": 5, "alpha": 0.5}
+    more = {
+        "mode": "async",
+        "sync_rounds_first": 2,
+        "downlink_codec": ReceivedName("int4"),
+        "fragments": 3,
+        "tau": 5,
+        "alpha": 0.5,
+    }
     assert in_words(info.model_copy(update=more), 60) == (
         "H = 60, asynchronous after 2 synchronous rounds, codec bf16 up, int4 down, 3 fragments, tau 5, alpha 0.5"
     )

@@ -19,6 +19,7 @@ from atoll.codecs.version_difference import Downlink
 from atoll.errors import ConfigError, StateLocked
 from atoll.protocol import messages
 from atoll.protocol.messages import Counted
+from atoll.registry import OwnName
 from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.base_and_outbox import ScratchFile, folder_of, locked, remove_earlier
@@ -372,7 +373,7 @@ def test_a_state_that_may_start_from_zero_is_checked_like_any_other(
 def test_of_a_difference_only_what_is_missing_is_downloaded_again(tmp_path: Path) -> None:
     """Its first part arrived; the process goes on, starts again, or has lost the file meanwhile."""
     schema = Schema.build([TensorSpec(name, "F32", (2**14,)) for name in "abc"])
-    downlink = Downlink.of(file_layout(schema.tensors, b"", 2**16), "bf16", {})
+    downlink = Downlink.of(file_layout(schema.tensors, b"", 2**16), OwnName("bf16"), {})
     assert downlink is not None
     file = DeltaFile(tmp_path, downlink)
     first, *rest = every = [part for part in downlink.parts if part.nbytes]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs, encoded_layout
 from atoll.errors import DiskFull, StateLocked, StoreError, UsageError
+from atoll.registry import OwnName
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
@@ -352,7 +353,7 @@ def test_odd_tensors_are_encoded_as_if_each_were_alone(
     local = {name: (tensor.double() - torch.randn(tensor.shape)).to(dtype) for name, tensor in start.items()}
     local["long"] = local["long"].t().contiguous().t()
     local["tile"] = torch.stack([local["tile"], local["tile"]], dim=2)[:, :, 0]
-    codecs = build_codecs(codec, {})
+    codecs = build_codecs(OwnName(codec), {})
     schema = schema_of(start)
     layout = encoded_layout(schema, codec, codecs, part_bytes)
     outbox, base = Outbox(tmp_path, layout), base_with(tmp_path, start)

@@ -22,7 +22,20 @@ from typing import TypeVar
 from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import model_header, model_runs
 from atoll.errors import RETRY_S, AtollError, ConfigError, DiskFull, Gone, StoreError, causes, transient_reason
-from atoll.posix import file_error, folder_error, replace_file, write_at
+from atoll.posix import (
+    OWN_FILE,
+    file_error,
+    folder_error,
+    mode_in,
+    no_sync,
+    open_named,
+    open_own,
+    own_folder,
+    read_named,
+    replace_file,
+    require_regular,
+    write_at,
+)
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measurement, Tracking
 from atoll.server.coordinator.persistor import Persistor
@@ -56,7 +69,7 @@ class Exports:
             heads: for each fragment, the number of the version to export; by default the newest. The smallest of these
                 numbers is `<version>` in the file's name.
         """
-        with self._lock, made(self.folder):
+        with self._lock, made(self.folder, self._store.directory):
             heads = self._store.versions.heads() if heads is None else heads
             if self._plan.settings.disk.export_every:
                 export_model(self._plan, self._store, self.folder / f"model-{min(heads):06d}.safetensors", heads)
@@ -95,7 +108,8 @@ class Exports:
 
     def _append(self, line: bytes) -> bool:
         """Append a line to the metrics file, and return whether that succeeded. If not, no part of the line stays."""
-        with contextlib.suppress(OSError), (self.folder / METRICS).open("r+b", buffering=0) as file:
+        path = self.folder / METRICS
+        with contextlib.suppress(OSError), open(self._opened(path), "r+b", buffering=0) as file:
             end = file.seek(0, os.SEEK_END)
             try:
                 write_at(file.fileno(), line, end)
@@ -105,13 +119,17 @@ class Exports:
                 return True
         return False
 
+    def _opened(self, path: Path) -> int:
+        return open_own(path, os.O_RDWR, mode_in(self._store.directory, path))
+
     def _rewrite(self) -> None:
         self._complete = False
         rows = [row for row in self._store.run_log.history(None) if row.summary_json]
         lines = (self._line(row.summary_json, row.created_at) for row in rows)
         target, temporary = self.folder / METRICS, self.folder / f".{METRICS}.tmp"
-        with made(self.folder):
-            replace_file(target, lines, temporary=temporary, sync=lambda fd: None)
+        with made(self.folder, self._store.directory):
+            mode = mode_in(self._store.directory, target)
+            replace_file(target, lines, temporary=temporary, sync=no_sync, mode=mode)
         self._complete, self._newest = True, {row.fragment: row.version for row in rows}
 
     def _line(self, summary_json: str, at: str) -> bytes:
@@ -119,10 +137,16 @@ class Exports:
 
 
 @contextlib.contextmanager
-def made(folder: Path) -> Iterator[None]:
-    """Make the export folder. Replace an OSError, also one within the `with` block, by a `StoreError`."""
+def made(folder: Path, state_dir: Path) -> Iterator[None]:
+    """Make the export folder. Replace an OSError, also one within the `with` block, by a `StoreError`.
+
+    In the state directory, the folder is Atoll's own. Elsewhere, it is one that a user names.
+    """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if mode_in(state_dir, folder) == OWN_FILE:
+            own_folder(folder, state_dir)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise folder_error(error, folder, "Use a disk.export_dir that this user may write.") from error
     try:
@@ -203,7 +227,7 @@ class BestVersion:
         if self.saved == measured and self.path.exists():
             return
         metadata = {"version": str(measured.version), "round": str(measured.round), self.metric: repr(measured.value)}
-        with made(self._folder):
+        with made(self._folder, self._store.directory):
             export_model(self._plan, self._store, self.path, (measured.version,), metadata)
             self._write_note(measured)
         self.saved = measured
@@ -219,12 +243,10 @@ class BestVersion:
         return json.dumps(note) + "\n"
 
     def _write_note(self, measured: Measurement) -> None:
-        temporary = self._folder / f".{BEST_NOTE}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(self._note(measured))
-            file.flush()
-            self._store.journal.sync(file.fileno(), str(temporary))
-        os.replace(temporary, self._folder / BEST_NOTE)
+        target, temporary = self._folder / BEST_NOTE, self._folder / f".{BEST_NOTE}.tmp"
+        sync, mode = self._store.journal.sync, mode_in(self._store.directory, target)
+        note = self._note(measured).encode()
+        replace_file(target, [note], temporary=temporary, sync=lambda fd: sync(fd, str(temporary)), mode=mode)
         self._store.journal.sync_folder(self._folder)
 
     def _noted(self) -> Measurement | None:
@@ -237,7 +259,7 @@ class BestVersion:
         if measured is None:
             return None
         try:
-            agrees = path.read_text(encoding="utf-8") == self._note(measured)
+            agrees = read_named(path).decode() == self._note(measured)
         except (OSError, ValueError):
             agrees = False
         if not agrees:
@@ -255,6 +277,7 @@ class BestVersion:
         from safetensors import SafetensorError, safe_open
 
         try:
+            require_regular(self.path)
             with safe_open(self.path, "pt") as file:
                 metadata = file.metadata()
             return Measurement(int(metadata["version"]), int(metadata["round"]), float(metadata[self.metric]))
@@ -302,7 +325,7 @@ def require_own_results(folder: Path, run: str) -> None:
         ConfigError: there are such metrics; the message names both runs.
     """
     try:
-        with (folder / METRICS).open(encoding="utf-8") as file:
+        with open(open_named(folder / METRICS), encoding="utf-8") as file:
             other = str(json.loads(file.readline())["run"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return  # no metrics yet, or damaged ones

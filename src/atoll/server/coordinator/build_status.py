@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 
 from atoll.algorithms.resolve import ResolvedAlgorithm
+from atoll.posix import no_sync, replace_file
 from atoll.protocol import routes, status_messages
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.coordinator import Coordinator
@@ -50,12 +50,12 @@ def status_of(run: Coordinator) -> status_messages.Status:
         uptime_s=now_s - run.started_s,
         left_s=run.time_left.of(run.state, now_s),
         model_bytes=0 if run.plan.schema.is_nothing else run.plan.schema.model.nbytes,
-        codec=algorithm.codec,
+        codec=str(algorithm.codec),
         outer=outer_in_words(algorithm, settings.algorithm.outer_lr_of),
         tau=settings.diloco.fragment_sync_delay,
         alpha=settings.diloco.fragment_update_alpha,
         dylu=settings.diloco.dynamic_local_steps,
-        downlink_codec=settings.aggregation.download_codec.target or "none",
+        downlink_codec=str(settings.aggregation.download_codec) or "none",
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
         workers=[_worker(run, presence, now_s, lost, local_steps[site]) for site, presence in roster],
@@ -95,8 +95,7 @@ def write_status(run: Coordinator, status: status_messages.Status) -> None:
     path = run.settings.disk.state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_text(status.model_dump_json(), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, [status.model_dump_json().encode()], temporary=temporary, sync=no_sync)
     except OSError as error:
         LOG.info("%s cannot be written: %s", path, error.strerror)
 

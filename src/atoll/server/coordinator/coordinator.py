@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from atoll.aggregation.check_arriving_parts import PartStats
-from atoll.aggregation.plan import Plan, swarm_settings
+from atoll.aggregation.plan import Plan
 from atoll.algorithms.diloco import dynamic_local_steps
 from atoll.errors import (
     AtollError,
@@ -343,11 +343,11 @@ class Coordinator:
 
         Raises:
             VersionSkew, ServerLost, SchemaMismatch, ConfigError: the worker does not fit the run, for example because
-                it has another model. In a swarm, ConfigError also if other workers cannot reach it.
+                it has another model. In a swarm, ConfigError also if the server or other workers cannot reach it.
         """
         require_fit(message, self.plan, self.store)
         if self.swarm is not None:
-            self.swarm.view.peers.joins(message)
+            await self.swarm.view.peers.join(message)
         previous = self.roster.get(message.site)
         self.roster[message.site], secret = Presence.joining(message, previous)
         try:
@@ -703,13 +703,12 @@ class Coordinator:
             await swarm.news.wait(until_s - time.monotonic())
 
     async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
-        """Return the settings that a worker of a swarm needs to aggregate updates and step the outer optimizer.
+        """Return the values that a worker of a swarm needs to aggregate updates and step the outer optimizer.
 
         Raises:
             ConfigError: the run is not a swarm.
         """
-        self._require_swarm()
-        return swarm_messages.SwarmPlan(settings=swarm_settings(self.plan.settings))
+        return self._require_swarm().plan_message
 
     async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
         """Record a worker's report. Return the worker's work as soon as the work changes, or after `wait_s` seconds.

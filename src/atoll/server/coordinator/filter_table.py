@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from atoll import registry
-from atoll.config import Settings
+from atoll.config import Settings, filter_of
 from atoll.errors import ConfigError, UsageError
 from atoll.filters.base import ByTask, Filter, for_tasks
 
@@ -128,7 +128,7 @@ def _construct(entry: Mapping[str, Any], setting: Setting) -> _Entry:
             f"{setting} has {dict(entry)!r}, which is not a valid filter table.",
             'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; only path is required.',
         )
-    kind = registry.load("filters", str(path))
+    kind = registry.load("filters", filter_of(entry))
     filter_ = registry.construct(
         lambda: kind(*args) if isinstance(args, list) else kind(**args),
         f"{setting}: {path!r} with args = {args!r}",

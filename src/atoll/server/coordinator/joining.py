@@ -21,11 +21,12 @@ LOG = logging.getLogger("atoll.server")
 def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
     """Return the message that describes a run with this plan."""
     settings, algorithm = plan.settings, plan.algorithm
+    codec, downlink_codec = plan.sent_codecs
     return messages.RunInfo(
         protocol=routes.PROTOCOL,
         run=run_id,
         name=settings.run.name,
-        algorithm=algorithm.name,
+        algorithm=registry.ReceivedName(algorithm.name),
         local=algorithm.local,
         local_package=registry.package_of("algorithms", algorithm.name) if algorithm.local is not None else "",
         on_missed=algorithm.algorithm.on_missed,
@@ -39,17 +40,17 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         tau=settings.diloco.fragment_sync_delay,
         alpha=settings.diloco.fragment_update_alpha,
         max_inflight=settings.diloco.max_inflight,
-        codec=algorithm.codec,
+        codec=codec,
         codec_options=algorithm.codec_options,
-        downlink_codec=settings.aggregation.download_codec.target or "none",
+        downlink_codec=downlink_codec,
         downlink_codec_options=settings.aggregation.download_codec.options,
         part_bytes=settings.network.part_bytes,
         ranks=settings.model.ranks,
         connections=settings.network.connections,
-        heartbeat_interval_s=settings.network.heartbeat_interval_s,
-        heartbeat_timeout_s=settings.network.heartbeat_timeout_s,
-        waiting_heartbeat_s=settings.network.waiting_heartbeat_s,
-        idle_timeout_s=settings.network.idle_timeout_s,
+        heartbeat_interval_s=messages.bounded_s(settings.network.heartbeat_interval_s),
+        heartbeat_timeout_s=messages.bounded_s(settings.network.heartbeat_timeout_s),
+        waiting_heartbeat_s=messages.bounded_s(settings.network.waiting_heartbeat_s),
+        idle_timeout_s=messages.bounded_s(settings.network.idle_timeout_s),
     )
 
 

@@ -27,6 +27,7 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings
 from atoll.errors import ConfigError, Gone
+from atoll.posix import require_regular
 from atoll.rounds.early_stopping import Measurement
 from atoll.store.store import Store
 from atoll.tensors.lazy_tensors import resolve
@@ -49,12 +50,12 @@ class Persistor:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.name = str(settings.model.persistor.path)
+        self.name = str(settings.model.persistor)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="atoll-persistor")
         self._user: Any = None
-        if not settings.model.persistor.path:
+        if (path := settings.model.persistor.target) is None:
             return
-        found = kind = registry.load_attribute(self.name)
+        found = kind = registry.load_attribute(path)
         if isinstance(found, type):
             found = registry.construct(
                 lambda: kind(**settings.model.persistor.options),
@@ -182,6 +183,7 @@ def _exported(plan: Plan, store: Store, path: Path, version: int) -> tuple[dict[
     from safetensors import safe_open
 
     model = plan.schema.model
+    require_regular(path)
     with safe_open(path, framework="pt") as file:
         if file.metadata()["version"] != str(version):
             return None

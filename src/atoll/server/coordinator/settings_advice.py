@@ -23,7 +23,7 @@ def advice(plan: Plan) -> list[str]:
             f"{settings.rounds.total}: all rounds are synchronous and wait for all workers. Set "
             "async.sync_rounds_first to fewer than rounds.total"
         )
-    if plan.algorithm.codec == "topk" and momentum:
+    if plan.codec.name == "topk" and momentum:
         advice.append(
             f"aggregation.upload_codec is 'topk', but the outer momentum is {momentum:g}: topk sends small "
             "changes later and so acts like momentum; both together overshoot. Set momentum = 0 and lr = 1 "

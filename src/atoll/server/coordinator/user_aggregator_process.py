@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from atoll import registry
 from atoll.aggregation.plan import Plan
 from atoll.aggregation.user_aggregator import result_layout
 from atoll.child_processes import PipedProcess
@@ -93,10 +94,11 @@ class Aggregator:
     # -- life
 
     def _load(self) -> None:
+        codec = self._plan.algorithm.codec
         begin = {
             "what": "begin",
             "schema": self._plan.schema.to_json(),
-            "codec": self._plan.algorithm.codec,
+            "codec": registry.place_of("codecs", codec) or codec.text,
             "codec_options": self._plan.algorithm.codec_options,
             "part_bytes": self._settings.network.part_bytes,
             "threads": self._plan.threads,

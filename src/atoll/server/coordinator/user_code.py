@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from atoll import registry
 from atoll.config import Settings, WorkflowEntry, component_at, components_of, is_reference
 from atoll.errors import ConfigError, UsageError
+from atoll.registry import OwnName
 from atoll.runtime import stay_single_threaded
 
 LOG = logging.getLogger("atoll.server")
@@ -163,9 +164,9 @@ class Components:
         """
         where, found = f"workflow {entry.name!r}", entry.path
         if entry.kind:
-            found = registry.load("workflows", entry.kind)
-        elif isinstance(found, str):
-            found = self._at(found, where) if is_reference(found) else registry.load_attribute(found)
+            found = registry.load("workflows", entry.registered)
+        elif isinstance(found, OwnName):
+            found = self._at(found.text, where) if is_reference(found.text) else registry.load_attribute(found)
         if not callable(found):
             raise ConfigError(
                 f"{where} is of type {type(found).__name__}, not a function.", "Use a function of one argument."

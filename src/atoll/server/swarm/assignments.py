@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 import time
 import zlib
 from collections import Counter
@@ -21,7 +22,17 @@ from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
 from atoll.errors import UpdateRefused
 from atoll.protocol import messages, status_messages
-from atoll.protocol.swarm_messages import Collect, Held, Hold, PeerReport, PeerWork, ReducedRound, digests_in
+from atoll.protocol.swarm_messages import (
+    MOST_SOURCES,
+    Collect,
+    Held,
+    Hold,
+    PeerReport,
+    PeerWork,
+    ReducedRound,
+    Source,
+    digests_in,
+)
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
 from atoll.rounds.sampling import aggregator_of, choose_holders, ranking
@@ -37,6 +48,7 @@ from atoll.store.versions import VersionDigests
 
 LOG = logging.getLogger("atoll.server")
 
+_DRAW = random.Random()  # not the generator of the program in which the server runs
 LOOK_S = 1.0
 """Seconds between two checks of a round that is being aggregated, while no report arrives."""
 PULLS = 3
@@ -137,8 +149,9 @@ class SwarmView:
         self.offers: dict[int, Offer] = {}
 
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
-        """Return references to a version, one for each worker that has it. A download needs only one."""
-        return [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
+        """Return references to a version at up to `MOST_SOURCES` workers that have it. A download needs only one."""
+        found = [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
+        return found if len(found) <= MOST_SOURCES else _DRAW.sample(found, MOST_SOURCES)
 
     def work(self, site: str) -> PeerWork:
         """Return everything that a site's worker has to do now.
@@ -148,6 +161,7 @@ class SwarmView:
         """
         work = PeerWork(
             stamp=0,
+            peers=self.peers.addresses(site),
             probe=self.peers.to_probe(site),
             hold=[hold for fragment in range(len(self.assignments)) for hold in self._holds(site, fragment)],
             collect=[
@@ -176,7 +190,7 @@ class SwarmView:
                 version=row.version,
                 digest=row.digest,
                 state_digest=state_id(row.state_digests),
-                sources=[each.source for each in self.holding(fragment, row.version).values()],
+                sources=self._some_sources(site, fragment, row.version),
             )
             for row in self._store.versions.kept(fragment)
             if (fragment, row.version) in peer.held
@@ -194,6 +208,12 @@ class SwarmView:
             )
             wanted.append(candidate)
         return wanted
+
+    def _some_sources(self, site: str, fragment: int, version: int) -> list[Source]:
+        """Return where a site can download a version: several workers, and other ones for each site."""
+        held = [each.source for each in self.holding(fragment, version).values()]
+        first = zlib.crc32(site.encode()) % len(held) if len(held) > MOST_SOURCES else 0
+        return [*held[first:], *held[:first]][:MOST_SOURCES]
 
     def _is_needed(self, site: str) -> bool:
         """Return whether a site must stay in the run because of the versions that it has.
@@ -325,6 +345,7 @@ class SwarmRounds:
         wake: callback that wakes the requests of workers that wait for a ticket.
 
     Attributes:
+        plan_message: the values that a worker needs to aggregate.
         view: what the server knows about the swarm.
         news: event that is set when the state of the swarm changes.
     """
@@ -334,6 +355,7 @@ class SwarmRounds:
     ) -> None:
         self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
         self._admission, self._wake = admission, wake
+        self.plan_message = plan.values.message()
         self.view = SwarmView(plan, store, ledger)
         self.news = FairEvent()
         self._longest_s: dict[int, float] = {}  # fragment → longest `busy_s` of an earlier round
@@ -350,7 +372,7 @@ class SwarmRounds:
         wants to leave and may do so.
         """
         site, view = lease.site, self.view
-        peer = view.peers.known(site, message.address, lease.process)
+        peer = await view.peers.known(site, message.peer, lease.process)
         peer.require_own(site, *(text for held in message.held for text in (held.source.version, held.source.state)))
         if peer.take(message, self._settings.network.idle_timeout_s):
             self.reassign()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from atoll.errors import BadRequest, ConfigError, UsageError
 from atoll.protocol import messages
-from atoll.protocol.swarm_messages import CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound
+from atoll.protocol.swarm_messages import MOST_PEERS, CollectedUpdate, Held, PeerReport, PeerWork, ReducedRound
 from atoll.rounds.leases import Member
 from atoll.tensors.reference import TensorRef
+from atoll.transport.peer_address import why_unproven
 
+_WHERE = (
+    "Set ATOLL_PEER_HOST, ATOLL_PEER_PORT and ATOLL_PEER_NAME at this worker, and with TLS ATOLL_TLS_CA at the server, "
+    "too; see docs/swarm.md."
+)
+CHECKS = 4
+"""Number of addresses that are checked at the same time."""
 EVICT_AFTER_S = 10.0
 """Seconds after which the server evicts one of two workers, if one cannot reach the other.
 
@@ -124,39 +133,79 @@ class Peers(dict[str, Peer]):
 
     Args:
         members: function that returns the members of the run.
+        why_unproven: function that connects to the address in a reference, and returns why the process that made the
+            reference does not answer there; an empty text if it does.
     """
 
-    def __init__(self, members: Callable[[], Mapping[str, Member]]) -> None:
+    def __init__(
+        self, members: Callable[[], Mapping[str, Member]], why_unproven: Callable[[TensorRef], str] = why_unproven
+    ) -> None:
         super().__init__()
-        self._members = members
+        self._members, self._why_unproven = members, why_unproven
+        self._checks = ThreadPoolExecutor(CHECKS, thread_name_prefix="atoll-peer-check")
         self._evicted: dict[str, tuple[str, str]] = {}  # evicted site → its process, and the reason
 
-    def joins(self, message: messages.Join) -> None:
-        """Register a worker that joins.
+    async def join(self, message: messages.Join) -> None:
+        """Register a worker that joins, after a check of its address.
 
         Raises:
-            ConfigError: the worker gives no address, or this process was evicted as unreachable.
+            ConfigError: the worker gives no address or does not answer there, or this process was evicted as
+                unreachable.
         """
-        if not message.peer:
+        if message.peer is None:
             raise ConfigError(
                 f"The run is a swarm, but worker {message.site} sends no address at which other workers can reach it.",
                 "Use the same Atoll version on both sides.",
             )
         process, why = self._evicted.get(message.site, ("", ""))
         if why and process == message.process:
-            raise ConfigError(why, "Set ATOLL_PEER_HOST, ATOLL_PEER_PORT and ATOLL_PEER_NAME; see docs/swarm.md.")
+            raise ConfigError(why, _WHERE)
+        await self.known(message.site, message.peer, message.process)
         self._evicted.pop(message.site, None)
-        self.known(message.site, message.peer, message.process)
 
-    def known(self, site: str, address: str, process: str) -> Peer:
-        """Return the record of a site's worker. If the site has a new process, begin a new record first."""
+    async def known(self, site: str, proof: str, process: str) -> Peer:
+        """Return the record of a site's worker. For a new process, check its address and begin a new record.
+
+        The other workers get the address only after the process that joins has answered there.
+
+        Args:
+            site: the site.
+            proof: reference to an object that the worker serves at its address.
+            process: id of the worker's process.
+
+        Raises:
+            BadRequest: `proof` is not a reference.
+            ConfigError: the worker does not answer at its address.
+        """
         peer = self.get(site)
-        if peer is None or peer.process != process:
-            peer = self[site] = Peer(address, process)
-            for other in self.values():
-                other.reached.discard(address)
-                other.tried_s.pop(address, None)
+        if peer is not None and peer.process == process:
+            return peer
+        try:
+            ref = TensorRef.parse(proof)
+        except UsageError:
+            raise BadRequest(
+                f"Worker {site} names no address at which other workers can reach it.",
+                f"Use the same Atoll version at {site} and at the server.",
+            ) from None
+        if why := await asyncio.get_running_loop().run_in_executor(self._checks, self._why_unproven, ref):
+            raise ConfigError(
+                f"The server cannot reach {site} at {ref.server} ({why}), but in a swarm the server checks the address "
+                f"of each worker before it tells the others. {site} cannot take part.",
+                _WHERE,
+            )
+        return self.add(site, ref.server, process)
+
+    def add(self, site: str, address: str, process: str) -> Peer:
+        """Begin a new record of a site's worker, at an address that was checked."""
+        peer = self[site] = Peer(address, process)
+        for other in self.values():
+            other.reached.discard(address)
+            other.tried_s.pop(address, None)
         return peer
+
+    def addresses(self, site: str) -> list[str]:
+        """Return the addresses of the live workers of all other sites."""
+        return [self[other].address for other in self.alive if other != site][:MOST_PEERS]
 
     @property
     def alive(self) -> list[str]:
@@ -193,7 +242,7 @@ class Peers(dict[str, Peer]):
             self[other].address
             for other in self.alive
             if other != site and self[other].address not in self[site].reached
-        ]
+        ][:MOST_PEERS]
 
     def holding(self, fragment: int, version: int, digest: str | None) -> dict[str, Held]:
         """Return site → its report about a version, for the live workers that have this version.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -32,6 +33,7 @@ from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import Cut
 from atoll.config.workflow_settings import file_name_of
 from atoll.errors import AtollError, ConfigError, Gone, RunFailed
+from atoll.posix import mode_in, no_sync, own_folder, read_named, replace_file
 from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, ObjectKey, markdown
 from atoll.server.coordinator.background_writes import BEST_MODEL, BEST_NOTE, export_model, made
@@ -93,8 +95,9 @@ def cross_site_evaluation(
         controller.ask(matrix.fill())
     evaluation = matrix.so_far(finished=True)
     run.workflows.evaluated = lambda: evaluation
-    folder = run.background.exports.folder
-    controller.ask(run.background.saved("the evaluation", lambda: _export(evaluation, folder, controller.name)))
+    folder, state_dir = run.background.exports.folder, run.store.directory
+    export = functools.partial(_export, evaluation, folder, state_dir, controller.name)
+    controller.ask(run.background.saved("the evaluation", export))
     return evaluation
 
 
@@ -235,7 +238,7 @@ class ModelsToEvaluate:
         if version == "best":
             path = exports / BEST_MODEL
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                number = int(json.loads((exports / BEST_NOTE).read_text(encoding="utf-8"))["version"])
+                number = int(json.loads(read_named(exports / BEST_NOTE))["version"])
                 name = f"best (version {number})"
                 return path, row.model_copy(update={"name": name, "version": number}), False
             raise Gone(
@@ -249,7 +252,7 @@ class ModelsToEvaluate:
             run.settings.disk.state_dir / "objects" / f"evaluated-{os.getpid()}{SUFFIX}"
         )  # the next start removes a leftover
         try:
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            own_folder(path.parent, run.settings.disk.state_dir)
             run.require_space()
             return export_model(run.plan, run.store, path, heads), row, True
         except Gone:
@@ -482,19 +485,18 @@ def _with_metrics(cell: Cell, payload: Any) -> Cell:
     )
 
 
-def _export(evaluation: Evaluation, folder: Path, workflow: str) -> None:
-    """Write the matrix as JSON and as Markdown, each file atomically.
+def _export(evaluation: Evaluation, folder: Path, state_dir: Path, workflow: str) -> None:
+    """Write the matrix as JSON and as Markdown into the export folder `folder`, each file atomically.
 
     Raises:
         StoreError: the export folder cannot be made or written.
         RunFailed: no evaluation gave a value.
     """
     name = file_name_of(workflow)
-    with made(folder):
+    with made(folder, state_dir):
         for suffix, text in ((".json", evaluation.model_dump_json(indent=2) + "\n"), (".md", markdown(evaluation))):
-            temporary = folder / f".{name}{suffix}.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, folder / f"{name}{suffix}")
+            target, temporary = folder / f"{name}{suffix}", folder / f".{name}{suffix}.tmp"
+            replace_file(target, [text.encode()], temporary=temporary, sync=no_sync, mode=mode_in(state_dir, target))
     values = sum(bool(cell.metrics or cell.not_finite) for cell in evaluation.cells)
     LOG.info("%d of %d evaluations have a result, see %s", values, len(evaluation.cells), folder / f"{name}.md")
     if not values:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of
+from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of, function_of
 from atoll.config.workflow_settings import EVALUATES
 from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
 from atoll.protocol import status_messages
@@ -122,10 +122,8 @@ class WorkflowSchedule:
         if evaluation is not None:
             entries = entries_of([{"kind": EVALUATES, "name": unused(settings.exports), "args": dict(evaluation)}])
         elif not self.recorded:
-            path: Any = function if function is not None else settings.workflow.function
-            entries = (
-                WorkflowEntry(str(settings.workflow.function or getattr(function, "__name__", "workflow")), path=path),
-            )
+            name = str(settings.workflow.function or getattr(function, "__name__", "workflow"))
+            entries = (WorkflowEntry(name, path=function_of(function or settings.workflow.function)),)
         self.steps = [WorkflowRun(entry) for entry in entries]
         files = Counter(step.entry.file_name for step in self.steps if step.entry.kind == EVALUATES)
         name, times = next(iter(files.most_common(1)), ("", 0))
@@ -244,7 +242,7 @@ class WorkflowSchedule:
         for index, name in ended.items():
             entry = self.steps[index].entry if index < len(self.steps) else None
             current = entry.name if entry else "none"
-            if entry is None or name not in (current, entry.path):
+            if entry is None or name not in (current, str(entry.path)):
                 raise ConfigError(
                     f"In {self._settings.disk.state_dir}, workflow {index + 1} was {name!r} and has ended, "
                     f"but this start has {current!r} in its place.",

@@ -34,6 +34,8 @@ from atoll.posix import (
     FolderTaken,
     Lock,
     folder_error,
+    open_own,
+    own_folder,
     read_at,
     require_no_pipes,
     take_folder,
@@ -181,12 +183,12 @@ class ScratchFile(TensorFile):
 
     Raises:
         DiskFull: the file cannot be allocated.
-        StoreError: the file cannot be opened, for example because it is a folder.
+        StoreError: the file cannot be opened, for example because it is a folder or a link.
     """
 
     def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
         with usable(path.parent):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = open_own(path, os.O_RDWR | os.O_CREAT)
         super().__init__(path, Descriptor(fd), nbytes)
         self._one_writes = threading.Lock()  # the kernel serialises writes to a file; other writers would spin
         self._used = ((0, nbytes),) if used is None else tuple(used)
@@ -491,14 +493,21 @@ class DiskFiles:
 
 
 @contextmanager
-def locked(folder: Path, site: str) -> Iterator[None]:
+def locked(folder: Path, site: str, within: Path | None = None) -> Iterator[None]:
     """Lock a worker's folder for the duration of the `with` block. Create the folder if it is missing.
+
+    Args:
+        folder: the folder.
+        site: the site's name.
+        within: the folder that the user has named, in which Atoll makes `folder` and those above it; by default the
+            folder that contains `folder`.
 
     Raises:
         StateLocked: another process of the same site on this machine holds the lock.
-        StoreError: the folder cannot be made or contains a pipe, socket or device; or its lock file cannot be opened.
+        StoreError: the folder cannot be made, is a link, or contains a pipe, socket or device; or its lock file cannot
+            be opened.
     """
-    while (lock := _lock(folder, site)) is None:
+    while (lock := _lock(folder, site, within or folder.parent)) is None:
         pass
     try:
         require_no_pipes(folder)
@@ -507,10 +516,10 @@ def locked(folder: Path, site: str) -> Iterator[None]:
         lock.close()
 
 
-def _lock(folder: Path, site: str) -> Lock | None:
+def _lock(folder: Path, site: str, within: Path) -> Lock | None:
     """Lock a folder, and return the lock; None if another process just removed the folder."""
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        own_folder(folder, within)
     except OSError as error:
         raise folder_error(error, folder, "Set ATOLL_DIR to a folder that this user may write.") from error
     try:

@@ -514,14 +514,14 @@ class Layouts:
             schema: the fragment's schema.
             rank: the rank of this process, to select its parts of a sharded model; None: all parts.
         """
-        codecs = build_codecs(info.codec, info.codec_options, sent=True)
+        codecs = build_codecs(info.codec, info.codec_options)
         version = version_layout(schema, info.part_bytes, info.ranks)
-        update = encoded_layout(schema, info.codec, codecs, info.part_bytes, info.ranks)
+        update = encoded_layout(schema, info.codec.text, codecs, info.part_bytes, info.ranks)
         if rank is not None:
             version, update = version.of_rank(rank), update.of_rank(rank)
-        downlink = Downlink.of(version, info.downlink_codec, info.downlink_codec_options, sent=True)
+        downlink = Downlink.of(version, info.downlink_codec, info.downlink_codec_options)
         runs = RunTable(update, CHUNK_ELEMENTS)
-        return cls(schema, version, update, codecs[info.codec], codecs, runs, downlink)
+        return cls(schema, version, update, codecs[info.codec.text], codecs, runs, downlink)
 
 
 Finish = Callable[[ChangeReader], Mapping[str, ElementReader]]

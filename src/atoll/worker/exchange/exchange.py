@@ -45,7 +45,7 @@ from atoll.worker.exchange.encode_update import Filtered, Finish, LocalFragment
 from atoll.worker.exchange.pull_version import WAITS, Patience, Puller
 from atoll.worker.exchange.upload_update import UpdateServer, UpdateUpload, resend_note
 from atoll.worker.log_lines import LOG, TransferProgress, size
-from atoll.worker.session.session import OF_THE_OPTIMIZER, Session
+from atoll.worker.session.session import OF_THE_OPTIMIZER, Repeats, Session
 
 MAX_REFUSALS = 5
 """A worker gives up after this many refused updates in a row."""
@@ -88,6 +88,7 @@ class Exchange:
         self.site, number = self.session.site, self.local.number
         self.fragment = number or 0
         self.base, self.outbox = self.files.base, self.files.outbox
+        self._gone = Repeats(self.session, "pull a version")
         self.puller = Puller(
             self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.peer_server
         )
@@ -115,6 +116,7 @@ class Exchange:
         For example, a server that lost power continues from its last version that is safe on disk. It no longer has the
         updates that it received after that version. If the sites send these updates again, no training is lost.
         """
+        repeats = Repeats(self.session, "submit its update again")
         while True:
             reply = self.ask(wait_s, retries=retries)
             self.session.require_here()
@@ -126,6 +128,7 @@ class Exchange:
             if not sent:
                 self.local.state.adopt_if_counted()
                 return reply
+            repeats.again("it asks for the same update again.")
 
     def is_over(self, ticket: Ticket, retries: int | None = None) -> bool | Lost:
         """Return whether the worker has to ask for a ticket again before it overwrites the outbox.
@@ -226,9 +229,11 @@ class Exchange:
             elif (lost := self._pull_shares(version, to_next, into is not None, patience.before)) is not None:
                 return lost
         except Gone as error:
+            self._gone.again(error.message)  # a server could announce a version again and again that it does not have
             return VersionGone(error)
         except TRANSIENT as error:
             return Lost(error)
+        self._gone.reset()
         return Pulled(version)
 
     def _pull_shares(self, version: VersionRef, to_next: bool, load: bool, retries: int | None) -> Lost | None:
@@ -278,7 +283,8 @@ class Exchange:
             try:
                 ask = partial(self.session.head, self.fragment)
                 head = require(self.session.call(ask, "look up the newest version", kind=VersionRef))
-            except Gone:  # another version became the head meanwhile
+            except Gone as error:  # another version became the head meanwhile
+                self._gone.again(error.message)
                 continue
             kept = keep is not None and head.digest != keep.digest
             pull = require(self.pull(head, None if kept else into, to_next=kept))

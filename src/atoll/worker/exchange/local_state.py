@@ -17,6 +17,7 @@ from torch import Tensor
 
 from atoll.errors import ConfigError
 from atoll.json_files import note_from, read_note, write_note
+from atoll.posix import no_sync, own_folder, read_own, replace_file, usable
 from atoll.protocol import messages
 from atoll.protocol.messages import Counted
 from atoll.tensors.chunks import bytes_of
@@ -558,16 +559,18 @@ def read_kept(folder: Path) -> Kept:
     """Return the content of the files of a site's local state; empty before the site's first round."""
     if not folder.is_dir():
         return {}
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".json")}
+    with usable(folder):
+        return {path.name: read_own(path) for path in folder.iterdir() if path.suffix in (".bin", ".json")}
 
 
 def put_kept(folder: Path, kept: Kept) -> None:
     """Write the files from `read_kept` into a folder. No other process may use this folder."""
     if not kept:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in kept.items():
-        (folder / name).write_bytes(content)
+    with usable(folder):
+        own_folder(folder, folder.parent)
+        for name, content in kept.items():
+            _write(folder / name, content)
 
 
 def write_kept(folder: Path, kept: Kept) -> None:
@@ -584,10 +587,14 @@ def write_kept(folder: Path, kept: Kept) -> None:
         files = [folder / f"{name}-{index}.bin" for index in (0, 1)]
         path = folder / f"{name}.json"
         if read_note(path, TwoPhaseNote) is None:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            files[note.current].write_bytes(kept[files[note.current].name])
+            own_folder(folder, folder.parents[1])
+            _write(files[note.current], kept[files[note.current].name])
         else:
             write_note(path, replace(note, pending=0, pending_version=-1))
         other = files[1 - note.current]
-        other.write_bytes(kept[other.name])
+        _write(other, kept[other.name])
         write_note(path, TwoPhaseNote(**asdict(note)))
+
+
+def _write(path: Path, content: bytes) -> None:
+    replace_file(path, [content], sync=no_sync)

@@ -17,6 +17,7 @@ from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
 from atoll.transport.part_transfer import HttpTransfer
+from atoll.worker.arguments import takes_part_in_swarms
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
 from atoll.worker.exchange.encode_update import EncodingLosses, Layouts, LocalFragment
 from atoll.worker.exchange.exchange import Exchange
@@ -89,6 +90,7 @@ def take_part(
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
     loop: LoopTerms | None = None,
+    swarm: bool = False,
 ) -> Participation:
     """Open a site's files, and join the run of a server.
 
@@ -99,24 +101,29 @@ def take_part(
         labels: labels of the worker, shown in the status.
         filters: the filters that are applied to the site's updates before they are sent.
         loop: what a loop that counts local steps requires of the run; None: the worker trains round by round.
+        swarm: whether the site may take part in a swarm; if False, `ATOLL_SWARM` or `ATOLL_PEER_*` can allow it.
 
     Raises:
         ConfigError: the run synchronises the model in fragments or with a delay, but the worker trains round by round.
-            Or the run has another number of ranks. Or the run's algorithm is not installed at this site.
+            Or the run has another number of ranks. Or the run is a swarm, and the site does not take part in swarms. Or
+            something that the run names, such as its algorithm, is neither registered nor installed at this site.
     """
+    may_swarm = takes_part_in_swarms(swarm)
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
     if terms.ranks.is_first:
         warn_of_overruled(server, site)
     session = Session(http, site, labels=labels, ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
+        if info.placement == "swarm" and not may_swarm:
+            raise _no_swarm(session)
         _check(session, loop)
         transfer = HttpTransfer(http, info.connections, info.idle_timeout_s)
         opened.callback(transfer.close)
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
-        home = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute() / site  # a script may change folders
-        where = folder_of(home, info.run, share)
-        opened.enter_context(locked(where, site))
+        named = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute()  # a script may change folders
+        where = folder_of(named / site, info.run, share)
+        opened.enter_context(locked(where, site, named))
         peer_server, start_peer = _open_peer(session, where) if info.placement == "swarm" else (None, None)
         parts = session.split.schemas if session.split.count > 1 else (session.schema,)
         exchanges = tuple(
@@ -148,6 +155,16 @@ def warn_of_overruled(server: str, site: str) -> None:
         of_command = os.environ.get(variable) if LEASES in os.environ else None
         if of_command and of_command.rstrip("/") != used.rstrip("/"):
             LOG.warning("the script's %s %r is used, not %r (%s)", what, used, of_command, variable)
+
+
+def _no_swarm(session: Session) -> ConfigError:
+    return ConfigError(
+        f"The run {session.info.name!r} at {session.http.server} is a swarm: other sites connect to this one and this "
+        f"site connects to them, and it aggregates their updates. Site {session.site} has not said that it takes part "
+        "in swarms.",
+        "If you want that, pass swarm=True (atoll.join, atoll.DiLoCo, a callback), or set ATOLL_SWARM=1 or the "
+        "ATOLL_PEER_* variables; see docs/swarm.md. Otherwise ask for a run with swarm.enabled = false.",
+    )
 
 
 def _check(session: Session, loop: LoopTerms | None) -> None:
@@ -228,7 +245,7 @@ def _open_peer(session: Session, folder: Path) -> tuple[UpdateServer, Callable[[
     plan = plan_of(plan_message, session.split)
     host = open_host(session.site, http.host, info.idle_timeout_s)
     peer_server = PeerServer(host, session.counters, os.environ.get("ATOLL_TLS_CA"))
-    session.peer_address = peer_server.address
+    session.peer_proof = str(peer_server.prove())
     session.cleanup.callback(peer_server.close)
     peer = SwarmPeer(session, peer_server, plan, folder)
     session.cleanup.callback(peer.close)

@@ -148,6 +148,9 @@ class DeltaAdder:
         self._target.write(offset, data)
 
 
+MOST_STEPS = 32
+"""Maximum number of differences in a row that a site downloads in place of a whole version."""
+
 QUIET_S, LOOK_S = 5.0, 0.1
 """In a swarm: seconds to wait for a worker that has a version, and seconds between two requests meanwhile."""
 
@@ -259,7 +262,7 @@ class Puller:
         """Return the manifest of a version. First check that it lists the parts of the version with this digest."""
         ask = partial(self.session.manifest, self.fragment, number)
         manifest = self.session.patiently(ask, retries, f"pull version {number}")
-        if manifest.digest != digest:
+        if manifest.digest != digest or manifest.version != number:
             raise Gone(
                 f"Version {number} at the server is not the version that the server announced before.",
                 "Ask for the newest version again.",
@@ -412,7 +415,7 @@ class Puller:
         """Return the versions that follow the one in `source`, up to that of `manifest`, each with its delta.
 
         A delta is the difference from the previous version. The list is empty if a delta is missing, or if all deltas
-        together have at least as many bytes as the whole version.
+        together have at least as many bytes as the whole version, or are more than `MOST_STEPS`.
         """
         run, note, nbytes = self.session.info.run, source.note, 0
         steps = list[tuple[messages.VersionManifest, messages.Delta]]()
@@ -423,7 +426,7 @@ class Puller:
             if delta is None:
                 return []
             steps, nbytes = [(manifest, delta), *steps], nbytes + downlink.layout.nbytes
-            if nbytes >= self.files.base.layout.nbytes:
+            if nbytes >= self.files.base.layout.nbytes or len(steps) > MOST_STEPS:
                 return []
             if delta.base_digest == note.digest:
                 return steps if source.holds(run, note.digest) else []

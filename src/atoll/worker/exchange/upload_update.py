@@ -24,7 +24,7 @@ from atoll.worker.exchange.base_and_outbox import Outbox, OutboxNote
 from atoll.worker.exchange.pull_version import Sources
 from atoll.worker.log_lines import LOG, TransferProgress, progress
 from atoll.worker.session.ranks import keep_ranks_waiting
-from atoll.worker.session.session import POLL_MARGIN_S, Session
+from atoll.worker.session.session import POLL_MARGIN_S, Repeats, Session
 
 AGAIN_S = 1.0
 """In a swarm: seconds to wait after another worker could not pull an update, before the update is offered again."""
@@ -163,13 +163,16 @@ class UpdateUpload:
         def offered() -> messages.Complete:
             return _message(note, source=str(server.offer(self.fragment, self.outbox, bar.add)))
 
-        message = offered()
+        message, early = offered(), Repeats(self.session)
         while True:
+            asked_s = time.monotonic()
             ask = partial(self._complete, note.ticket, message, routes.LONG_POLL_S + POLL_MARGIN_S)
             receipt = self.session.call(ask, "submit", retries=retries, kind=messages.Receipt)
             if isinstance(receipt, Lost) or receipt.accepted:
                 return receipt
             keep_ranks_waiting()  # the call was a long poll
+            if time.monotonic() - asked_s < routes.LONG_POLL_S / 2:
+                early.again()
             if receipt.unpulled:
                 time.sleep(AGAIN_S)
                 server.retract(self.fragment)

@@ -14,24 +14,39 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from atoll import registry
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.make_version import NextFiles, RoundFiles, UpdateInput, make_version
-from atoll.aggregation.plan import Plan
+from atoll.aggregation.plan import AggregationPlan, PlanValues
 from atoll.blobs.manifest import state_id
 from atoll.blobs.model_file import model_header, model_runs
-from atoll.config import Settings
-from atoll.errors import TRANSIENT, UNPULLED, AtollError, LeaseLost, StateCorrupt, Superseded, VersionSkew, is_transient
+from atoll.config.settings import MAX_WEIGHT
+from atoll.errors import (
+    TRANSIENT,
+    UNPULLED,
+    AtollError,
+    ConfigError,
+    LeaseLost,
+    StateCorrupt,
+    Superseded,
+    VersionSkew,
+    is_transient,
+)
 from atoll.posix import file_error, replace_file
 from atoll.protocol import routes
 from atoll.protocol.swarm_messages import (
+    MOST_PEERS,
+    MOST_UPDATES,
     Collect,
     CollectedUpdate,
     Held,
@@ -101,7 +116,7 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound
     return failed(work, error_text(error, 500))
 
 
-def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target: Path) -> None:
+def keep_result(site: str, plan: AggregationPlan, work: PeerWork, store: PeerStore, target: Path) -> None:
     """If the run is finished, write its final model to a file, and log the path or the failure.
 
     Args:
@@ -133,24 +148,59 @@ def keep_result(site: str, plan: Plan, work: PeerWork, store: PeerStore, target:
     LOG.warning("%s: the final model is NOT in %s: %s; the other sites have it", site, target, why)
 
 
-def plan_of(message: SwarmPlan, split: Split) -> Plan:
-    """Return the run's plan for aggregation, made from the settings that the server has sent.
+def plan_of(message: SwarmPlan, split: Split) -> AggregationPlan:
+    """Return the run's plan for aggregation, made from the values that the server has sent.
 
     Args:
-        message: the server's message with the settings.
+        message: the server's message with the values.
         split: the schema of the model and its division into fragments.
 
     Raises:
-        VersionSkew: this release of Atoll does not know a setting, or a package that a setting needs is not installed
-            here.
+        ConfigError: the run's algorithm, codec, outer optimizer or a reducer is neither registered nor installed here,
+            or cannot be used with the values.
     """
     try:
-        return Plan.make(Settings.build(dict(message.settings)), split)
+        registry.resolve_received(
+            "algorithms", message.algorithm
+        )  # not used; but its site must trust what it is part of
+        return AggregationPlan.of_values(PlanValues.received(message), split)
     except AtollError as error:
+        raise ConfigError(f"This site cannot aggregate rounds of the swarm: {error.message}", error.remedy) from error
+
+
+def require_fitting(work: PeerWork, plan: AggregationPlan) -> None:
+    """Check that the server's orders fit the run: fragments, numbers of versions, and updates of rounds.
+
+    Raises:
+        VersionSkew: an order does not fit, so none is followed.
+    """
+    what = ""
+    versions, tickets = Counter(hold.fragment for hold in work.hold), [each.ticket for each in work.collect]
+    fragments = {*versions, *(each.fragment for each in work.collect), *(each.fragment for each in work.close)}
+    if fragments and max(fragments) >= len(plan.fragments):
+        what = f"they name fragment {max(fragments)}, but the run has {len(plan.fragments)}"
+    elif versions and max(versions.values()) > plan.values.versions:
+        what = f"they name {max(versions.values())} versions of a fragment, but the run keeps {plan.values.versions}"
+    elif len(set(tickets)) < len(tickets):
+        what = "they name an update twice"
+    elif not all(map(_is_sound, work.close)):
+        what = "they name a round that no server closes"
+    if what:
         raise VersionSkew(
-            f"This worker cannot aggregate with the server's settings: {error.message}",
-            f"Use the same versions of Atoll and of plugins at all sites. {error.remedy}",
-        ) from error
+            f"The server's orders for this worker of the swarm do not fit the run: {what}.",
+            "Use the same Atoll version on both sides.",
+        )
+
+
+def _is_sound(work: FrozenRound) -> bool:
+    """Return whether the numbers of a closed round are those of an honest server."""
+    updates = work.updates
+    return (
+        0 < len(updates) <= MOST_UPDATES
+        and len(set(work.tickets)) == len(updates)
+        and work.base_version < work.version
+        and all(each.weight <= MAX_WEIGHT and each.scale <= 1 for each in updates)
+    )
 
 
 def key_of(work: FrozenRound) -> Key:
@@ -160,9 +210,11 @@ def key_of(work: FrozenRound) -> Key:
 
 RESULT = "model.safetensors"
 """Name of the file with the model of a finished run, in the site's folder."""
-JOBS = 3
-"""Number of jobs that run at the same time."""
-KNOWN, UNREACHED = 1024, 64
+JOBS, MOST_JOBS = 3, 1024
+"""Number of jobs that run at the same time, and that run or wait."""
+PACE_S = 0.02
+"""Shortest time between two requests for work: a server that answers each at once does not keep this worker busy."""
+KNOWN, UNREACHED = MOST_PEERS, 64
 """Largest number of reached addresses in a report, and of unreached ones."""
 BUSY_S = 1.0
 """Seconds between two reports while jobs run, so that the server sees progress."""
@@ -176,13 +228,15 @@ class SwarmPeer:
     Args:
         session: the worker's session.
         peer_server: serves this worker's files to other workers.
-        plan: settings, file layouts and outer optimizer of the run, the same as at the server.
+        plan: file layouts, reducers and outer optimizer of the run, the same as at the server.
         folder: the worker's folder in the run; locked by the caller.
     """
 
-    def __init__(self, session: Session, peer_server: PeerServer, plan: Plan, folder: Path) -> None:
+    def __init__(self, session: Session, peer_server: PeerServer, plan: AggregationPlan, folder: Path) -> None:
         self.site, self._http, self._peer_server, self._plan = session.site, session.http, peer_server, plan
         self._idle_timeout_s, self._rejoin = session.info.idle_timeout_s, session.rejoin
+        assert session.peer_proof is not None
+        self._proof = session.peer_proof
         self._store = PeerStore(plan, folder, session.info.run, peer_server)
         self._result = folder.parent / RESULT
         self._transfers = PeerTransfers(plan, self._http, peer_server, self._idle_timeout_s, self._move)
@@ -244,13 +298,14 @@ class SwarmPeer:
 
     def _main(self) -> None:
         pause_s = 0.25
-        while not self._stopping.is_set():
+        while not self._stopping.wait(PACE_S):
             lease = self._http.lease
             if self._leaving and self._stayed.is_set():
                 return
             try:
                 self._ask(BUSY_S if self._jobs or self._leaving else routes.LONG_POLL_S / 4)
                 pause_s = 0.25
+                self._troubles.end("work")
             except LeaseLost:
                 try:
                     self._rejoin(lease)
@@ -263,8 +318,11 @@ class SwarmPeer:
             except Superseded:
                 return
             except AtollError as error:
-                level = LOG.debug if is_transient(error) else LOG.warning
-                level("%s: cannot ask the server for work: %s", self.site, error)
+                text = f"{self.site}: cannot ask the server for work: {error}"
+                if is_transient(error):
+                    LOG.debug("%s", text)
+                else:
+                    self._troubles.say("work", text, level=logging.WARNING)
                 self._stopping.wait(pause_s)
                 pause_s = min(2 * pause_s, 8.0)
 
@@ -278,16 +336,19 @@ class SwarmPeer:
             self._number += 1
             report = self._report(wait_s)
         work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
+        require_fitting(work, self._plan)
         with self._lock:
             if work.server != self._work.server or work.order > self._work.order:  # else a newer answer came before
                 self._work = work
+            for address in self._peer_server.learn(self._work.peers):
+                LOG.info("%s: connects to the worker of another site at %s", self.site, address)
             self._follow(self._work)
             if self._leaving and report.leaving and not self._work.stay:
                 self._stayed.set()
 
     def _report(self, wait_s: float) -> PeerReport:
         return PeerReport(
-            address=self._peer_server.address,
+            peer=self._proof,
             number=self._number,
             seen=self._work.stamp,
             wait_s=wait_s,
@@ -349,7 +410,7 @@ class SwarmPeer:
         return collected is not None and not collected.failed and collected.digest == share.digest
 
     def _begin(self, key: Key, job: Callable[[], None]) -> None:
-        if key in self._jobs:
+        if key in self._jobs or len(self._jobs) >= MOST_JOBS:  # the next answer of the server has the job again
             return
         self._jobs.add(key)
         try:

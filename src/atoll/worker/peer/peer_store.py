@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from atoll.aggregation.plan import Plan
+from atoll.aggregation.plan import AggregationPlan
 from atoll.blobs.manifest import Manifest
 from atoll.errors import StoreError
 from atoll.json_files import read_note, write_note
+from atoll.posix import usable
 from atoll.protocol.swarm_messages import Source, split
 from atoll.store.file_slots import JOURNAL, READER, SPOOL, STATE, VERSION, Slot, SlotPool, region_digest, verify
 from atoll.tensors.reference import TensorRef
@@ -49,12 +50,15 @@ class PeerStore:
         folder: the worker's folder in the run; locked by the caller.
         run: id of the run.
         peer_server: serves versions to other workers.
+
+    Raises:
+        StoreError: a file in the folder cannot be used.
     """
 
-    def __init__(self, plan: Plan, folder: Path, run: str, peer_server: PeerServer) -> None:
+    def __init__(self, plan: AggregationPlan, folder: Path, run: str, peer_server: PeerServer) -> None:
         self.folder, self._plan, self._run, self._peer_server = folder, plan, run, peer_server
         self._lock = threading.RLock()
-        in_memory = not plan.settings.disk.in_files
+        in_memory = not plan.values.in_files
         self._pools: dict[tuple[str, int], SlotPool] = {}
         for fragment, planned in enumerate(plan.fragments):
             for kind, shape in planned.shapes().by_kind().items():
@@ -62,7 +66,8 @@ class PeerStore:
                 self._pools[kind, fragment] = SlotPool(folder, kind, fragment, shape, self._lock, most, in_memory)
         self._versions: dict[tuple[int, int], Version] = {}
         if not in_memory:
-            self._adopt()
+            with usable(folder):
+                self._adopt()
 
     def _adopt(self) -> None:
         """Serve the versions that an earlier process left, if they match their digests. Remove all other files."""
@@ -163,7 +168,7 @@ class PeerStore:
                 self.give_back(version)
 
     def _write(self) -> None:
-        if not self._plan.settings.disk.in_files:
+        if not self._plan.values.in_files:
             return
         note = _Note(self._run)
         for each in self._versions.values():

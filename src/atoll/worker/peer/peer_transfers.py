@@ -15,16 +15,19 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from blake3 import blake3
 
 from atoll.aggregation.check_arriving_parts import Inspection, norm_of
-from atoll.aggregation.plan import Plan
+from atoll.aggregation.plan import AggregationPlan
 from atoll.blobs.manifest import Cuts, Manifest, state_id
-from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, PortInUse
+from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, PortInUse, UsageError
 from atoll.posix import file_error, write_at
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
@@ -35,11 +38,15 @@ from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
+from atoll.transport.peer_address import leads_here, why_no_peer
 from atoll.transport.tls import is_loopback
+from atoll.worker.arguments import TRUE
 from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import error_text
 
 CONNECTIONS = 2
+MOST_ADDRESSES = 4096
+"""Largest number of addresses of other workers that a worker learns in a run: its memory and log stay bounded."""
 
 
 def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
@@ -70,7 +77,7 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
             name=os.environ.get("ATOLL_PEER_NAME"),
             tls_cert=_path("ATOLL_PEER_TLS_CERT"),
             tls_key=_path("ATOLL_PEER_TLS_KEY"),
-            insecure=os.environ.get("ATOLL_PEER_INSECURE", "").lower() in ("1", "true", "yes", "on"),
+            insecure=os.environ.get("ATOLL_PEER_INSECURE", "").lower() in TRUE,
             idle_timeout_s=idle_timeout_s,
             folder=None,
         )
@@ -114,6 +121,11 @@ class SlotWriter:
             raise file_error(error, self._slot.path) from error
 
 
+def host_of(address: str) -> str:
+    """Return the host of an address `http://host:port`; an IPv6 address without brackets."""
+    return urlsplit(address).hostname or ""
+
+
 @contextmanager
 def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[tuple[TensorRef, HttpTransfer]]:
     """Connect to the worker that a reference names; the connections close at the end of the `with` block.
@@ -140,6 +152,7 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
 # -- Serving files to other workers: this worker's updates, and the versions that it holds.
 
 
+_DRAW = random.Random()  # not the generator that the training script uses
 AGAIN_S = (0.5, 1.0, 2.0)
 """Seconds to wait before each further attempt to reach a worker."""
 PROBE_S = 10.0
@@ -162,6 +175,8 @@ class PeerServer:
     def __init__(self, host: ObjectHost, counters: Counters, ca: str | None) -> None:
         self._host, self._counters, self._ca = host, counters, ca
         self._lock = threading.Lock()
+        self._peers: frozenset[str] = frozenset()
+        self._learnt: set[str] = set()
         self._updates: dict[int, tuple[str, TensorRef]] = {}  # fragment → digest and reference
         self.served = 0
         self._watching: dict[int, Callable[[int], None]] = {}  # fragment → callback for its update's pulled bytes
@@ -170,6 +185,40 @@ class PeerServer:
     def address(self) -> str:
         """The address under which other workers reach this one."""
         return self._host.address
+
+    def prove(self) -> TensorRef:
+        """Serve a small object, and return the reference to it. With it, the server checks this worker's address."""
+        content = os.urandom(2 * routes.DIGEST_BYTES)
+        cuts, fd = Cuts(0, len(content), PART_BYTES), os.memfd_create("atoll-proof", os.MFD_CLOEXEC)
+        try:
+            write_at(fd, content, 0)
+            return self._host.serve(fd, Manifest.of_cuts(cuts, [blake3(content).digest()]))
+        finally:
+            os.close(fd)
+
+    def learn(self, addresses: Collection[str]) -> list[str]:
+        """Allow connections to the workers at these addresses, and to no others. Return those that are new.
+
+        Args:
+            addresses: the addresses of all other workers, from the newest answer of the server.
+        """
+        new = [address for address in addresses if address not in self._learnt]
+        new = new[: MOST_ADDRESSES - len(self._learnt)]
+        self._learnt.update(new)
+        self._peers = frozenset(self._learnt.intersection(addresses))
+        return new
+
+    def _why_refused(self, address: str) -> str:
+        """Return why this worker does not connect to an address, whatever the server says; empty if it may."""
+        if address not in self._peers:
+            return "the server has not named a worker at this address"
+        return why_no_peer(host_of(address), loopback=leads_here(host_of(self.address)))
+
+    def is_known(self, text: str) -> bool:
+        """Return whether a reference leads to this worker itself, or to a worker that `learn` was told of."""
+        with contextlib.suppress(UsageError):
+            return TensorRef.parse(text).server in (self.address, *self._peers)
+        return False
 
     def _count(self, count: int) -> None:
         self.served += count
@@ -234,8 +283,14 @@ class PeerServer:
 
         Yields:
             The parsed reference, and an object to read parts from.
+
+        Raises:
+            Gone: this worker does not connect to the reference's address, since no worker can have it, or the server
+                has not named one there.
         """
         ref = TensorRef.parse(text)
+        if ref.server != self.address and (why := self._why_refused(ref.server)):
+            raise Gone(f"The reference to {ref.server} is not followed: {why}.", "Ask another worker.")
         own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None
         if own is None:
             with connected(text, idle_timeout_s, self._counters) as reached:
@@ -254,8 +309,12 @@ class PeerServer:
             self._watching[at](nbytes)
 
     def in_order(self, sources: Sequence[str]) -> list[str]:
-        """Return references to one version in the order of preference: first this worker's own, then the others."""
-        return sorted(sources, key=lambda text: (TensorRef.parse(text).server != self.address, random.random()))
+        """Return references to one version in the order of preference: first this worker's own, then the others.
+
+        References to a worker that the server has not named are left out.
+        """
+        known = [text for text in sources if self.is_known(text)]
+        return sorted(known, key=lambda text: (TensorRef.parse(text).server != self.address, _DRAW.random()))
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
         """Try several times to reach another worker. Return why all attempts failed; an empty text if one succeeded.
@@ -267,6 +326,9 @@ class PeerServer:
         """
         why = ""
         for pause_s in (*AGAIN_S, 0.0):
+            if why := self._why_refused(address):
+                wait(sum(AGAIN_S))
+                return why
             try:
                 with contextlib.closing(Http(address, ca=self._ca)) as http:
                     http.reach(routes.HEALTH, timeout_s=PROBE_S)
@@ -329,6 +391,10 @@ class PulledUpdate:
         return [(SPOOL, self.slot)]
 
 
+BASE_MANIFEST_BYTES, DIGEST_TEXT_BYTES = 4096, 80
+"""Bounds of the size of a manifest: of the message without digests, and of each digest in it."""
+
+
 def state_cuts(shape: FileShape) -> Cuts:
     """Return how the file of an outer optimizer's state is divided for transfers: into parts of `PART_BYTES`."""
     return Cuts(0, shape.nbytes, PART_BYTES)
@@ -346,7 +412,12 @@ class PeerTransfers:
     """
 
     def __init__(
-        self, plan: Plan, http: Http, peer_server: PeerServer, idle_timeout_s: float, on_bytes: Callable[[int], None]
+        self,
+        plan: AggregationPlan,
+        http: Http,
+        peer_server: PeerServer,
+        idle_timeout_s: float,
+        on_bytes: Callable[[int], None],
     ) -> None:
         self._plan, self._http, self._peer_server, self._move = plan, http, peer_server, on_bytes
         self._idle_timeout_s = idle_timeout_s
@@ -430,7 +501,10 @@ class PeerTransfers:
         """
         with self._peer_server.connected(source, self._idle_timeout_s) as (ref, transfer):
             what = f"the file at {ref.server}"
-            body = transfer.read(routes.OBJECT.format(object=ref.object), routes.MANIFEST_BYTES)
+            most_bytes = BASE_MANIFEST_BYTES + DIGEST_TEXT_BYTES * (
+                len(cut.parts) if isinstance(cut, Layout) else cut.count
+            )
+            body = transfer.read(routes.OBJECT.format(object=ref.object), most_bytes)
             manifest = messages.BlobManifest.read(body, what).manifest()
             manifest.require_id(digest or ref.digest, what)
             digests = manifest.part_digests

@@ -54,6 +54,8 @@ T = TypeVar("T")
 
 GIVE_UP_S = 86400.0
 """Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
+LEAST_PATIENCE_S = 1.0
+"""Shortest timeout of a call: with a lower `ATOLL_GIVE_UP_S`, a call still has so much time."""
 POLL_MARGIN_S = 10.0
 """Seconds by which the timeout of a long poll exceeds the longest wait at the server."""
 FIRST_BACKOFF_S = 0.25
@@ -63,6 +65,10 @@ HEARTBEAT_GAP_S = 1.0
 """Least seconds between two heartbeats, however often the worker's state changes."""
 OF_THE_OPTIMIZER, OF_EVALUATIONS, OF_THE_ALGORITHM = -1, -2, -3
 """Keys of warnings that are not about a fragment, for `Session.warn`."""
+
+DAMAGED_FIRST, DAMAGED_LATER = 2, 8
+"""How often in a row a call is tried if its answer is damaged: before the first valid answer of the server, and later.
+Before, another program may answer at the address; later, a single bit was flipped, or another program took the port."""
 
 SAY_EVERY_S = 15.0
 """Seconds between two log lines while the worker waits for a round."""
@@ -97,11 +103,12 @@ class OutageTimer:
         clock: returns the current time, in seconds.
 
     Attributes:
+        most_s: seconds after which the worker gives up; infinity: never.
         was_answered: whether the server has ever answered.
     """
 
     def __init__(self, server: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._server, self._clock, self._most_s = server, clock, give_up_s()
+        self._server, self._clock, self.most_s = server, clock, give_up_s()
         self._lock = threading.Lock()
         self._since_s: float | None = None
         self.was_answered = False
@@ -125,12 +132,30 @@ class OutageTimer:
     @property
     def is_too_long(self) -> bool:
         """Whether the worker gives up, because the server has not answered for `ATOLL_GIVE_UP_S` seconds."""
-        return self.seconds >= self._most_s
+        return self.seconds >= self.most_s
+
+    def require_patience(self, since_s: float, what: str, why: str) -> None:
+        """Raise an error if the worker gives up, because the server answers but a call has not succeeded for too long.
+
+        Args:
+            since_s: time of the first attempt that failed, by `time.monotonic`.
+            what: what the call is for, to complete "cannot …".
+            why: why the last attempt failed.
+
+        Raises:
+            ServerLost: the attempts have failed for `ATOLL_GIVE_UP_S`.
+        """
+        seconds = time.monotonic() - since_s
+        if seconds >= self.most_s:
+            raise ServerLost(
+                f"For {duration(seconds)}, this worker could not {what}, although {self._server} answers: {why}",
+                "See the log of the server. ATOLL_GIVE_UP_S sets for how many seconds a worker keeps trying.",
+            )
 
     @property
     def patience(self) -> str:
         """A sentence that says for how long the worker keeps trying to reach the server."""
-        upto = "" if math.isinf(self._most_s) else f" for up to {duration(self._most_s)}"
+        upto = "" if math.isinf(self.most_s) else f" for up to {duration(self.most_s)}"
         return f"This worker keeps trying{upto} (ATOLL_GIVE_UP_S)."
 
     def error(self) -> ServerLost:
@@ -141,6 +166,41 @@ class OutageTimer:
             "worker again, which continues from its files. ATOLL_GIVE_UP_S sets for how many seconds a worker "
             "keeps trying; 0 means no limit.",
         )
+
+
+class Repeats:
+    """Slows down a loop of calls to the server that bring no progress, and ends it if they never do.
+
+    Args:
+        session: the session that makes the calls.
+        what: what the calls are for, to complete "cannot …"; empty: the loop may go on forever.
+    """
+
+    def __init__(self, session: Session, what: str = "") -> None:
+        self._session, self._what = session, what
+        self._pause_s, self._since_s, self._last_s = 0.0, time.monotonic(), 0.0
+
+    def reset(self) -> None:
+        """Record progress: the next pauses are short again."""
+        self._pause_s, self._since_s = 0.0, time.monotonic()
+
+    def again(self, why: str = "") -> None:
+        """Wait until the next call may begin. The first pause has 0 s.
+
+        Args:
+            why: why the last call brought no progress.
+
+        Raises:
+            ServerLost: there was no progress for `ATOLL_GIVE_UP_S`.
+            ServerUnreachable: this worker has left the run.
+        """
+        session, now_s = self._session, time.monotonic()
+        if self._pause_s and self._what:
+            session.silence.require_patience(self._since_s, self._what, why)
+        session.closing_wait(min(self._pause_s - (now_s - self._last_s), session.silence.most_s))
+        session.require_here()
+        keep_ranks_waiting()
+        self._pause_s, self._last_s = min(2 * self._pause_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S), time.monotonic()
 
 
 class Session:
@@ -161,7 +221,7 @@ class Session:
         optimizers: the optimizers of this process that the script has passed to Atoll.
         durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
             server.
-        peer_address: in a swarm, the address where other workers reach this one; else empty.
+        peer_proof: in a swarm, a reference with the address where other workers reach this one; else None.
         state_fields: returns the join message's fields about the state that the algorithm keeps at the site; an empty
             dict if the algorithm keeps none.
         before_leave: called first when the worker leaves.
@@ -183,6 +243,7 @@ class Session:
     ) -> None:
         self.site, self.http, self.ranks = site, http, ranks
         self.silence, self.counters = OutageTimer(http.server), http.counters
+        http.patience_s = max(LEAST_PATIENCE_S, give_up_s())
         self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
@@ -191,10 +252,11 @@ class Session:
         self.before_leave: Callable[[], None] = lambda: None
         self.cleanup = contextlib.ExitStack()
         self.durable_versions: dict[int, int | None] = {}
-        self.peer_address = ""
+        self.peer_proof: str | None = None
         self.state_fields: Callable[[], dict[str, Any]] = dict
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
+        self._early = Repeats(self)
         self._closing = Latch()  # no `threading.Event`: a signal in its `wait` could block `leave`
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
@@ -202,16 +264,25 @@ class Session:
         self.info, self.split = self._read_run()
         self.schema = self.split.schema
 
+    @property
+    def _first_s(self) -> float:
+        """Timeout of the calls before the heartbeats begin, in seconds: not much longer than the worker's patience."""
+        return min(30.0, max(1.0, self.silence.most_s))
+
     def _read_run(self) -> tuple[messages.RunInfo, Split]:
-        info = self.patiently(partial(self.http.get, routes.RUN, messages.RunInfo), None, "join")
+        timeout_s = self._first_s
+        info = self.patiently(partial(self.http.get, routes.RUN, messages.RunInfo, timeout_s=timeout_s), None, "join")
         if info.protocol != routes.PROTOCOL:
             older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
             raise VersionSkew(
                 f"This worker uses protocol {routes.PROTOCOL}, the server {self.http.server} uses {info.protocol}.",
                 f"Upgrade Atoll at {older}.",
             )
-        ask = partial(self.http.get, routes.SCHEMA, messages.SchemaMessage)
-        return info, split_of(self.patiently(ask, None, "read the schema"), info)
+        read = messages.SchemaMessage.split_in
+        ask = partial(self.http.fetch, routes.SCHEMA, read, "SchemaMessage", timeout_s=timeout_s)
+        split = self.patiently(ask, None, "read the schema")
+        info.require_split(split)
+        return info, split
 
     def require_here(self) -> None:
         """Raise an error if this worker has left the run.
@@ -224,6 +295,10 @@ class Session:
         """
         if self._closing.is_set():
             raise self._fatal or ServerUnreachable("This worker has left the run.", "Join again.")
+
+    def closing_wait(self, seconds: float) -> bool:
+        """Wait for some seconds, or until this worker leaves. Return whether it has left."""
+        return self._closing.wait(seconds)
 
     # -- heartbeats
 
@@ -351,10 +426,11 @@ class Session:
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,
             labels=self._labels,
-            peer=self.peer_address,
+            peer=self.peer_proof,
             **self.state_fields(),
         )
-        joined = self.patiently(partial(self.http.post, routes.WORKERS, message, messages.Joined), max_retries, "join")
+        ask = partial(self.http.post, routes.WORKERS, message, messages.Joined, timeout_s=self._first_s)
+        joined = self.patiently(ask, max_retries, "join")
         self.http.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.http.server, joined.lease)
         if joined.displaces is not None:
@@ -468,7 +544,7 @@ class Session:
                     self.ranks.gather(work)
                     attempts.succeeded()
                     return None
-                except (LeaseLost, *TRANSIENT) as error:
+                except AtollError as error:
                     attempts.failed(error)
         except TRANSIENT as error:
             return Lost(error)
@@ -492,7 +568,7 @@ class Session:
                 result = ask()
                 attempts.succeeded()
                 return result
-            except (LeaseLost, *TRANSIENT) as error:
+            except AtollError as error:
                 attempts.failed(error)
 
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
@@ -519,13 +595,20 @@ class Session:
         begin = logged_s = time.monotonic()
         self.tell(state="waiting for the round")
         while True:
-            left_s = routes.LONG_POLL_S if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
+            left_s = self.http.poll_s if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
             request = messages.TicketRequest(
-                fragment=fragment, wait_s=min(left_s, routes.LONG_POLL_S), tasks=self.answers_tasks
+                fragment=fragment, wait_s=min(left_s, self.http.poll_s), tasks=self.answers_tasks
             )
             timeout_s = routes.LONG_POLL_S + POLL_MARGIN_S
             ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)
+            asked_s = time.monotonic()
             reply = self.patiently(ask, retries, "ask for the next round")
+            if reply.ticket is not None and reply.ticket.fragment != fragment:
+                raise VersionSkew(
+                    f"{self.http.server} gave a ticket for fragment {reply.ticket.fragment}, not {fragment}.",
+                    "Use the same release of Atoll on both sides.",
+                )
+            self.pace(reply.status == "wait", asked_s, request.wait_s)
             is_over = wait_s is not None and time.monotonic() - begin >= wait_s
             if reply.status != "wait" or reply.tasks or is_over:
                 return reply
@@ -533,6 +616,19 @@ class Session:
             if time.monotonic() - logged_s >= SAY_EVERY_S:
                 logged_s = time.monotonic()
                 LOG.info("%s: still %s", self.site, in_wait(logged_s - begin, reply))
+
+    def pace(self, is_wait: bool, asked_s: float, wait_s: float) -> None:
+        """Slow down long polls that the server answers "wait" at once, instead of after `wait_s`.
+
+        Args:
+            is_wait: whether the server answered "wait".
+            asked_s: time of the request, by `time.monotonic`.
+            wait_s: seconds that the server was asked to wait.
+        """
+        if is_wait and time.monotonic() - asked_s < wait_s / 2:
+            self._early.again()
+        else:
+            self._early.reset()
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
         """Return the state of a ticket's update: accepted, counted, refused or expired.
@@ -578,7 +674,13 @@ class Session:
 
     def _state_of(self, ticket: int) -> messages.TicketState:
         try:
-            return self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+            state = self.http.get(routes.TICKET.format(ticket=ticket), messages.TicketState)
+            if state.outcome.ticket != ticket:
+                raise VersionSkew(
+                    f"{self.http.server} answered for ticket {state.outcome.ticket}, not {ticket}.",
+                    "Use the same release of Atoll on both sides.",
+                )
+            return state
         except Gone as error:  # the server no longer knows the ticket
             outcome = messages.Outcome(ticket=ticket, state="expired", base_version=0, reason=str(error))
             return messages.TicketState(outcome=outcome, parts=[], part_digests=[])
@@ -589,12 +691,18 @@ class Session:
 
     def head(self, fragment: int) -> messages.VersionRef:
         """Ask once for the newest version of a fragment: its number from the run's status, then its digest."""
-        number = self.http.get(routes.STATUS, Status).fragments[fragment].version
+        fragments = self.http.get(routes.STATUS, Status).fragments
+        if fragment >= len(fragments):
+            raise Gone(f"The status of {self.http.server} does not have fragment {fragment}.", "Ask again.")
+        number = fragments[fragment].version
         return messages.VersionRef(fragment, number, self.manifest(fragment, number).digest)
 
     def _failed(self, error: AtollError) -> None:
-        """Record a failed attempt. Any error except an unreachable server or a stalled transfer counts as an answer."""
-        if isinstance(error, ServerUnreachable | TransferStalled):
+        """Record a failed attempt.
+
+        Any error counts as an answer, except an unreachable server, a stalled transfer and a damaged answer.
+        """
+        if isinstance(error, ServerUnreachable | TransferStalled) or error.is_damaged:
             self.silence.failed()
         else:
             self._answered()
@@ -617,7 +725,8 @@ class _Attempts:
 
     def __init__(self, session: Session, most: int | None, what: str) -> None:
         self._session, self._most, self._what = session, most, what
-        self._pause_s, self._count, self._lost = FIRST_BACKOFF_S, 0, 0
+        self._pause_s, self._count, self._lost, self._damaged = FIRST_BACKOFF_S, 0, 0, 0
+        self._since_s = 0.0  # time of the first failure; 0: none yet
         self._lease = self._stale = ""  # lease of the attempt; lease that is no longer valid
         self._error: AtollError | None = None
 
@@ -649,7 +758,12 @@ class _Attempts:
                 self._error = error
 
     def failed(self, error: AtollError) -> None:
-        """Record that an attempt failed with this error. The next call of `begin` waits, or raises the error."""
+        """Record that an attempt failed with this error. The next call of `begin` waits, or raises the error.
+
+        If a further attempt cannot help, raise the error at once.
+        """
+        if not isinstance(error, (LeaseLost, *TRANSIENT)) and not error.is_damaged:
+            raise error
         self._error = error
 
     def succeeded(self) -> None:
@@ -663,23 +777,22 @@ class _Attempts:
 
     def _pause(self, error: AtollError) -> None:
         session, silence = self._session, self._session.silence
+        self._since_s = self._since_s or time.monotonic()
         if isinstance(error, LeaseLost):
             if not self._lease:
                 raise error
+            silence.require_patience(self._since_s, self._what, error.message)
             session._closing.wait(min(self._lost * FIRST_BACKOFF_S, LONGEST_BACKOFF_S))  # the first time, 0 s
             self._lost, self._stale = self._lost + 1, self._lease
             return
         self._count += 1
         session._failed(error)
-        if self._most is not None and (self._count > self._most or session.http.watch.is_lost):
-            raise error  # if the watch broke the call off, the call has taken as long as all retries together
-        if isinstance(error, ServerUnreachable) and error.is_other and not silence.was_answered:
-            raise error
-        if self._most is None and silence.is_too_long:
-            raise silence.error() from error
+        self._require_hope(error)
         keep_ranks_waiting()
         wait_s = max(self._pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
-        level = LOG.warning if self._count in (1, 4) or self._count % 20 == 0 else LOG.debug
+        wait_s = min(wait_s, max(silence.most_s - silence.seconds, 0.0))
+        is_quiet = error.is_damaged and not silence.was_answered  # the error follows soon if it stays
+        level = LOG.warning if not is_quiet and (self._count in (1, 4) or self._count % 20 == 0) else LOG.debug
         patience = f" {silence.patience}" if self._most is None else ""
         level("%s: cannot %s: %s%s Trying again in %.1f s.", session.site, self._what, error, patience, wait_s)
         if session._closing.wait(wait_s) and session._fatal is None:
@@ -688,24 +801,21 @@ class _Attempts:
         if self._count == 1:
             session.reconnections += 1
 
-
-def split_of(message: messages.SchemaMessage, info: messages.RunInfo) -> Split:
-    """Return how the run's model is divided into fragments, as the server describes it.
-
-    Args:
-        message: the schema of the model, from the server.
-        info: the run's description, from the server.
-
-    Raises:
-        VersionSkew: `message` and `info` do not agree.
-    """
-    split = message.to_split()
-    if split.count != info.fragments or split.schema.digest != info.schema_digest:
-        raise VersionSkew(
-            "The model's schema from the server does not match the digest in the server's run description.",
-            "Install the same release of Atoll at the server and at this worker.",
-        )
-    return split
+    def _require_hope(self, error: AtollError) -> None:
+        """Raise the error, or `ServerLost`, if there is to be no further attempt."""
+        silence = self._session.silence
+        if self._most is not None and (self._count > self._most or self._session.http.watch.is_lost):
+            raise error  # if the watch broke the call off, the call has taken as long as all retries together
+        self._damaged = self._damaged + 1 if error.is_damaged else 0
+        if self._damaged >= (DAMAGED_LATER if silence.was_answered else DAMAGED_FIRST):
+            raise error
+        is_other = isinstance(error, ServerUnreachable) and error.is_other and not error.is_damaged
+        if is_other and not silence.was_answered:
+            raise error
+        if self._most is None:
+            if silence.is_too_long:
+                raise error if error.is_damaged else silence.error() from error
+            silence.require_patience(self._since_s, self._what, error.message)
 
 
 def is_answered(http: Http, ask: Callable[[], object]) -> bool:

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -144,18 +145,24 @@ class TaskPrefetcher:
                 self._news.wait_for(lambda: self._closing or (self._working and self._next is None))
                 if self._closing:
                     return
-                request = tm.TaskRequest(wait_s=routes.LONG_POLL_S, besides=self._in_hand)
+                request = tm.TaskRequest(wait_s=http.poll_s, besides=self._in_hand)
+            asked_s = time.monotonic()
             try:
                 reply = http.post(routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0)
             except AtollError as error:
                 LOG.debug("%s: cannot ask for the next task: %s", self._connection.site, error)
-                with self._news:
-                    self._news.wait_for(lambda: self._closing, PAUSE_S)
+                self._pause()
                 continue
             if reply.status == "finished":
                 return
             if reply.task is not None:
                 self._ahead_of(reply.task)
+            elif time.monotonic() - asked_s < PAUSE_S:  # the server was asked to wait longer
+                self._pause()
+
+    def _pause(self) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self._closing, PAUSE_S)
 
     def _ahead_of(self, message: tm.TaskMessage) -> None:
         with self._news:
@@ -512,14 +519,16 @@ class TaskWorker:
         if self._session is None:
             return
         session, lost, stalled = self._session, "", ""
-        request = tm.TaskRequest(wait_s=routes.LONG_POLL_S, rounds=rounds)
+        request = tm.TaskRequest(wait_s=session.http.poll_s, rounds=rounds)
         ask = functools.partial(
             session.http.post, routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
         )
         while True:
             session.tell(state="waiting for a task")
             keep_ranks_waiting()
+            asked_s = time.monotonic()
             reply = session.patiently(ask, None, "ask for the next task")
+            session.pace(reply.status in ("wait", "rounds"), asked_s, request.wait_s)
             if reply.status == "finished":
                 LOG.info("%s: the workflow has ended", self.site)
                 return

@@ -18,7 +18,7 @@ from torch import nn
 from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import pack_object
 from atoll.errors import AtollError, BadRequest, SchemaMismatch, TransferError, TransferStalled, UsageError
-from atoll.posix import replace_file
+from atoll.posix import no_sync, replace_file, require_regular
 from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
 from atoll.tensors.chunks import assign_run_, runs_of
@@ -280,7 +280,7 @@ def keep_local(participation: Participation, tensors: Tensors, round_number: int
     header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
     runs = itertools.chain.from_iterable(runs_of(tensors[spec.name].detach()) for spec in specs)
     try:
-        replace_file(path, itertools.chain([header], runs), temporary=temporary, sync=lambda _: None)
+        replace_file(path, itertools.chain([header], runs), temporary=temporary, sync=no_sync)
     except OSError as error:
         path.unlink(missing_ok=True)  # otherwise an older model would be sent as that of this round
         LOG.warning(
@@ -307,6 +307,7 @@ def local_model(participation: Participation) -> Packed:
         )
     path = participation.folder / LOCAL_MODEL
     try:
+        require_regular(path, own=True)
         state = LazyState.open(path)
     except (OSError, AtollError):
         raise UsageError(

@@ -214,6 +214,8 @@ class DiLoCo:
             `ATOLL_MAX_SYNC_RETRIES`, else 6. If the network silently drops packets, there is only one attempt, of about
             15 s.
         require_server: whether to raise an error if no server is configured, instead of training alone.
+        swarm: whether this site may take part in a swarm, in which other sites connect to it and it connects to them;
+            `ATOLL_SWARM` and `ATOLL_PEER_*` can allow it, too.
     """
 
     @public_api
@@ -233,6 +235,7 @@ class DiLoCo:
         filters: Sequence[Filter] = (),
         max_sync_retries: int | None = None,
         require_server: bool = False,
+        swarm: bool = False,
     ) -> None:
         if sync_every is not None and sync_every < 1:
             raise UsageError(
@@ -249,6 +252,7 @@ class DiLoCo:
         self._weight, self._measured = weight, GlobalModelMetrics(metrics, lambda: self._named)
         self.local_metrics: MetricsFunction | None = None  # called when an update is formed; set by integrations
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
+        self._swarm = swarm
         self._max_retries = sync_retries(max_sync_retries)
         self._tensors: Tensors = {}
         self._schema = Schema(())
@@ -346,6 +350,7 @@ class DiLoCo:
                 self._ranks if sharded else ONE_RANK,
                 self._own_shards if sharded else None,
             ),
+            swarm=self._swarm,
         )
         session, info = joined.session, joined.session.info
         session.optimizers = self._optimizers

@@ -127,7 +127,9 @@ class Round:
         self._require_base()
         local = self._backend.local
         if self._hooks is None:
-            terms = (local.info.algorithm, local.rule, local.base.values_of, local.algorithm_state) if local else ()
+            terms = (
+                (local.info.algorithm.text, local.rule, local.base.values_of, local.algorithm_state) if local else ()
+            )
             self._hooks = StepHooks(model, *terms)
         self._optimizers = optimizers_in(optimizer)
         attached = self._hooks.attach(optimizer)
@@ -480,6 +482,7 @@ def join(
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
     require_server: bool = False,
+    swarm: bool = False,
 ) -> Worker:
     """Join a federated run. Use the result as a context manager, and iterate over its rounds.
 
@@ -493,12 +496,15 @@ def join(
         labels: labels of this worker, shown in the server's status.
         filters: filters that are applied to every update of this site, in this order, before it is sent.
         require_server: whether to raise an error if no server is configured, instead of training alone.
+        swarm: whether this site may take part in a swarm, in which other sites connect to it and it connects to them;
+            `ATOLL_SWARM` and `ATOLL_PEER_*` can allow it, too.
 
     Returns:
         The worker. Without a server, it has one round, and sends nothing.
 
     Raises:
-        ConfigError: no server is configured although one is required, or an ATOLL_ variable is misspelt.
+        ConfigError: no server is configured although one is required, or an ATOLL_ variable is misspelt. Or the run is
+            a swarm, but `swarm` is False.
         ServerLost: the server did not answer within ATOLL_GIVE_UP_S, by default a day.
         PeerError: a web server that is not Atoll answers at the server's address.
         ServerUnreachable: the server's certificate is not accepted, or the address is https but the server has no TLS.
@@ -514,7 +520,7 @@ def join(
         LOG.info("%s", ALONE)
         return Worker(ScriptAlone(site))
     where = Path(folder) if folder else None
-    participation = take_part(server, site, folder=where, labels=labels, filters=filters)
+    participation = take_part(server, site, folder=where, labels=labels, filters=filters, swarm=swarm)
     info = participation.session.info
     run = f"{info.name} ({info.algorithm})" if info.trains else info.name
     LOG.info("%s: joined run %s at %s", site, run, participation.session.http.server)

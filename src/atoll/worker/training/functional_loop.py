@@ -60,6 +60,7 @@ def init(
     labels: dict[str, str] | None = None,
     filters: Sequence[Filter] = (),
     require_server: bool = False,
+    swarm: bool = False,
 ) -> None:
     """Join a run. The arguments are those of `atoll.join`. Without a server, the script runs alone, for one round.
 
@@ -72,7 +73,9 @@ def init(
     global _part
     if _part is not None and not _part.is_over:
         raise UsageError("atoll.functional.init() was called twice.", "Call it once, before the loop.")
-    worker = join(server, site, folder=folder, labels=labels, filters=filters, require_server=require_server)
+    worker = join(
+        server, site, folder=folder, labels=labels, filters=filters, require_server=require_server, swarm=swarm
+    )
     _part = _Part(worker)
     atexit.register(_leave_at_exit, _part)
 

@@ -1,0 +1,89 @@
+"""Read a message from the JSON text of an answer, in bounded memory, with an error of one short line.
+
+A few bytes of JSON can become hundreds of bytes in memory: an empty object, or a wrong value that the error lists.
+`MOST_BYTES` bounds what an answer may take, whatever it says. Deep nesting, huge numbers, invalid UTF-8 and lone
+surrogates are refused by the parser.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from atoll.format_text import visible
+from atoll.json_files import require_light
+
+SMALL_BYTES = 64 * 2**10
+"""Up to this size, an answer cannot take more than `MOST_BYTES`, so it is parsed without a check."""
+WHY_CHARS = 300
+"""Maximum length of the reason in an error, in characters."""
+
+_COSTS = {":": 1000, "{": 600, "[": 300, ",": 40, '"': 100}
+"""Sign → bytes that what it stands for can take: a key with its error, an object, a list, a value, a string. Measured
+with pydantic 2.14, rounded up."""
+
+Kind = TypeVar("Kind", bound=BaseModel)
+
+
+def read_message(kind: type[Kind], body: bytes | bytearray) -> Kind:
+    """Return the message in the body of an answer.
+
+    Args:
+        kind: class of the message.
+        body: JSON text.
+
+    Raises:
+        ValueError: the body is not a valid message, or would take too much memory. The text of the error is short and
+            printable.
+    """
+    if len(body) > SMALL_BYTES:
+        require_light(body, _COSTS)
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise ValueError(reason(error)) from None
+
+
+def reason(error: ValidationError) -> str:
+    """Return why a message is not valid: the place and the text of the first error, short and printable."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return visible(f"{place}: {first['msg']}" if place else first["msg"], WHY_CHARS)
+
+
+# -- Lists that are read one element at a time, so that only the result is in memory.
+
+_ELEMENT = re.compile(rb'\s*+(\{(?:[^{}"]++|"(?:[^"\\]++|\\.)*+")*+\}|\d++)\s*+([,\]])', re.DOTALL)
+_KEY = re.compile(rb'\s*+"(\w++)"\s*+:\s*+\[(\s*+\])?', re.DOTALL)
+_END = re.compile(rb"\s*+([,}])\s*+")
+_OPEN = re.compile(rb"\s*+\{")
+
+
+def lists_in(body: bytes | bytearray) -> Iterator[tuple[str, bytes]]:
+    """Yield (key, element) of every list in a JSON object whose values are lists of flat objects or numbers.
+
+    Each element is JSON text.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    begin = _OPEN.match(body)
+    at = begin.end() if begin else -1
+    while at >= 0 and (key := _KEY.match(body, at)):
+        name, at, more = key[1].decode(), key.end(), not key[2]
+        while more:
+            element = _ELEMENT.match(body, at)
+            if element is None or len(element[1]) > SMALL_BYTES:
+                raise ValueError(f"{name}: no list of objects or numbers")
+            yield name, element[1]
+            at, more = element.end(), element[2] == b","
+        end = _END.match(body, at)
+        at = end.end() if end else -1
+        if end and end[1] == b"}":
+            if at != len(body):
+                break
+            return
+    raise ValueError("it is not a JSON object of lists")

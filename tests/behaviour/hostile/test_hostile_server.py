@@ -1,0 +1,137 @@
+"""Sites, commands and receivers of objects against a server that answers wrongly; `make fuzz` tries many more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from harness.hostile_answers import OPERATION_NAMED, Answer, every_fault, has_message, places
+from harness.hostile_runs import (
+    OF_A_SWARM,
+    UNASKED,
+    Plan,
+    Recorded,
+    SiteProcess,
+    Verdict,
+    drawn,
+    operations_of,
+    plans,
+    record_all,
+    run_all,
+)
+from harness.hostile_server import PATIENCE_S, HostileServer, Strike, Tape
+from harness.hostile_site import SPOILS
+from harness.processes import Nursery
+
+SAMPLE = 240
+"""Wrong answers in `make test`."""
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
+    """What true servers answer to each program."""
+    return record_all(tmp_path_factory.mktemp("tapes"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, recordings: dict[str, Recorded]) -> Iterator[SiteProcess]:
+    with closing(SiteProcess(tmp_path_factory.mktemp("site"), [*recordings.values()])) as process:
+        yield process
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X9")
+def test_no_wrong_answer_holds_fills_or_breaks_a_site(tmp_path: Path, recordings: dict[str, Recorded]) -> None:
+    """Whatever an operation answers, a site goes on or ends with one line, in time, in 64 MB and in its folder."""
+    operations = operations_of(recordings)
+    todo = [plan for name in operations for plan in drawn(plans(recordings, name), -(-SAMPLE // len(operations)), 1)]
+    verdicts: list[Verdict] = []
+    run_all(todo, recordings, tmp_path, 4, verdicts.append)
+    wrong = [f"{verdict.plan}: {verdict.wrong}" for verdict in verdicts if verdict.wrong]
+    assert not wrong, "\n\n".join(wrong)
+    assert sum(verdict.told for verdict in verdicts) >= 0.9 * SAMPLE
+
+
+def test_every_operation_is_answered_wrongly(recordings: dict[str, Recorded]) -> None:
+    """Each operation of the table is asked for by a program and has wrong answers, contents and HTTP."""
+    assert {*operations_of(recordings)} | UNASKED | OF_A_SWARM == {*OPERATION_NAMED}
+    for operation in OPERATION_NAMED.values():
+        kinds = Counter(fault.is_content for fault in every_fault(operation).values())
+        assert kinds[True] >= 7, operation.name
+        assert kinds[False] >= 15, operation.name
+
+
+def test_every_field_of_an_answer_can_be_wrong() -> None:
+    """Fields of messages within messages, elements of lists and values of mappings are places for wrong values."""
+    found = {
+        operation.name: {place.keys for place in places(operation.reply)}  # type: ignore[arg-type]
+        for operation in OPERATION_NAMED.values()
+        if has_message(operation)
+    }
+    assert {("lease",), ("due",), ("evaluates",), ("displaces",)} == found["join"]
+    assert {("tensors",), ("tensors", 0), ("tensors", 0, "shape"), ("tensors", 0, "shape", 0)} <= found["get_schema"]
+    assert {("task", "body", "object", "secret"), ("task", "body", "plain")} <= found["request_task"]
+
+
+def test_one_seed_draws_the_same_answers_again(recordings: dict[str, Recorded]) -> None:
+    """A failure is found again by its seed."""
+    draw = [[str(plan) for plan in drawn(plans(recordings, "join"), 40, seed)] for seed in (7, 7, 8)]
+    assert draw[0] == draw[1] != draw[2]
+    assert len({*draw[0]}) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SPOILS)
+def test_what_a_site_must_not_do_is_noticed(site: SiteProcess, how: str) -> None:
+    """Each kind of failure is reported as what it is."""
+    site.margin_s = 1.0 if how == "stays" else 30.0
+    assert [*site.run(Plan(how, ()), Recorded(how, Tape())).wrong] == [SPOILS[how]]
+
+
+SCRIPT = """
+import os
+from harness.hostile_site import PROGRAMS
+from pathlib import Path
+PROGRAMS[os.environ["PROGRAM"]](os.environ["ATOLL_SERVER"], Path("w"), "")
+"""
+ENDS = {
+    "another program": ("federated", Strike("get_run", 0, Answer("first line", ("SSH", False)), True), (5, 6)),
+    "a nested message": ("federated", Strike("get_run", 0, Answer("body", ("deep object",)), True), (6,)),
+    "a pause without end": (
+        "federated",
+        Strike("join", 0, Answer("problem", ("busy", 429, ("is", 1e308), ("is", "Later."))), True),
+        (5,),
+    ),
+    "a lease of two lines": (
+        "tasks",
+        Strike("join", 0, Answer("field", (("lease",), ("is", f"a:1:p:{'0' * 32}\r\nX: 1"))), True),
+        (5, 6),
+    ),
+    "a body without end": ("diloco", Strike("get_schema", 0, Answer("endless", ("chunks",)), True), (5, 6)),
+    "a bomb": (
+        "status",
+        Strike("get_status", 0, Answer("content encoding", ("gzip", 160 * 2**20, None)), True),
+        (5, 6),
+    ),
+    "a redirect": ("status", Strike("get_status", 0, Answer("redirect", (302, "file:///etc/passwd")), True), (6,)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X9")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_script_ends_with_one_line_and_its_exit_code(
+    nursery: Nursery, tmp_path: Path, recordings: dict[str, Recorded], how: str
+) -> None:
+    """The last line on standard error is the error's, and nothing of Python's stands before it."""
+    program, strike, codes = ENDS[how]
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with HostileServer(recordings[program].tape, [strike]) as server:
+        env = {"ATOLL_SERVER": server.url, "ATOLL_GIVE_UP_S": f"{PATIENCE_S:g}", "PROGRAM": program}
+        process = nursery.start("script.py", cwd=tmp_path, env=env)
+        assert process.wait(60) in codes, process.output()
+    assert "Traceback" not in process.output()
+    assert process.output().splitlines()[-1].startswith("atoll: ")

@@ -1,0 +1,262 @@
+"""A server that answers, but never as it should: the site goes on or ends by its own patience, and never spins."""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import serve
+from kit.peers import Connection, Peer, Request
+from torch import nn
+
+import atoll
+from atoll.cli.main import main
+from atoll.errors import AtollError, PartCorrupt, PeerError, ServerLost, ServerUnreachable, VersionSkew
+
+pytestmark = pytest.mark.covers("X9")
+
+PATIENCE_S = 1.0
+MOST_REQUESTS = 40
+"""Requests in the seconds of a test: a loop without pauses makes hundreds."""
+
+Answer = tuple[int, bytes]
+Lie = Callable[[Connection, Request, Answer], Answer | None]
+"""Make another answer of the server's own one; None: the connection has had its answer."""
+
+
+class LyingServer:
+    """A server behind a peer that changes what it says.
+
+    Attributes:
+        lie: what becomes of an answer.
+    """
+
+    def __init__(self, server: atoll.Server) -> None:
+        self._server = server
+        self.lie: Lie = lambda _, __, answer: answer
+        self.peer = Peer.answering(self._answer)
+        self.url = self.peer.url
+
+    def count(self, path: str) -> int:
+        return sum(path in request.path for request in self.peer.requests)
+
+    def _answer(self, connection: Connection, request: Request) -> None:
+        body = connection.body(request) if "content-length" in request.headers else None
+        headers = {
+            name: request.headers[name] for name in ("atoll-lease", "range", "content-type") if name in request.headers
+        }
+        asked = urllib.request.Request(
+            self._server.url + request.path, data=body, method=request.method, headers=headers
+        )
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as reply:
+                told = reply.status, reply.read()
+        except urllib.error.HTTPError as error:
+            told = error.code, error.read()
+        if (changed := self.lie(connection, request, told)) is not None:
+            connection.answer(*changed)
+
+
+@pytest.fixture
+def lying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LyingServer]:
+    """A server of a run of one site and two rounds, behind a liar. The site's patience is short."""
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", str(PATIENCE_S))
+    with serve(tmp_path / "server", nn.Linear(3, 2), sites=1, rounds=2) as server:
+        liar = LyingServer(server)
+        with liar.peer:
+            yield liar
+
+
+def train(url: str, folder: Path) -> int:
+    """Take part until the run is over; how many rounds there were."""
+    model, count = nn.Linear(3, 2), 0
+    with atoll.join(url, site="a", folder=folder) as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            fl_round.submit(model)
+            count += 1
+    return count
+
+
+def always(path: str, status: int, **body: Any) -> Lie:
+    """Answer every request for a path like this."""
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        return (status, json.dumps(body).encode()) if path in request.path else answer
+
+    return lie
+
+
+def changed(path: str, **fields: Any) -> Lie:
+    """Change fields of every good answer to a request for a path."""
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        if path not in request.path or answer[0] != 200:
+            return answer
+        return 200, json.dumps(json.loads(answer[1]) | fields).encode()
+
+    return lie
+
+
+def with_ticket(**fields: Any) -> Lie:
+    """Change fields of every ticket."""
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        if request.path != "/v1/tickets" or answer[0] != 200:
+            return answer
+        reply = json.loads(answer[1])
+        if reply["ticket"] is not None:
+            reply["ticket"] |= fields
+        return 200, json.dumps(reply | {"head_version": 2**61, "head_digest": "0" * 64}).encode()
+
+    return lie
+
+
+def first_line(path: str, line: bytes) -> Lie:
+    """Answer every request for a path with this line, which is no HTTP."""
+
+    def lie(connection: Connection, request: Request, answer: Answer) -> Answer | None:
+        if path not in request.path:
+            return answer
+        connection.sock.sendall(line)
+        connection.sock.shutdown(1)
+        return None
+
+    return lie
+
+
+BUSY = {"code": "busy", "message": "later", "retry_after_s": 1e308}
+LOST = {"code": "lease_lost", "message": "who are you"}
+MANIFEST = "/v1/fragments/0/versions/0"
+
+LIES: dict[str, tuple[Lie, type[AtollError], str]] = {
+    "busy for ever": (always("/v1/run", 429, **BUSY), ServerLost, "could not join, although .* answers: later"),
+    "busy with tickets": (always("/v1/tickets", 429, **BUSY), ServerLost, "could not ask for the next round"),
+    "no disk for ever": (always("/v1/workers", 507, code="disk_full", message="full"), ServerLost, "could not join"),
+    "a proxy without its server": (always("/v1/run", 502), ServerLost, "has not answered for"),
+    "lease always lost": (always("/v1/tickets", 409, **LOST), ServerLost, "could not ask for the next round"),
+    "ssh": (first_line("/v1/run", b"SSH-2.0-x\r\n"), ServerUnreachable, "There is no Atoll server at"),
+    "ssh later": (first_line("/v1/tickets", b"SSH-2.0-x\r\n"), ServerLost, "could not ask for the next round"),
+    "version 2^61": (
+        with_ticket(base_version=2**61, base_digest="0" * 64),
+        ServerLost,
+        "could not pull a version, although",
+    ),
+    "base of another digest": (with_ticket(base_digest="0" * 64), ServerLost, "could not pull a version"),
+    "manifest of other parts": (changed(MANIFEST, part_digests=["0" * 64]), PartCorrupt, "is not the expected one"),
+    "manifest of another version": (changed(MANIFEST, version=9), ServerLost, "could not pull a version"),
+    "ticket of another fragment": (with_ticket(fragment=1), VersionSkew, "ticket for fragment 1, not 0"),
+    "another schema": (changed("/v1/schema", tensors=[]), VersionSkew, "does not match the digest"),
+    "lease of two lines": (changed("/v1/workers", lease="a:1:x\r\nHost: evil"), VersionSkew, "Joined: lease: "),
+    "endless timeout": (changed("/v1/run", idle_timeout_s=1e308), VersionSkew, "idle_timeout_s: "),
+    "no timeout": (changed("/v1/run", idle_timeout_s=1e-300), VersionSkew, "idle_timeout_s: "),
+    "2^40 connections": (changed("/v1/run", connections=2**40), VersionSkew, "connections: "),
+    "huge protocol": (changed("/v1/run", protocol=2**61), VersionSkew, "Upgrade Atoll at this worker"),
+    "redirect": (always("/v1/run", 302), PeerError, "answers with a redirect"),
+    "page": (lambda _, __, answer: (200, b"<html>"), PeerError, "There is no Atoll server at"),
+}
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_server_that_never_answers_well_ends_the_site_by_its_patience(
+    lying: LyingServer, tmp_path: Path, case: str
+) -> None:
+    lying.lie, kind, text = LIES[case]
+    with pytest.raises(AtollError, match=text) as caught:
+        train(lying.url, tmp_path / "site")
+    assert type(caught.value) is kind
+    assert str(caught.value).isprintable()
+    assert len(lying.peer.requests) < MOST_REQUESTS
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/run", "/v1/schema", "/v1/workers", "/v1/tickets", MANIFEST, "/complete", "/parts/"]
+)
+@pytest.mark.parametrize("damage", ["first line", "body"])
+def test_one_damaged_answer_costs_one_more_request(lying: LyingServer, tmp_path: Path, path: str, damage: str) -> None:
+    once = [True]
+
+    def lie(connection: Connection, request: Request, answer: Answer) -> Answer | None:
+        if not (path in request.path and once):
+            return answer
+        once.clear()
+        if damage == "first line":
+            return first_line(path, b"HTTQ/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")(connection, request, answer)
+        return answer[0], b"\xff" + answer[1][1:]
+
+    lying.lie = lie
+    assert train(lying.url, tmp_path / "site") == 2
+    assert not once
+
+
+def test_a_server_that_says_wait_at_once_is_not_asked_all_the_time(lying: LyingServer, tmp_path: Path) -> None:
+    lying.lie = changed("/v1/tickets", status="wait", ticket=None)
+    with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
+        assert worker.next_round(wait_s=2.0) is None
+    assert 2 <= lying.count("/v1/tickets") < 12
+
+
+@pytest.mark.parametrize("status", ["wait", "rounds"])
+def test_a_server_without_tasks_is_not_asked_all_the_time(lying: LyingServer, tmp_path: Path, status: str) -> None:
+    calls = 0
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        nonlocal calls
+        if request.path != "/v1/tasks":
+            return answer
+        calls += 1
+        return 200, json.dumps({"status": status if calls < 4 else "finished"}).encode()
+
+    lying.lie = lie
+    with atoll.tasks(lying.url, site="a") as worker:
+        worker.task("train")(lambda payload: payload)
+        worker.run()
+    assert calls in (1, 4)
+
+
+COMMANDS = {
+    "status": ["atoll", "status", "--server"],
+    "export": ["atoll", "export", "x.safetensors", "--server"],
+}
+FIRST_LINES = {
+    "ssh": (b"SSH-2.0-x\r\n", 5),
+    "TLS alert": (b"\x15\x03\x01\x00\x02\x02\x46", 5),
+    "nothing": (b"", 5),
+    "redirect": (b"HTTP/1.1 301 No\r\nLocation: http://evil/\r\nContent-Length: 0\r\n\r\n", 6),
+    "gzip": (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 2\r\n\r\n\x1f\x8b", 6),
+    "nested": (b"HTTP/1.1 200 OK\r\nContent-Length: 60005\r\n\r\n" + b'{"a":' + b"[" * 60_000, 6),
+    "no status": (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", 6),
+}
+
+
+@pytest.mark.parametrize("case", FIRST_LINES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_ends_with_one_line_and_its_code(
+    command: str,
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line, code = FIRST_LINES[case]
+
+    def serve(connection: Connection) -> None:
+        connection.request()
+        connection.sock.sendall(line)
+
+    monkeypatch.chdir(tmp_path)
+    with Peer(serve) as peer:
+        monkeypatch.setattr(sys, "argv", [*COMMANDS[command], peer.url])
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == code
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("atoll: ")
+    assert shown.err.count("\n") == 1

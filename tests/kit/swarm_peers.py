@@ -1,0 +1,15 @@
+"""What a worker of a swarm serves to the others, without the worker: a test is the worker."""
+
+from __future__ import annotations
+
+from atoll.transport.http_client import Counters
+from atoll.transport.object_server import ObjectHost
+from atoll.worker.peer.peer_transfers import PeerServer
+
+
+def peer_server() -> PeerServer:
+    """At any free port of this machine."""
+    host = ObjectHost(
+        "127.0.0.1", 0, name=None, tls_cert=None, tls_key=None, insecure=False, idle_timeout_s=10.0, folder=None
+    )
+    return PeerServer(host, Counters(), None)

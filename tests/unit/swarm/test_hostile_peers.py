@@ -1,0 +1,329 @@
+"""Peers and servers of a swarm that say what no honest one would: a worker goes on, and nothing of it is kept."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import SETTINGS
+from kit.models import wide_model
+from kit.peers import Connection, Peer, Request
+from kit.swarm_peers import peer_server
+from pydantic import ValidationError
+
+from atoll import Settings
+from atoll.aggregation.plan import AggregationPlan
+from atoll.blobs.manifest import Manifest
+from atoll.errors import AtollError, Gone, VersionSkew
+from atoll.protocol.messages import BlobManifest
+from atoll.protocol.swarm_messages import MOST_PEERS, Collect, Hold, PeerWork, Source, SwarmPlan
+from atoll.protocol.values import FrozenRound, FrozenUpdate
+from atoll.server.startup import plan_of
+from atoll.store.file_slots import SPOOL
+from atoll.tensors.reference import TensorRef
+from atoll.transport.http_client import Http
+from atoll.transport.peer_address import why_no_peer
+from atoll.worker.peer.agent import require_fitting
+from atoll.worker.peer.peer_store import PeerStore
+from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers
+
+DIGEST = "1" * 64
+IDLE_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> AggregationPlan:
+    folder = tmp_path_factory.mktemp("state")
+    given = SETTINGS | {"swarm.enabled": True, "rounds.sites": 3, "disk.state_dir": folder}
+    return plan_of(Settings.build(given), wide_model(), None)
+
+
+@pytest.fixture
+def served() -> Iterator[PeerServer]:
+    server = peer_server()
+    yield server
+    server.close()
+
+
+class Lies:
+    """A peer that offers an update honestly, apart from what it is told to do for one of the two requests."""
+
+    def __init__(self, plan: AggregationPlan, of: str, lie: Callable[[Connection, bytes], object]) -> None:
+        layout = plan.fragments[0].update
+        digests = [bytes([index]) * 32 for index in range(len(layout.parts))]
+        self.manifest = Manifest.of_layout(layout, digests)
+        self.data, self._of, self._lie = bytes(layout.nbytes), of, lie
+
+    def __call__(self, connection: Connection, request: Request) -> None:
+        of, body = "manifest", BlobManifest.of(self.manifest).model_dump_json().encode()
+        if request.path.endswith("/data"):
+            of, body = "data", self.data[request.range]
+        if of == self._of:
+            self._lie(connection, body)
+        elif of == "data":
+            head = f"HTTP/1.1 206 So\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sock.sendall(head.encode() + body)
+        else:
+            connection.answer(200, body)
+
+
+def head(connection: Connection, *lines: str, status: str = "200 So") -> None:
+    connection.sock.sendall("\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode())
+
+
+def changed(**fields: Any) -> Callable[[Connection, bytes], None]:
+    return lambda connection, body: connection.answer(200, json.dumps(json.loads(body) | fields).encode())
+
+
+def endless(connection: Connection, _: bytes) -> None:
+    head(connection, "Transfer-Encoding: chunked")
+    chunk = b"10000\r\n" + b" " * 2**16 + b"\r\n"
+    with suppress(OSError):
+        while True:
+            connection.sock.sendall(chunk)
+
+
+def zipped(connection: Connection, _: bytes) -> None:
+    body = gzip.compress(b" " * 2**26)
+    head(connection, "Content-Encoding: gzip", f"Content-Length: {len(body)}")
+    connection.sock.sendall(body)
+
+
+def cut(connection: Connection, body: bytes) -> None:
+    head(connection, f"Content-Length: {len(body)}")
+    connection.sock.sendall(body[: len(body) // 2])
+    connection.sock.close()
+
+
+def silent(connection: Connection, body: bytes) -> None:
+    head(connection, f"Content-Length: {len(body)}")
+    threading.Event().wait(3 * IDLE_S)  # the reader has given up before
+    connection.sock.close()
+
+
+MESSAGES: dict[str, Callable[[Connection, bytes], object]] = {
+    "NaN": changed(nbytes=float("nan")),
+    "negative": changed(nbytes=-1),
+    "huge": changed(nbytes=2**61, part_bytes=1),
+    "no parts": changed(part_digests=[]),
+    "other parts": changed(part_digests=[DIGEST]),
+    "too many parts": changed(part_digests=[DIGEST] * 10_000),
+    "path as digest": changed(layout_digest="../../etc/passwd"),
+    "more fields": changed(settings={"path": "os:system"}),
+}
+"""Manifests that name other facts than the true one."""
+LIES: dict[str, Callable[[Connection, bytes], object]] = {
+    "nothing": lambda connection, _: connection.sock.close(),
+    "no JSON": lambda connection, _: connection.answer(200, b"\xff\xfe\0"),
+    "a list": lambda connection, _: connection.answer(200, b"[]"),
+    "nested": lambda connection, _: connection.answer(200, b"[" * 1_000),
+    "gone": lambda connection, _: connection.answer(410, b"{}"),
+    "error of an error": lambda connection, _: connection.answer(500, b"<html>" + b"x" * 100_000),
+    "no status": lambda connection, _: head(connection, status="999 ?"),
+    "to elsewhere": lambda connection, _: head(
+        connection, "Location: http://127.0.0.1:1/", "Content-Length: 0", status="302 Found"
+    ),
+    "a huge length": lambda connection, _: head(connection, "Content-Length: 99999999999999"),
+    "a negative length": lambda connection, _: head(connection, "Content-Length: -5"),
+    "cut": cut,
+    "endless": endless,
+    "zipped": zipped,
+    "silent": silent,
+    "shorter": lambda connection, body: connection.answer(200, body[:-1]),
+    "longer": lambda connection, body: connection.answer(200, body + b"x" * 10_000),
+}
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.parametrize(
+    ("of", "lie"), [*(("manifest", lie) for lie in (*LIES, *MESSAGES)), *(("data", lie) for lie in LIES)]
+)
+def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
+    tmp_path: Path, plan: AggregationPlan, served: PeerServer, of: str, lie: str
+) -> None:
+    """The honest manifest names digests that no data has, so that whatever comes as data is wrong as well."""
+    lies, store = Lies(plan, of, (LIES | MESSAGES)[lie]), PeerStore(plan, tmp_path, "run", served)
+    transfers = PeerTransfers(plan, Http("http://127.0.0.1:1"), served, IDLE_S, lambda _: None)
+    with Peer.answering(lies) as peer, store.new_slots(0, SPOOL) as (slot,):
+        assert slot is not None
+        served.learn([peer.url])
+        ref = TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, lies.manifest.id, 1)
+        collect = Collect(ticket=1, fragment=0, site="b", digest=lies.manifest.id, source=str(ref))
+        with pytest.raises(AtollError):
+            transfers.update(collect, slot)
+        assert slot.path.stat().st_size == plan.fragments[0].update.nbytes
+    store.close()
+
+
+@pytest.mark.covers("X9", "P10")
+def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: PeerServer) -> None:
+    with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
+        ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1))
+        assert served.in_order([ref, "atoll-ref://nonsense"]) == []
+        assert "has not named a worker" in served.why_unreached(peer.url, lambda _: True)
+        with pytest.raises(Gone, match="has not named a worker"), served.connected(ref, IDLE_S):
+            pass
+        assert served.learn([peer.url]) == [peer.url]
+        assert served.learn([peer.url]) == []
+        assert served.in_order([ref]) == [ref]
+        assert served.why_unreached(peer.url, lambda _: True) == ""
+        served.learn([])  # it has left
+        assert served.in_order([ref]) == []
+        assert len(peer.requests) == 1
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",
+        "2852039166",
+        "0xA9.0xFE.0xA9.0xFE",
+        "::ffff:169.254.169.254",
+        "fe80::1",
+        "0.0.0.0",
+        "0.1.2.3",
+        "::",
+        "224.0.0.1",
+        "ff02::1",
+        "255.255.255.255",
+        "240.0.0.1",
+    ],
+)
+def test_no_worker_has_the_address_of_a_cloud_or_of_many_machines(host: str) -> None:
+    assert "cannot be the address of a worker" in why_no_peer(host, loopback=True)
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "::ffff:127.0.0.1", "127.1"])
+def test_a_loopback_address_is_one_only_for_workers_of_the_same_machine(host: str) -> None:
+    assert why_no_peer(host, loopback=True) == ""
+    assert "leads to this machine itself" in why_no_peer(host, loopback=False)
+    for ordinary in ("10.0.0.1", "192.168.7.7", "203.0.113.5", "2001:db8::1", "no-such-host.invalid"):
+        assert why_no_peer(ordinary, loopback=False) == ""
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://a:80/",
+        "http://a:80/x",
+        "http://a:80?x",
+        "http://a:80#x",
+        "http://u@a:80",
+        "http://u:p@a:80",
+        "ftp://a:80",
+        "file:///etc/passwd",
+        "http://a",
+        "http://a:0",
+        "http://a:80\r\nX: y",
+        "http://a:80\n",
+        "http://[fe80::1%25eth0]:80",
+        "http://-a:80",
+        "http://" + "a" * 300 + ":80",
+    ],
+)
+def test_an_address_in_a_message_is_a_host_and_a_port(address: str) -> None:
+    assert PeerWork(stamp=0, peers=["http://a-b.example:80", "https://[::1]:65535"])
+    for field in ("peers", "probe"):
+        with pytest.raises(ValidationError):
+            PeerWork.model_validate({"stamp": 0, field: [address]})
+
+
+def hold(fragment: int = 0, version: int = 1) -> Hold:
+    return Hold(fragment=fragment, version=version, digest=DIGEST, sources=[])
+
+
+def collect(ticket: int = 1, fragment: int = 0) -> Collect:
+    return Collect(ticket=ticket, fragment=fragment, site="b", digest=DIGEST, source="atoll-ref://b")
+
+
+def closing(base: int = 0, fragment: int = 0, updates: int = 1, **numbers: Any) -> FrozenRound:
+    facts: dict[str, Any] = {"site": "b", "digest": DIGEST, "weight": 1.0, "steps": 1, "norm": 1.0, "scale": 1.0}
+    each = [FrozenUpdate(**{"ticket": index, **facts, **numbers}) for index in range(updates)]
+    return FrozenRound(fragment=fragment, number=1, base_version=base, version=1, updates=each)
+
+
+ORDERS: dict[str, tuple[PeerWork, str]] = {
+    "a fragment to hold": (PeerWork(stamp=0, hold=[hold(fragment=1)]), "they name fragment 1, but the run has 1"),
+    "a fragment to collect": (PeerWork(stamp=0, collect=[collect(fragment=10**6)]), "they name fragment 1000000"),
+    "a fragment to close": (PeerWork(stamp=0, close=[closing(fragment=2**61)]), "they name fragment"),
+    "versions": (PeerWork(stamp=0, hold=[hold(version=v) for v in range(9)]), "9 versions of a fragment, .* keeps 8"),
+    "tickets": (PeerWork(stamp=0, collect=[collect(), collect()]), "an update twice"),
+    "no updates": (PeerWork(stamp=0, close=[closing(updates=0)]), "a round that no server closes"),
+    "one ticket twice": (PeerWork(stamp=0, close=[closing(updates=2, ticket=7)]), "a round that no server closes"),
+    "many updates": (PeerWork(stamp=0, close=[closing(updates=5000)]), "a round that no server closes"),
+    "a weight": (PeerWork(stamp=0, close=[closing(weight=1e308)]), "a round that no server closes"),
+    "a scale": (PeerWork(stamp=0, close=[closing(scale=1.5)]), "a round that no server closes"),
+    "a later base": (PeerWork(stamp=0, close=[closing(base=2**61)]), "a round that no server closes"),
+}
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_that_do_not_fit_the_run_are_not_followed(plan: AggregationPlan, order: str) -> None:
+    """The run keeps two versions, pins four, and makes one while another one is removed."""
+    work, named = ORDERS[order]
+    with pytest.raises(VersionSkew, match=named):
+        require_fitting(work, plan)
+    fits = PeerWork(stamp=0, hold=[hold(version=v) for v in range(8)], collect=[collect()], close=[closing(updates=3)])
+    require_fitting(fits, plan)
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hold": [hold().model_dump()] * 4097},
+        {"hold": [hold().model_dump() | {"sources": [Source(version="atoll-ref://b").model_dump()] * 17}]},
+        {"hold": [hold().model_dump() | {"state_digest": "../x"}]},
+        {"hold": [hold().model_dump() | {"version": -1}]},
+        {"hold": [hold().model_dump() | {"version": 2**62}]},
+        {"collect": [collect().model_dump()] * 4097},
+        {"collect": [collect().model_dump() | {"site": "../b"}]},
+        {"peers": ["http://b:1"] * (MOST_PEERS + 1)},
+        {"probe": ["http://b:1"] * (MOST_PEERS + 1)},
+        {"close": [closing().model_dump() | {"population_scale": float("inf")}]},
+    ],
+)
+def test_lists_and_numbers_of_orders_are_bounded(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        PeerWork.model_validate({"stamp": 0} | fields)
+
+
+@pytest.mark.covers("X8", "P10")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("settings", {}),
+        ("part_bytes", 1),
+        ("part_bytes", 2**40),
+        ("versions", 10**9),
+        ("reduce", {"params": "../mean"}),
+        ("reduce", {f"g{n}": "mean" for n in range(17)}),
+        ("outer_lr_of", {"a": 0.0}),
+        ("outer_lr_of", {"a": 1e308}),
+        ("reducer", {"name": "/folder/file.py:C"}),
+        ("reducer", {"name": "mean", "options": {"a b": 1}}),
+        ("reducer", {"name": "mean", "options": {"a": "x" * 257}}),
+        ("reducer", {"name": "mean", "options": {"a": {"path": "os:system"}}}),
+        ("reducer", {"name": "mean", "options": {"a": [[1]]}}),
+        ("reducer", {"name": "mean", "options": {"a": [1] * 17}}),
+        ("reducer", {"name": "mean", "options": {"a": 10**301}}),
+        ("reducer", {"name": "mean", "options": {"a": float("nan")}}),
+        ("reducer", {"name": "mean", "options": {f"a{n}": 1 for n in range(65)}}),
+        ("codec", {"name": "mean", "path": "x"}),
+    ],
+)
+def test_a_plan_carries_bounded_values_alone(plan: AggregationPlan, key: str, value: Any) -> None:
+    honest = plan.values.message().model_dump()
+    SwarmPlan.model_validate(honest)
+    with pytest.raises(ValidationError):
+        SwarmPlan.model_validate(honest | {key: value})
