@@ -105,6 +105,9 @@ def settings_page() -> str:
                 lines.append(_row([f"`{key}`", _kind(field), _default(key), field.description or "", changed]))
     lines += [
         "",
+        "In a variable and after `--set`, numbers are written as in TOML, and a boolean as true, yes, on or 1, or as",
+        'false, no, off or 0. In the file, types are strict: `"1"` is not a number, and `true` is not 1.',
+        "",
         "In a variable, tables and lists of tables are written as in TOML (`{weight_decay = 0.1}`); a list of text",
         "uses commas (`bn.*,ema.*`). An option of a choice may be set alone:",
         "`ATOLL_AGGREGATION__UPLOAD_CODEC__DENSITY=0.01`, `--set aggregation.upload_codec.density=0.01`.",

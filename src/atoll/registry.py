@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from pathlib import Path
@@ -36,7 +36,20 @@ T = TypeVar("T")
 _OURS = ("<frozen importlib", str(importlib.__file__), str(Path(__file__).parent) + os.sep)
 """Prefixes of the file names of the import system and of Atoll. Tracebacks of user code leave out these files."""
 
-_OPTIMIZERS = ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop"]
+_OPTIMIZERS = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adafactor",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "Rprop",
+]
 """Optimizers of `torch.optim` that users can name, in lower case, as the outer optimizer."""
 
 TABLES: dict[str, dict[str, str]] = {
@@ -462,6 +475,45 @@ def options_of(build: Callable[..., Any], name: str) -> str:
     except (TypeError, ValueError):
         return f"Use only keyword arguments of {name!r}."
     return f"The options of {name!r} are: {', '.join(known)}." if known else f"{name!r} has no options."
+
+
+def require_kinds(build: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
+    """Check that numbers, booleans and texts are given where a class or function expects them.
+
+    What it expects is known from the default of each argument or, without a default, from the annotation.
+
+    Args:
+        build: the class or function.
+        options: keyword arguments for it.
+        where: the setting, for the message.
+
+    Raises:
+        ConfigError: an option has a value of another kind, such as `true` or `"0.1"` for a number.
+    """
+    try:
+        parameters = inspect.signature(build).parameters
+    except (TypeError, ValueError):
+        return
+    for key, value in options.items():
+        kind = _kind_of(parameters[key]) if key in parameters else ""
+        fits = {
+            "a number": isinstance(value, int | float) and not isinstance(value, bool),
+            "true or false": isinstance(value, bool),
+            "text": isinstance(value, str),
+        }
+        if not fits.get(kind, True):
+            raise ConfigError(f"{where}: {key} is {value!r}, but must be {kind}.", f"Write {kind}, as in TOML.")
+
+
+def _kind_of(parameter: inspect.Parameter) -> str:
+    """Return "a number", "true or false" or "text"; an empty text if it is not known, or if several are accepted."""
+    kinds = {"bool": "true or false", "int": "a number", "float": "a number", "str": "text"}
+    words = set(re.findall(r"\w+", str(parameter.annotation))) & {*kinds, "Any", "tuple", "list", "dict"}
+    if parameter.annotation is parameter.empty:
+        words = {type(parameter.default).__name__}
+    if words == {"int", "float"}:
+        words = {"float"}
+    return kinds.get(words.pop(), "") if len(words) == 1 else ""
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "") -> str:

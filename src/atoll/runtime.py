@@ -23,13 +23,14 @@ import ctypes
 import errno
 import gc
 import os
+import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -135,6 +136,45 @@ def run_jobs(
         stop.set()
     if failures:
         raise failures[0]
+
+
+# -- random numbers
+
+OWN_RANDOM = random.SystemRandom()
+"""Random numbers for Atoll's own pauses and choices. They leave the global generators, and so a user's seed, alone."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Run a block with the global random numbers of torch, NumPy and Python drawn from `seed`, then restore them."""
+    import numpy as np
+    import torch
+
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    of_torch, before = torch.get_rng_state(), torch.initial_seed()
+    devices = [each for each in (torch.cuda, torch.xpu, torch.mps) if _is_used(each)]
+    of_devices = [each.get_rng_state() if each is torch.mps else each.get_rng_state_all() for each in devices]
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.manual_seed(before)  # for devices that were not in use before
+        torch.set_rng_state(of_torch)
+        for each, state in zip(devices, of_devices, strict=True):
+            each.set_rng_state(state) if each is torch.mps else each.set_rng_state_all(state)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
+
+
+def _is_used(device: Any) -> bool:
+    """Return whether a kind of device has begun to work in this process. Asking must not begin it."""
+    import torch
+
+    if device is torch.mps:
+        return torch.backends.mps.is_available()
+    return bool(device.is_initialized())
 
 
 # -- the garbage collector

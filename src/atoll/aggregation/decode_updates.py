@@ -79,6 +79,16 @@ class Updates:
         encoded_run.clear_padding(scratch.view("reduced", n * dtype.itemsize), dtype.itemsize)
         return out, encoded_run.split(out)
 
+    def are_zero(self, run: ByteRun, scratch: Scratch) -> bool:
+        """Return whether all elements of a byte run of a version are zero in every update. Use no other `scratch`."""
+        encoded_run = self._runs.counterpart(run)
+        row = scratch.tensor("row", accumulate_dtype(run.spec.dtype), encoded_run.numel)
+        return not any(
+            bool(piece.any())
+            for fd in self._fds
+            for piece in encoded_run.split(self._decode_(fd, encoded_run, scratch, row))
+        )
+
     def _decode_(self, fd: int, run: ByteRun, scratch: Scratch, row: Tensor) -> Tensor:
         """Decode one update's elements of a byte run into `row`, [n], and return `row`."""
         dtype, codec, nbytes = run.spec.dtype, self._codecs[run.codec], run.stop - run.start

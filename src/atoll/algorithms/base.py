@@ -125,7 +125,10 @@ class Correction:
         self.shared: dict[str, Tensor] = {}
 
     def before_step_(self, names: Collection[str]) -> None:
-        """Before an optimizer step, change the gradients of the parameters `names` in place. A gradient may be None."""
+        """Before an optimizer step, change the gradients of the parameters `names` in place. A gradient may be None.
+
+        If a step begins without any gradient, and this method makes none, the step does not count.
+        """
 
     def penalty(self, names: Collection[str]) -> Tensor | None:
         """Return the term that the correction adds to the loss, as a 0-d tensor; None if it adds none.

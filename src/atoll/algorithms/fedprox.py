@@ -4,7 +4,7 @@ T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Opti
 MLSys 2020, arXiv 1812.06127, equation 2 and algorithm 2.
 
     h_k(w; w_t) = F_k(w) + (μ/2)·‖w − w_t‖²          the loss that site k minimises; F_k: without the term
-    g ← ∇F_k(w) + μ·(w − w_t)                        its gradient, in every local step
+    g ← ∇F_k(w) + μ·(w − w_t)                        its gradient, in every local step, of every trainable parameter
     w_{t+1} = Σ_k (n_k / n) · w^k_{t+1}
 
 Set μ in the run file with algorithm = {name = "fedprox", mu = 0.1}. With μ = 0, FedProx equals FedAvg. In the paper,
@@ -33,34 +33,58 @@ class ProximalTerm(LocalRule):
 
     def start(self, context: LocalContext) -> Correction:
         """Return a correction that copies the parameters as w_t, and adds μ·(w − w_t) to the gradients in each step."""
-        return _Proximal(context.trainable, self.mu)
+        return _Proximal(context, self.mu)
 
 
 class _Proximal(Correction):
-    """FedProx's correction in one round. It holds w_t, a copy of the trainable parameters before training."""
+    """FedProx's correction in one round. It holds w_t, a copy of the trainable parameters before training.
 
-    def __init__(self, parameters: dict[str, Tensor], mu: float) -> None:
+    A parameter without a gradient (∇F_k = 0, as in a branch of the model that a step does not use) gets the gradient
+    μ·(w − w_t) for the length of the step.
+    """
+
+    def __init__(self, context: LocalContext, mu: float) -> None:
         super().__init__()
-        self._mu, self._w = mu, parameters
-        self._w_t = {name: value.detach().clone() for name, value in parameters.items()}
+        self._mu, self._w = mu, context.parameters
+        self._w_t = {name: value.detach().clone() for name, value in context.trainable.items()}
+        self._made: dict[str, Tensor] = {}  # the gradients that were made for a step
 
     def before_step_(self, names: Collection[str]) -> None:
-        for name in names:
-            g = self._w[name].grad if name in self._w else None
+        if not self._mu:
+            return
+        self._remove_made(names)
+        trained = [name for name in names if self._w[name].requires_grad]
+        for name in trained:  # a parameter that was frozen until now still has the value of the version
+            if name not in self._w_t:
+                self._w_t[name] = self._w[name].detach().clone()
+        is_a_step = any(value.grad is not None for value in self._w.values())
+        for name in trained:
+            g, pull = self._w[name].grad, self._w[name].detach() - self._w_t[name]
             if g is None:
+                if is_a_step or bool(pull.any()):  # else step() was called before any backward pass
+                    self._w[name].grad = self._made[name] = pull.mul_(self._mu)
                 continue
             if g.is_sparse:
                 raise UsageError(
                     f"The gradient of {name!r} is sparse, but FedProx adds a dense term to it.",
                     "Build the embedding with sparse=False, or use fedavg.",
                 )
-            g.add_(self._w[name].detach() - self._w_t[name], alpha=self._mu)
+            g.add_(pull, alpha=self._mu)
+
+    def after_step_(self, names: Collection[str], rate: float) -> None:
+        self._remove_made(names)
+
+    def _remove_made(self, names: Collection[str]) -> None:
+        for name in self._made.keys() & names:
+            made = self._made.pop(name)
+            if self._w[name].grad is made:
+                self._w[name].grad = None
 
     def penalty(self, names: Collection[str]) -> Tensor:
         """Return (μ/2)·‖w − w_t‖² over the parameters in `names`, in fp32 or wider."""
         term = torch.zeros(())
         for name in names:
-            if name in self._w:
+            if name in self._w_t and self._w[name].requires_grad:
                 moved = self._w[name] - self._w_t[name]
                 norm = torch.linalg.vector_norm(moved, dtype=torch.promote_types(moved.dtype, torch.float32))
                 term = term.to(norm.device) + norm.square()
@@ -78,8 +102,8 @@ class FedProx(ByHand):
 
     @public_api
     def __init__(self, model: nn.Module, mu: float) -> None:
-        if not 0 <= mu < float("inf"):
-            raise UsageError(f"mu is {mu}.", "Use a finite number, at least 0.")
+        if type(mu) not in (int, float) or not 0 <= mu < float("inf"):
+            raise UsageError(f"mu is {mu!r}.", "Use a finite number, at least 0.")
         super().__init__(StepHooks(model, "FedProx", ProximalTerm(mu)))
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ can read a command line.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import secrets
@@ -24,6 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from atoll import registry
 from atoll.child_processes import END_WITH_PARENT
 from atoll.cli.text import print_line
 from atoll.errors import ServerUnreachable, UsageError
@@ -32,7 +34,7 @@ from atoll.posix import remove_left_behind
 from atoll.protocol import messages, routes
 from atoll.transport.http_client import ask, server_address
 from atoll.worker.arguments import require_site
-from atoll.worker.session.leave_at_exit import LEASES, leave_for
+from atoll.worker.session.leave_at_exit import LEASES, SUPERSEDED, leave_for
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -79,7 +81,30 @@ def command(
         environment["ATOLL_DIR"] = str(directory.resolve())
     if max_sync_retries is not None:
         environment["ATOLL_MAX_SYNC_RETRIES"] = str(max_sync_retries)
+    _require_program(script[0], environment.get("PATH", os.defpath))
     raise typer.Exit(_run(script, environment, restarts))
+
+
+def _require_program(name: str, path: str) -> None:
+    """Check that a program exists, before the wait for the server.
+
+    Args:
+        name: name or path of the program.
+        path: the folders in which a name is looked for, as in `PATH`.
+
+    Raises:
+        UsageError: there is no such program. The message suggests the nearest one.
+    """
+    if shutil.which(name, path=path) is not None or (os.sep in name and os.path.exists(name)):
+        return
+    known: set[str] = set()
+    for folder in filter(None, path.split(os.pathsep)):
+        with contextlib.suppress(OSError):
+            known |= {entry.name for entry in os.scandir(folder)}
+    raise UsageError(
+        f"The command {name!r} was not found.",
+        registry.nearest(name, sorted(known), "Give a command after `--`, for example: -- python train.py"),
+    )
 
 
 def _require_server(address: str, signals: list[int]) -> str:
@@ -134,6 +159,9 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                     end = _run_once(script, environment, children, signals)
                     ended, failure = end if end.failure else ended, end.failure
                     if end.code == 0 or signals or attempt == restarts:
+                        return end.code
+                    if (leases / SUPERSEDED).exists():
+                        print_line(f"atoll: {failure}; not restarted, because another process takes part as its site")
                         return end.code
                 except ServerUnreachable as error:
                     failure = error.message.rstrip(".")

@@ -63,6 +63,7 @@ def build_codecs(
             f"{setting} = {codec!r} is not a codec.",
             f"Name a class with the methods of atoll.codecs.Codec: {', '.join(_METHODS)}.",
         )
+    registry.require_kinds(found, options, setting)
     built = registry.construct(
         lambda: found(**options),
         f"{setting} = {dict(options)!r}",

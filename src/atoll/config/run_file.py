@@ -65,6 +65,12 @@ OTHER_KEYS = {
 }
 """Names that other frameworks use for a setting → `group.key`."""
 
+TRUTHS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+"""Spellings of a boolean in a variable or after `--set`, in any case. A run file has only `true` and `false`."""
+
 FOLDERS = ("network.tls_cert", "network.tls_key", "network.token_file", "disk.state_dir", "disk.export_dir")
 CODE = (
     *("algorithm", "algorithm.outer_optimizer", "aggregation.reducer", "aggregation.aggregator", "model.persistor"),
@@ -170,7 +176,8 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
     """Parse the text of an environment variable or of `--set` as the value of a setting.
 
     Text for tables, options and unknown keys is parsed as TOML. Text for a list may also be items separated by commas.
-    Any other text is returned unchanged, for pydantic to convert or refuse.
+    Numbers are written as in TOML: `3`, `0.5`, `1e-3`, `inf`. For the spellings of booleans, see `TRUTHS`. Any other
+    text is returned unchanged, for pydantic to accept or refuse.
 
     Raises:
         ValueError: the setting is known and needs TOML, but the text is not TOML.
@@ -181,14 +188,28 @@ def value_of(key: str, text: str, fields: Fields) -> Any:
         if "tuple" in kind:
             return tuple(filter(None, (each.strip() for each in text.split(","))))
         is_name = "Choice" in kind and "=" not in text  # validation says how to write it as a table
-        if is_name or ("dict" not in kind and "Choice" not in kind):
+        is_text = any(each in kind for each in ("str", "Path", "Literal")) and "dict" not in kind
+        if is_name or is_text:
             return text
+        if "bool" in kind:
+            return TRUTHS.get(text.lower(), text)
+        if "dict" not in kind and "Choice" not in kind:
+            return _number(text)
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if field:
             raise ValueError("the text is not TOML") from None
         return text
+
+
+def _number(text: str) -> Any:
+    """Return the number that a text is in TOML; the text itself if it is none."""
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value if type(value) in (int, float) else text
 
 
 # -- the command line

@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -89,9 +98,21 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 
 
 class Group(BaseModel):
-    """A group of settings: one table of the run file."""
+    """A group of settings: one table of the run file.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    Types are strict: `true` is not 1, and `"1"` is not a number. An integer is accepted where a number is expected.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), strict=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_toml_writes_it(cls, value: Any, info: ValidationInfo) -> Any:
+        """Accept a list as a tuple, and text as a path: TOML writes them so."""
+        kind = str(cls.model_fields[info.field_name or ""].annotation)
+        if isinstance(value, list) and "tuple" in kind:
+            return tuple(value)
+        return Path(value) if isinstance(value, str) and "Path" in kind else value
 
 
 class Choice(Group):
@@ -358,6 +379,12 @@ class Aggregation(Group):
     )
     max_update_norm: float = Field(1e12, ge=0, description="Refuse updates with a larger L2 norm; 0: no limit.")
     max_weight: float = Field(1e12, gt=0, le=MAX_WEIGHT, description="Refuse updates with a larger weight.")
+    max_steps: int = Field(
+        100_000,
+        ge=1,
+        description="In runs that divide by the number of local optimizer steps (FedNova, `normalised_mean`), refuse "
+        "updates that report more.",
+    )
 
 
 class Workflow(Group):

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from atoll.algorithms.optimizer_hooks import StepHooks, innermost
 from atoll.errors import UsageError, public_api
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
-from atoll.worker.arguments import finite_metrics
+from atoll.worker.arguments import finite_metrics, require_counts
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines
 
 try:
@@ -78,8 +78,7 @@ class AtollCallback(TrainerCallback):
         module: nn.Module | None = None,
         **options: Unpack[SiteOptions],
     ) -> None:
-        if sync_every is not None and sync_every < 1:
-            raise UsageError(f"sync_every is {sync_every}.", "Give the number of optimizer steps per round.")
+        require_counts(sync_every=sync_every)
         self.driver = TrainerDriver(server, site, **options)
         self._sync_every, self._module = sync_every, module
         self._taking_part = False
@@ -371,5 +370,6 @@ def metrics_in(logs: dict[str, Any]) -> dict[str, float]:
         if (key == "loss" or key.startswith("eval_"))
         and not key.endswith(_NO_METRICS)
         and isinstance(value, int | float)
+        and not isinstance(value, bool)
     }
     return finite_metrics(numbers, "trainer")

@@ -50,6 +50,7 @@ def build_outer(
     known = _arguments(factory)
     if known is not None:
         _require_options(label, arguments, known)
+        registry.require_kinds(factory, options or {}, "algorithm.outer_optimizer")
     arguments = _explicit_flags(label, factory, arguments, known or set())
     rule = OuterRule(label, factory, arguments)
     key = (label, repr(arguments)) if isinstance(target, Name) and label in registry.TABLES["outer"] else None

@@ -11,6 +11,7 @@ others does not start at zero.
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -122,6 +123,18 @@ class OuterRule:
         if name not in self._lr_of:
             self._lr_of[name] = next((lr for pattern, lr in self.lrs.items() if fnmatchcase(name, pattern)), None)
         return self._lr_of[name]
+
+    @functools.cached_property
+    def moves_at_rest(self) -> bool:
+        """Whether the optimizer moves a parameter that never had a gradient other than zero, by a weight decay."""
+        shape = (3,) if self.granularity == "chunk" else (3, 3)
+        for name in ("", *self.lrs):
+            parameter, states, stepper = torch.ones(shape), None, self.stepper()
+            for _ in range(3):
+                states = stepper.step_([parameter], [torch.zeros(shape)], states, [name])
+            if not bool((parameter == 1).all()):
+                return True
+        return False
 
     def stepper(self) -> Stepper:
         """Return a new `Stepper` of this rule. Use one per thread."""

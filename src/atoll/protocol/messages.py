@@ -190,6 +190,7 @@ class RunInfo(Message):
     heartbeat_timeout_s: Seconds
     waiting_heartbeat_s: Interval = Field(5.0, description="Seconds between heartbeats while a call is unanswered.")
     idle_timeout_s: Interval
+    needs_steps: bool = Field(False, description="Whether each update must report its local optimizer steps.")
     trains: bool = Field(True, description="Whether the run ever has rounds.")
     sends_tasks: bool = Field(False, description="Whether the run has workflows that send tasks.")
     keeps_local: bool = Field(
@@ -288,7 +289,7 @@ class SchemaMessage(Message):
         Raises:
             VersionSkew: the fragments do not cover every tensor, or their numbers are not 0, 1, 2, ….
         """
-        return _split(map(_spec, self.tensors), map(_pair, self.aliases), self.fragments)
+        return _split(map(_spec, self.tensors), [_pair(each) for each in self.aliases], self.fragments)
 
     @classmethod
     def split_in(cls, body: bytes | bytearray) -> Split:

@@ -354,9 +354,9 @@ class Recipe(Strict):
             raise UsageError(
                 f"{type(self).__name__}: num_rounds is {self.num_rounds}.", "Use at least 1: a recipe must end."
             )
-        self.settings()
         require_number(self, "min_sites", self.min_sites, 1)
         require_number(self, "num_rounds", self.num_rounds, 1)
+        self.settings()
         if not Path(self.train_script).is_file():
             raise UsageError(
                 f"{type(self).__name__}: the train_script {str(self.train_script)!r} does not exist.",

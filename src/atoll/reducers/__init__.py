@@ -53,6 +53,7 @@ def build_reducers(groups: Mapping[str, Name], name: Name, options: Mapping[str,
 
 def _construct(name: Name, options: Mapping[str, Any]) -> Reducer:
     kind = registry.find("reducers", name)
+    registry.require_kinds(kind, options, "aggregation.reducer")
     reducer = registry.construct(
         lambda: kind(**options),
         f"aggregation.reducer = {dict(options)!r}",

@@ -18,6 +18,7 @@ from atoll import registry
 from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.posix import require_regular
+from atoll.runtime import seeded
 from atoll.tensors.arrays import require_model
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_finite, run_of
 from atoll.tensors.dtypes import torch_dtype
@@ -55,7 +56,18 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
         )
     if files := _files(settings.model.source):
         return _from_files(files)
-    torch.manual_seed(settings.run.seed)
+    with seeded(settings.run.seed):
+        model = _built(settings)
+    if not isinstance(model, (nn.Module, Mapping)):
+        raise ConfigError(
+            f"{settings.model.source!r} returned an object of type {type(model).__name__}.", "Return an nn.Module."
+        )
+    return model if isinstance(model, nn.Module) else unwrapped(model)
+
+
+def _built(settings: Settings) -> Any:
+    """Import the code that `model.source` names, and return the model that it builds, unchecked."""
+    assert settings.model.source is not None
     model: Any = registry.load_attribute(settings.model.function)
     if not isinstance(model, nn.Module):
         if not callable(model):
@@ -68,11 +80,7 @@ def initial_model(settings: Settings, given_model: nn.Module | Tensors | None) -
             f"{settings.model.source!r} cannot be called",
             "Set model.args to the keyword arguments of this function.",
         )
-    if not isinstance(model, (nn.Module, Mapping)):
-        raise ConfigError(
-            f"{settings.model.source!r} returned an object of type {type(model).__name__}.", "Return an nn.Module."
-        )
-    return model if isinstance(model, nn.Module) else unwrapped(model)
+    return model
 
 
 def is_known(settings: Settings, given_model: nn.Module | Tensors | None, schema: Schema) -> bool:

@@ -315,7 +315,7 @@ def _names(sites: int | Sequence[str]) -> list[str]:
         if len(set(names)) != len(names) or not names:
             raise ConfigError(f"sites is {list(sites)!r}.", "Give at least one site, each with its own name.")
         return names
-    if sites < 1:
+    if isinstance(sites, bool) or sites < 1:
         raise ConfigError(f"sites is {sites}.", "Give a number of at least 1.")
     return [f"site-{number:04}" for number in range(sites)]
 

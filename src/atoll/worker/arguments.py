@@ -47,6 +47,33 @@ def require_site(site: str) -> str:
         ) from None
 
 
+def require_labels(labels: object) -> dict[str, str]:
+    """Return the labels of a worker if every server accepts them.
+
+    Raises:
+        UsageError: they are not a dict of short texts.
+    """
+    try:
+        return TypeAdapter(messages.Labels).validate_python({} if labels is None else labels, strict=True)
+    except ValidationError as error:
+        found = error.errors()[0]
+        raise UsageError(
+            f"labels is {labels!r}: {found['msg'][0].lower()}{found['msg'][1:]}.",
+            'Give a dict of at most 32 texts: labels={"gpu": "H200"}.',
+        ) from None
+
+
+def require_counts(**given: int | None) -> None:
+    """Check that each argument is a whole number of at least 1, or None.
+
+    Raises:
+        UsageError: an argument is not. The message names it.
+    """
+    for name, value in given.items():
+        if value is not None and (is_no_number(value) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name} is {value!r}.", "Give a whole number, at least 1, or leave it out.")
+
+
 def positive(weight: float) -> float:
     """Return the weight of an update as a float.
 
@@ -54,8 +81,8 @@ def positive(weight: float) -> float:
         UsageError: the weight is zero, negative, not finite, or not a number.
     """
     try:
-        value = math.nan if isinstance(weight, str) else float(weight)
-    except (TypeError, ValueError, OverflowError):
+        value = number(weight)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         value = math.nan
     if not 0 < value < float("inf"):
         raise UsageError(
@@ -86,7 +113,7 @@ def counted(steps: int) -> int:
         UsageError: `steps` is not an integer, is negative, or is too large to be sent to the server.
     """
     try:
-        value = operator.index(steps)
+        value = -1 if is_no_number(steps) else operator.index(steps)
     except TypeError:
         value = -1
     if not 0 <= value < messages.NUMBER_BELOW:
@@ -94,8 +121,20 @@ def counted(steps: int) -> int:
     return value
 
 
+def is_no_number(value: Any) -> bool:
+    """Return whether a value is a text or a boolean, which `float` would accept as a number."""
+    dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    return isinstance(value, bool | str | bytes | bytearray) or dtype == "bool"
+
+
 def number(value: Any) -> float:
-    """Return `float(value)`. A tensor is detached first, because torch warns if it requires grad."""
+    """Return `float(value)`. A tensor is detached first, because torch warns if it requires grad.
+
+    Raises:
+        TypeError: the value is a text or a boolean, which is more likely a mistake than a number.
+    """
+    if is_no_number(value):
+        raise TypeError(f"{value!r} is not a number")
     return float(value.detach() if hasattr(value, "detach") else value)
 
 
@@ -144,10 +183,6 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
     return {key: value for key, value in values.items() if abs(value) < float("inf")}
 
 
-TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-"""Values of a variable that is true or false, in lower case."""
-
-
 def takes_part_in_swarms(given: bool) -> bool:
     """Return whether this site takes part in swarms: its script, `ATOLL_SWARM` or an `ATOLL_PEER_*` variable says so.
 
@@ -157,13 +192,31 @@ def takes_part_in_swarms(given: bool) -> bool:
     Raises:
         ConfigError: `ATOLL_SWARM` is neither true nor false.
     """
-    text = os.environ.get("ATOLL_SWARM", "").lower()
-    if text not in ("", *TRUE, *FALSE):
-        raise ConfigError(
-            f"ATOLL_SWARM is {text!r}.", "Set it to 1 if this site may take part in a swarm, or to 0 if it may not."
-        )
     listens = any(value for name, value in os.environ.items() if name.startswith("ATOLL_PEER_"))
-    return given or text in TRUE or (not text and listens)
+    is_set = bool(os.environ.get("ATOLL_SWARM", "").strip())
+    return (
+        given
+        or flag("ATOLL_SWARM", "let this site take part in swarms, or to 0 to forbid it")
+        or (not is_set and listens)
+    )
+
+
+def flag(variable: str, what: str) -> bool:
+    """Return whether an environment variable is set to true: 1, true, yes or on. Unset, it is false.
+
+    Args:
+        variable: name of the variable.
+        what: what it allows, for the message.
+
+    Raises:
+        ConfigError: the variable is neither true nor false.
+    """
+    text = os.environ.get(variable, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"{variable} is {text!r}.", f"Set it to 1 to {what}.")
 
 
 SYNC_RETRIES = 6
@@ -179,7 +232,7 @@ def sync_retries(max_sync_retries: int | None) -> int:
         ConfigError: `ATOLL_MAX_SYNC_RETRIES` is not a whole number, or is negative.
     """
     if max_sync_retries is not None:
-        if not isinstance(max_sync_retries, int) or max_sync_retries < 0:
+        if is_no_number(max_sync_retries) or not isinstance(max_sync_retries, int) or max_sync_retries < 0:
             raise UsageError(f"max_sync_retries is {max_sync_retries!r}.", "Give a whole number, at least 0.")
         return max_sync_retries
     text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "") or str(SYNC_RETRIES)

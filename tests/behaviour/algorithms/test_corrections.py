@@ -80,6 +80,101 @@ def test_a_step_without_gradients_is_none() -> None:
     assert scaffold.finish()["w"].item() == pytest.approx(2.0)
 
 
+# -- parameters without a gradient: a branch of the model that a step does not use
+
+
+class TwoHeads(nn.Module):
+    """Two heads, of which a step uses one; in doubles, so that both ways round alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+
+
+def heads(build: Callable[[Any], Optimizer]) -> tuple[TwoHeads, list[Optimizer]]:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    return model, [build(model.parameters())]
+
+
+HEADS: dict[str, Callable[[], tuple[TwoHeads, list[Optimizer]]]] = {
+    "sgd": lambda: heads(lambda values: SGD(values, lr=0.1)),
+    "momentum": lambda: heads(lambda values: SGD(values, lr=0.1, momentum=0.9, weight_decay=0.1)),
+    "adamw": lambda: heads(lambda values: torch.optim.AdamW(values, lr=0.1, weight_decay=0.1)),
+    "two optimizers": lambda: (
+        model := heads(lambda values: SGD(values, lr=0.1))[0],
+        [SGD(model.a.parameters(), lr=0.1), torch.optim.Adam(model.b.parameters(), lr=0.1)],
+    ),
+}
+
+
+def train_heads(
+    model: TwoHeads, optimizers: list[Optimizer], term: Callable[[], Any] = lambda: 0.0, *, thaw: bool = False
+) -> None:
+    """Eight steps of one head, then of the other, twice. The second head may be frozen at first."""
+    model.b.requires_grad_(not thaw)
+    torch.manual_seed(3)
+    for step in range(8):
+        if step == 2:
+            model.b.requires_grad_(True)
+        head = model.a if step % 4 < 2 else model.b
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ((head(torch.randn(4, 2, dtype=torch.double)) - 3).pow(2).mean() + term()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.covers("S5")
+@pytest.mark.parametrize("thaw", [False, True], ids=["trained", "thawed"])
+@pytest.mark.parametrize("make", HEADS.values(), ids=HEADS)
+def test_fedprox_pulls_parameters_without_a_gradient(
+    make: Callable[[], tuple[TwoHeads, list[Optimizer]]], thaw: bool
+) -> None:
+    """As with the term μ/2·‖w − w_t‖² in the loss, which gives every trainable parameter a gradient."""
+    expected, optimizers = make()
+    start = [value.detach().clone() for value in expected.parameters()]
+
+    def term() -> torch.Tensor:
+        pairs = zip(expected.parameters(), start, strict=True)
+        return 0.25 * sum(((w - w_t).pow(2).sum() for w, w_t in pairs if w.requires_grad), torch.zeros(()))
+
+    train_heads(expected, optimizers, term, thaw=thaw)
+    model, optimizers = make()
+    model.b.requires_grad_(not thaw)
+    with atoll.FedProx(model, mu=0.5).correct(optimizers) as correction:
+        train_heads(model, optimizers, thaw=thaw)
+    assert correction.steps == (8 if not thaw or len(optimizers) == 1 else 6)  # the last optimizer had nothing to step
+    for w, expected_w in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(w, expected_w, rtol=1e-12, atol=1e-12)
+
+
+def test_fedprox_leaves_no_gradient_of_its_own_behind() -> None:
+    """A loop that never clears gradients would add them up."""
+    model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.ones(1)})
+    prox = atoll.FedProx(model, mu=0.5)
+    nn.init.constant_(model["b"], 3.0)
+    with prox.correct(optimizer := SGD(model.parameters(), lr=0.1)):
+        for value in (2.9, 2.805):  # 3 − 0.1·0.5·(3 − 1); 2.9 − 0.1·0.5·1.9
+            model["a"].grad = torch.ones(1)
+            optimizer.step()
+            assert model["b"].item() == pytest.approx(value)
+            assert model["b"].grad is None
+
+
+def test_scaffold_shifts_parameters_without_a_gradient() -> None:
+    """y ← y − η·(0 − c_i + c), twice: 1 − 2·0.1·(0.5 − 0.2) = 0.94; Δc = (1 − 0.94)/0.2 − 0.5 = −0.2."""
+    model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.ones(1)})
+    c, own = ({name: torch.full((1,), value) for name in "ab"} for value in (0.5, 0.2))
+    scaffold = atoll.Scaffold(model, c, own)
+    with scaffold.correct(optimizer := SGD(model.parameters(), lr=0.1)):
+        for _ in range(2):
+            model["a"].grad = torch.ones(1)
+            optimizer.step()
+    assert model["b"].item() == pytest.approx(0.94)
+    assert scaffold.finish()["b"].item() == pytest.approx(-0.2, rel=1e-5)
+
+
 # -- steps in odd ways
 
 

@@ -16,6 +16,7 @@ from harness.processes import Nursery, free_port, wait_until
 from kit import serve
 from kit.peers import Connection, Peer
 from kit.processes import unread_pipe
+from kit.wire import WireSite
 from torch import nn
 
 import atoll
@@ -222,3 +223,43 @@ def test_prints_the_same_cause_again_after_a_while(
     with pytest.raises(ServerUnreachable):
         worker._require_server(f"http://127.0.0.1:{free_port()}", [])
     assert len(capsys.readouterr().err.splitlines()) > 1
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("pyhton", "Did you mean 'python'?"), ("qqqqzzzz", "for example: -- python train.py")],
+)
+def test_a_program_that_does_not_exist_is_named_before_the_server_is_asked(
+    atoll_command, tmp_path, name: str, advice: str
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "python").symlink_to(sys.executable)
+    outcome = atoll_command("worker", "--server", "http://127.0.0.1:9", "--", name, "train.py", PATH=str(programs))
+    assert outcome.returncode == 2
+    assert f"The command {name!r} was not found. " in outcome.stderr
+    assert advice in outcome.stderr
+    assert "waiting for" not in outcome.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.covers("X3")
+def test_a_worker_whose_site_another_process_has_taken_is_not_restarted(nursery: Nursery, tmp_path: Path) -> None:
+    """Else the two would take the site from each other in turn."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, atoll\n"
+        "with atoll.join() as worker:\n"
+        "    open('begun', 'a').write('x')\n"
+        "    for fl_round in worker:\n"
+        "        pass\n"
+    )
+    with serve(tmp_path, sites=2) as server:
+        words = ("--server", server.url, "--site", "a", "--restarts", "3", "--", sys.executable, str(script))
+        process = nursery.start("atoll", "worker", *words, cwd=tmp_path)
+        wait_until(lambda: any(each.site == "a" for each in server.status().workers), "that it has joined", 60)
+        WireSite(server.url, "a", process="another")
+        assert process.wait(60) == 6
+    assert "not restarted, because another process takes part as its site" in process.output()
+    assert (tmp_path / "begun").read_text() == "x"

@@ -14,14 +14,16 @@ from fault_world import STREAMING, Result, StreamingSites, left_undisturbed, par
 from harness.processes import free_port, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import Gate, Threads, ask_journal, diloco, run_to_end, serve, take_steps
+from kit.by_hand import formed
 from kit.digests import same
-from kit.manual_site import ManualSite
 from kit.models import wide_model
 from safetensors.torch import load_file
 from torch import nn
 
 import atoll
 from atoll.errors import ServerUnreachable
+from atoll.protocol.values import Accepted
+from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 
 HALF: dict[str, Any] = {"algorithm.outer_optimizer.lr": 0.5, "algorithm.outer_optimizer.momentum": 0.0}
 SETTINGS: dict[str, Any] = HALF | {"algorithm": "diloco", "sites": 1, "rounds": 2, "H": 2, "codec": "none"}
@@ -154,11 +156,16 @@ def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is
         loop.stop()
 
 
-def submit_two_steps(client: ManualSite) -> None:
+def joined_as(server: atoll.Server, folder: Path, site: str) -> Participation:
+    """A site of which a test takes the steps one by one."""
+    return take_part(server.url, site, folder=folder / "workers", loop=LoopTerms())
+
+
+def submit_two_steps(place: Participation) -> None:
     """8 → 6 in the round that is open; then the process ends."""
-    assert client.next_round() is not None
-    client.submit({"x": client.pull()["x"] - 2.0}, steps=2)
-    client.close()
+    formed(place, lambda tensors: tensors["x"].sub_(2.0), steps=2)
+    assert isinstance(place.exchange.deliver(), Accepted)
+    place.leave()
 
 
 @pytest.mark.covers("F4", "L25")
@@ -170,8 +177,8 @@ def test_a_site_restarted_after_its_acknowledgement_waits_for_the_round(tmp_path
     """
     changed = {"sites": 2, "algorithm.outer_optimizer.lr": 1.0}
     with serve(tmp_path, Numbers(8.0), **SETTINGS | changed) as server:
-        b = ManualSite(server.url, "b", folder=tmp_path / "workers").join()
-        submit_two_steps(ManualSite(server.url, "a", folder=tmp_path / "workers"))
+        b = joined_as(server, tmp_path, "b")
+        submit_two_steps(joined_as(server, tmp_path, "a"))
 
         def submit_once_a_waits() -> None:
             def waits(each: Any) -> bool:

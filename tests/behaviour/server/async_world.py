@@ -29,12 +29,13 @@ class Clients:
     ) -> None:
         self.folder, self.start = folder, start
         self.options: dict[str, Any] = {
-            "algorithm.name": "diloco",
+            "algorithm.name": "fedavg",
             "aggregation.upload_codec.name": "none",
             "async.enabled": True,
             "rounds.sites": 3,
             "algorithm.outer_optimizer.lr": LR,
             "algorithm.outer_optimizer.momentum": MOMENTUM,
+            "algorithm.outer_optimizer.nesterov": MOMENTUM > 0,
             "network.port": free_port(),
             "disk.state_dir": folder / "state",
             **settings,

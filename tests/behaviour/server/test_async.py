@@ -22,6 +22,7 @@ from kit import joined, post, serve
 from kit.manual_site import ManualSite
 from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import diloco, together
+from kit.wire import WireSite
 from torch import nn
 
 from atoll.errors import ConfigError, Gone
@@ -443,20 +444,25 @@ PULL = r"GET .*/versions/\d+/[0-9a-f]{64} "
 class Breaking(Clients):
     """An asynchronous run that adds updates up; b brings it on, and the line to a breaks in the midst of a pull.
 
+    Args:
+        algorithm: that of the run.
+
     Attributes:
         moved: how far down every weight of the run should have moved.
     """
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, algorithm: str) -> None:
         settings: dict[str, Any] = PLAIN_DILOCO | {
+            "algorithm.name": algorithm,
+            "algorithm.outer_optimizer.nesterov": False,
             "rounds.sites": 2,
             "diloco.sync_every": 1,
             "disk.keep_versions": 1,
             "network.part_bytes": 2**16,
             "network.connections": 1,
         }
-        super().__init__(folder, stack, sites="b", start=torch.randn(SIZE, SIZE, dtype=torch.float64), **settings)
-        self.moved, self.b = 0.0, self.sites["b"]
+        super().__init__(folder, stack, sites="", start=torch.randn(SIZE, SIZE, dtype=torch.float64), **settings)
+        self.moved, self.b = 0.0, WireSite(self.server.url, "b")
         self.line = stack.enter_context(Proxy(self.options["network.port"]))
 
     def break_the_next_pull(self) -> Fault:
@@ -468,8 +474,8 @@ class Breaking(Clients):
     def _forget(self) -> None:
         at = self.server.status().version
         for further in range(1, 5):
-            assert self.b.next_round() is not None
-            self.submit_less(self.b, self.b.pull(), 0.25)
+            self.b.train(-0.25).submit()
+            self.moved += 0.25
             self.wait(at + further)
         self.restart()
 
@@ -483,12 +489,13 @@ class Breaking(Clients):
 
 
 @pytest.fixture
-def breaking(tmp_path: Path) -> Iterator[Breaking]:
+def breaking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Breaking]:
     with ExitStack() as stack:
-        yield Breaking(tmp_path, stack)
+        yield Breaking(tmp_path, stack, request.param)
 
 
 @pytest.mark.covers("L3", "L10")
+@pytest.mark.parametrize("breaking", ["fedavg"], indirect=True)
 def test_a_federated_site_pulls_the_head_instead(breaking: Breaking) -> None:
     broken = breaking.break_the_next_pull()
     with ManualSite(breaking.line.url, site="a", folder=breaking.folder / "w") as a:
@@ -503,6 +510,7 @@ def test_a_federated_site_pulls_the_head_instead(breaking: Breaking) -> None:
 
 
 @pytest.mark.covers("L3", "L10")
+@pytest.mark.parametrize("breaking", ["diloco"], indirect=True)
 def test_a_loop_that_pulls_after_its_update_loses_no_step(breaking: Breaking) -> None:
     """Each step takes 1 from every weight; none is lost or counted twice when the server ends."""
     model = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)

@@ -179,7 +179,8 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
 def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
     """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
     with slow_disk(newest=1), ExitStack() as stack:
-        run = Clients(tmp_path, stack, **PLAIN_DILOCO)
+        plain = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
+        run = Clients(tmp_path, stack, **{f"algorithm.outer_optimizer.{key}": value for key, value in plain.items()})
         run.pull("a", "b")
         run.submit("a", gradient(0))
         wait_until_durable(run.server, 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -77,6 +79,31 @@ def test_calls_code_by_name_with_its_arguments(begun: Callable[..., Begun]) -> N
         begun(f"{__name__}:Scaled", args={"length": 2})
     with pytest.raises(ConfigError, match=r":torch' is of type module\. Name a function that returns an nn\.Module"):
         begun(f"{__name__}:torch")
+
+
+class Drawn(nn.Module):
+    """Weights from each global generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = nn.Parameter(torch.randn(3))
+        self.numpy = nn.Parameter(torch.tensor(np.random.rand(3)))
+        self.python = nn.Parameter(torch.tensor([random.random() for _ in range(3)]))
+
+
+def test_building_the_model_leaves_the_programs_random_numbers(tmp_path: Path) -> None:
+    """They go on as without a server, also if a run continues; and the model depends on `run.seed` alone."""
+    models, settings = [], {"model.source": f"{__name__}:Drawn", "run.seed": 7}
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
+        before = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+        for _ in range(2):
+            with plain_server(tmp_path / str(seed), **settings) as server:
+                models.append(tensors_digest(load_file(server.save_state(tmp_path / "now.safetensors"))))
+        assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before
+    assert len(set(models)) == 1
 
 
 @pytest.mark.covers("P7")

@@ -11,6 +11,7 @@ import torch
 from harness.processes import wait_until
 from kit.manual_site import ManualSite
 from kit.servers import plain_server
+from kit.sites import finish, manual_sites
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -130,6 +131,29 @@ def test_refuses_rates_that_cannot_be_meant(tmp_path: Path, rates: dict[str, flo
         outer_server(tmp_path, **{"algorithm.outer_lr_of": rates}).start()
 
 
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("key", "table", "told"),
+    [
+        (
+            "algorithm.outer_optimizer",
+            {"name": "sgd", "nesterov": 1, "momentum": 0.9},
+            "nesterov is 1, but must be true",
+        ),
+        ("algorithm.outer_optimizer", {"name": "sgd", "dampening": True}, "dampening is True, but must be a number"),
+        ("algorithm.outer_optimizer", {"name": "adamw", "eps": "1e-8"}, "eps is '1e-8', but must be a number"),
+        ("aggregation.reducer", {"name": "trimmed_mean", "trim": "0.1"}, "trim is '0.1', but must be a number"),
+        ("aggregation.reducer", {"name": "clipped_mean", "max_norm": True}, "max_norm is True, but must be a number"),
+        ("aggregation.upload_codec", {"name": "topk", "density": "0.1"}, "density is '0.1', but must be a number"),
+        ("workflow.result_filters", ({"path": "norm_clip", "args": {"max_norm": True}},), "max_norm is True, but must"),
+    ],
+    ids=str,
+)
+def test_refuses_options_of_another_type(tmp_path: Path, key: str, table: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        outer_server(tmp_path, **{key: table}).start()
+
+
 def test_status_says_the_rates(tmp_path: Path) -> None:
     with outer_server(tmp_path, **{"algorithm.outer_lr_of": RATES}) as server:
         assert "lr of head.bias=2, lr of head.*=0.25" in server.status().outer
@@ -186,3 +210,77 @@ def test_an_object_that_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path)
         outer_server(tmp_path, fading, algorithm="diloco", **{"async.momentum_every": 2}).start()
     with pytest.raises(UsageError, match="got settings and also outer_optimizer"):
         atoll.Server(None, Settings(), outer_optimizer="adam")
+
+
+DECAYING: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] = {
+    "adamw": ({"lr": 0.125}, lambda values: torch.optim.AdamW(values, lr=0.125)),
+    "adam": ({"lr": 0.125, "weight_decay": 0.5}, lambda values: torch.optim.Adam(values, lr=0.125, weight_decay=0.5)),
+    "sgd": (
+        {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.5},
+        lambda values: torch.optim.SGD(values, lr=0.5, momentum=0.5, weight_decay=0.5),
+    ),
+    "adafactor": (
+        {"lr": 0.1, "weight_decay": 0.5},
+        lambda values: torch.optim.Adafactor(values, lr=0.1, weight_decay=0.5),
+    ),
+}
+"""Outer optimizers that move a parameter without a gradient: their options in the settings, and in torch."""
+
+
+def run_with_frozen_body(folder: Path, outer: dict[str, Any], trains_body: Callable[[str, int], bool]) -> Any:
+    """The model after two sites with weights 1 and 3 have trained; the body only where `trains_body` says so."""
+    with plain_server(
+        folder, build(), **{"rounds.total": ROUNDS, "rounds.sites": 2, "algorithm.outer_optimizer": outer}
+    ) as server:
+        sites = manual_sites(server, folder, "ab")
+        for number in range(1, ROUNDS + 1):
+            for site, client in sites.items():
+                assert client.next_round() == number
+                moved = gradients(number)
+                for name in moved:
+                    if name.startswith("body") and not trains_body(site, number):
+                        moved[name].zero_()
+                pulled = client.pull()
+                client.submit(
+                    {name: value - moved[name] for name, value in pulled.items()}, weight=1.0 + 2 * (site == "b")
+                )
+        return finish(server, sites)
+
+
+@pytest.mark.covers("L15")
+@pytest.mark.parametrize("name", DECAYING)
+def test_what_no_site_trains_does_not_move(tmp_path: Path, name: str) -> None:
+    """The trained layers are stepped as by torch alone, with their weight decay."""
+    options, make = DECAYING[name]
+    found = run_with_frozen_body(tmp_path, {"name": name, **options}, lambda *_: False)
+    parameters = dict(build().named_parameters())
+    head = {key: value for key, value in parameters.items() if key.startswith("head")}
+    by_torch(head, make(head.values()))
+    require_close(found, parameters)
+    assert torch.equal(found["body.weight"], build()["body"].weight)
+
+
+@pytest.mark.covers("L15")
+@pytest.mark.parametrize(
+    ("trains", "at"),
+    [
+        # the body's gradient is a quarter of b's, or nothing: its weight decay acts from the first on
+        (lambda site, number: site == "a", (0.25,) * ROUNDS),
+        # at rest until round 3, where it begins; and it goes on in round 4, though no site trains it then
+        (lambda site, number: number == 3, (0.0, 0.0, 1.0, 0.0)),
+    ],
+    ids=["one site", "one round"],
+)
+def test_a_layer_decays_from_when_a_site_trains_it(
+    tmp_path: Path, trains: Callable[[str, int], bool], at: tuple[float, ...]
+) -> None:
+    """SGD with momentum β: m ← β·m + g + λ·θ, θ ← θ − η·m, from the first gradient on."""
+    outer = {"name": "sgd", "lr": 0.5, "momentum": 0.5, "weight_decay": 0.5}
+    found = run_with_frozen_body(tmp_path, outer, trains)["body.weight"]
+    theta, m, begun = build()["body"].weight.detach(), torch.zeros(70, 5).double(), False
+    for number, share in enumerate(at, 1):
+        begun = begun or share > 0
+        if begun:
+            m = 0.5 * m + share * gradients(number)["body.weight"] + 0.5 * theta
+            theta = theta - 0.5 * m
+    torch.testing.assert_close(found, theta, rtol=0, atol=1e-12)

@@ -16,6 +16,7 @@ from kit.folders import open_paths
 from kit.manual_site import ManualSite
 from kit.servers import plain_server
 from kit.sites import finish, manual_sites, train_round
+from kit.wire import WireSite
 from safetensors.torch import load_file
 from torch import nn
 
@@ -113,21 +114,76 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")
-    settings = {"rounds.sites": 2, "rounds.total": 2, "rounds.min_sites": 1}
+    settings = {"rounds.sites": 2, "rounds.total": 1, "rounds.min_sites": 1}
     with plain_server(tmp_path, ONE, algorithm="fednova", **settings) as server:
-        a, b = (sites := manual_sites(server, tmp_path)).values()
-        assert a.next_round() == b.next_round() == 1
-        submit_value(b, -100.0)
+        (a,) = (sites := manual_sites(server, tmp_path, "a")).values()
+        b = WireSite(server.url, "b")
+        assert a.next_round() == 1
+        status, told = b.train(-100.0, steps=0).push().complete()
+        assert (status, told["code"]) == (422, "update_refused")
         submit_value(a, -4.0, steps=2)
-        assert a.next_round() == b.next_round() == 2  # closed with a alone: −4
-        status = server.status()
-        assert (status.refused, status.history[-1].workers) == (1, ["a"])
-        submit_value(a, -5.0, steps=1)
-        submit_value(b, -8.0, steps=3)
-        # u = 1, 4 from −4; p = ½, ½; τ_eff = 2: 2 · (½·1/1 + ½·4/3) = 7/3
-        assert finish(server, sites)["w"].item() == pytest.approx(-4 - 7 / 3, rel=1e-6)
-    assert "The update of b was refused: it reports no number of local steps" in caplog.text
-    assert "submit(model, steps=…)" in caplog.text
+        assert finish(server, sites)["w"].item() == -4.0
+        assert (server.status().refused, server.status().history[-1].workers) == (1, ["a"])
+    assert "b: update refused: it reports no number of local steps" in caplog.text
+    assert "submit(model, steps=…)" in told["remedy"]
+
+
+@pytest.mark.covers("X43")
+@pytest.mark.parametrize("settings", [{"algorithm": "fednova"}, of_reducer(name="normalised_mean")], ids=str)
+def test_a_site_hears_at_its_first_update_that_steps_are_needed(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Before it has trained further rounds in vain; and the round can be submitted after all."""
+    with plain_server(tmp_path, ONE, rounds=1, **settings) as server:
+        (a,) = (sites := manual_sites(server, tmp_path, "a")).values()
+        assert a.next_round() == 1
+        with pytest.raises(UsageError, match=r"without a number of local steps.*submit\(model, steps=…\)"):
+            submit_value(a, -4.0)
+        submit_value(a, -4.0, steps=2)
+        assert finish(server, sites)["w"].item() == -4.0
+        assert server.status().refused == 0
+
+
+@pytest.mark.covers("X43", "F31")
+@pytest.mark.parametrize("steps", [100_001, 10**6, 2**62 - 1])
+def test_steps_above_the_limit_are_refused_and_the_others_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int
+) -> None:
+    """One site counts tokens instead of steps."""
+    settings = {"rounds.sites": 3, "rounds.total": 1, "rounds.min_sites": 2}
+    with plain_server(tmp_path, ONE, algorithm="fednova", **settings) as server:
+        a, b, c = (sites := manual_sites(server, tmp_path, "abc")).values()
+        assert {site.next_round() for site in (a, b, c)} == {1}
+        submit_value(c, -1.0, steps=steps)
+        submit_value(a, -1.0, steps=10)
+        submit_value(b, -3.0, steps=10)
+        assert finish(server, sites)["w"].item() == -2.0  # (−1 − 3) / 2
+        assert server.status().refused == 1
+    assert f"it reports {steps} local steps, above aggregation.max_steps 100000" in caplog.text
+    assert "report the number of optimizer steps, not samples or tokens" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"steps": 1001}, "c reports 1001 local steps, more than 100 × the median of the other sites (10)"),
+        ({"steps": 1000}, ""),
+        ({"weight": 1001.0}, "c reports a weight of 1001, more than 1000 × the median of the other sites (1)"),
+        ({"weight": 1000.0}, ""),
+    ],
+    ids=str,
+)
+def test_warns_once_of_a_site_with_far_higher_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: dict[str, Any], told: str
+) -> None:
+    """The others report 9 and 11 steps, so their median is 10."""
+    with plain_server(tmp_path, ONE, algorithm="fednova", sites=3, rounds=0) as server:
+        sites = manual_sites(server, tmp_path, "abc")
+        for number in (1, 2, 3):
+            assert {site.next_round() for site in sites.values()} == {number}
+            for site, steps in (("c", 10), ("a", 9), ("b", 11)):
+                submit_value(sites[site], -float(number), **({"steps": steps} | (how if site == "c" else {})))
+        wait_until(lambda: server.status().fragments[0].version == 3, "three rounds")
+        assert [text[: len(told)] for text in server.status().warnings] == ([told] if told else [])
+    assert caplog.text.count("the median of the other sites") == bool(told)
 
 
 def test_correct_counts_the_steps(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from harness.processes import Nursery
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import DiLoCoSites, build_model, diloco, serve, take_steps
 from kit.processes import command
+from kit.servers import plain_server
 from torch import nn
 from torch.optim import SGD
 
 import atoll
-from atoll.errors import UsageError
+from atoll.errors import ConfigError, UsageError
 
 DILOCO: dict[str, Any] = {"algorithm": "diloco", "H": 2, "rounds": 2, "sites": 1}
 STREAMS = {"K": 2, "tau": 1}
@@ -279,3 +280,52 @@ def test_an_update_that_does_not_arrive_has_no_rate(tmp_path: Path, caplog: pyte
             proxy.faults.clear()
             take_steps(loop, 4)
             assert "a: submitting" in caplog.text
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("join", [atoll.join, atoll.functional.init], ids=["join", "functions"])
+def test_a_script_that_trains_round_by_round_is_refused_in_a_diloco_run(
+    tmp_path: Path, join: Callable[..., Any]
+) -> None:
+    """Its weight would be a number of samples, that of the other workers 1."""
+    with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5, rounds=0) as server:
+        with pytest.raises(
+            ConfigError, match=r"synchronises every 5 local steps.*Use atoll\.DiLoCo\(model, optimizer\)"
+        ):
+            join(server.url, site="a", folder=tmp_path / "w")
+        assert server.status().workers == [], "it has not joined"
+
+
+@pytest.mark.covers("X3")
+def test_such_a_script_is_refused_at_its_first_round_where_it_may_answer_tasks(tmp_path: Path) -> None:
+    steps = ({"kind": "train"}, {"kind": "cross_site_evaluation"})
+    settings = {"workflow.steps": steps, "rounds.total": 1, "rounds.sites": 1}
+    with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", **settings) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            worker.evaluates(lambda model: {"loss": 0.0})
+            with pytest.raises(ConfigError, match="this script trains round by round"):
+                next(iter(worker))
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"sync_every": True}, "sync_every is True"),
+        ({"sync_every": "5"}, "sync_every is '5'"),
+        ({"num_fragments": 1.0}, "num_fragments is 1.0"),
+        ({"max_sync_retries": True}, "max_sync_retries is True"),
+    ],
+    ids=str,
+)
+def test_refuses_arguments_of_another_type(given: dict[str, Any], told: str) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match=told):
+        atoll.DiLoCo(model, SGD(model.parameters(), lr=0.1), **given)
+
+
+@pytest.mark.covers("X3")
+def test_labels_that_are_no_texts_are_refused(tmp_path: Path) -> None:
+    with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
+        with pytest.raises(UsageError, match=r"labels is \{'gpu': 1\}: input should be a valid string"):
+            atoll.join(server.url, site="a", folder=tmp_path / "w", labels={"gpu": 1})

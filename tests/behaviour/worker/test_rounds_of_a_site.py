@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.processes import wait_until
 from kit import build_model, serve, tensors_digest, train_
 from kit.manual_site import ManualSite
 from kit.servers import plain_server
@@ -157,6 +159,9 @@ def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> Non
         ({"weight": 10**400}, "The weight is 1000"),
         ({"weight": "3"}, "The weight is '3'. Give a positive, finite number"),
         *(({"weight": weight}, "The weight is") for weight in (0.0, -1.0, math.inf, math.nan)),
+        *(({"weight": weight}, "The weight is") for weight in (True, np.bool_(True), torch.tensor(True), "inf")),
+        ({"steps": True}, "steps is True"),
+        *(({"metrics": {"loss": text}}, "The metric 'loss' is") for text in ("0.5", b"1", True, torch.tensor(False))),
         ({"metrics": [0.5]}, "The metrics are of type list, not a dict"),
         ({"metrics": {"loss": "low"}}, "The metric 'loss' is 'low'"),
         ({"metrics": {1: 0.5}}, "'1' cannot be the name of a metric"),
@@ -299,3 +304,20 @@ def test_does_not_warn_about_an_update_that_was_never_formed(tmp_path: Path, war
                 a.submit({name: value + 1 for name, value in a.pull().items()})
                 assert b.next_round() == 3  # it came when round 2 was open already
     assert warned() == []
+
+
+def test_a_sites_calls_and_heartbeats_draw_no_random_numbers(tmp_path: Path) -> None:
+    """A script that seeds gets the same numbers with a server as alone."""
+
+    def await_a_heartbeat() -> None:
+        for is_silent in (True, False):
+            wait_until(lambda expected=is_silent: (server.status().workers[0].last_heartbeat_s > 0.3) == expected, "it")
+
+    with serve(tmp_path, sites=1, rounds=1) as server:
+        before = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+        with ManualSite(server.url, "a", folder=tmp_path / "w") as client:
+            client.next_round()
+            for _ in range(2):
+                await_a_heartbeat()
+            client.submit(client.pull())
+        assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == before

@@ -197,7 +197,7 @@ Start = Callable[[str], Process]
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[atoll.Server]:
     """No test lives as long as a lease: what the server knows of an end, it was told."""
-    with serve(tmp_path, algorithm="diloco", H=2, sites=1, **{"network.heartbeat_timeout_s": 600.0}) as server:
+    with serve(tmp_path, sites=1, **{"network.heartbeat_timeout_s": 600.0}) as server:
         yield server
 
 
@@ -413,7 +413,7 @@ def require_one_line(process: Process) -> None:
 def test_a_script_that_waits_for_others_or_trains_ends_with_one_line(
     nursery: Nursery, tmp_path: Path, script: str, sites: int, doing: str
 ) -> None:
-    with serve(tmp_path, algorithm="diloco", H=2, sites=sites) as server:
+    with serve(tmp_path, algorithm="diloco" if script == DILOCO else "fedavg", H=2, sites=sites) as server:
         process = ForkedSite(nursery, tmp_path, server.url, "a", script).start()
         wait_until(lambda: any(doing in each.doing for each in server.status().workers), f"that it is {doing}")
         require_one_line(process)

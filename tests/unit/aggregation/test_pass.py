@@ -90,6 +90,38 @@ def test_neither_chunks_nor_threads_change_a_bit(tmp_path, target):
     assert all(result == results[0] for result in results)
 
 
+class Unmoved(World):
+    """No site trains three of the tensors, nor the first row of the embedding."""
+
+    def submitted(self, site, number):
+        submitted = super().submitted(site, number)
+        for name in ("large", "half", "small.3"):
+            submitted[name].zero_()
+        submitted["embed"][0] = 0
+        return submitted
+
+
+@pytest.mark.covers("L15")
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [("adamw", {"lr": 0.1}), ("sgd", {"lr": 1.0, "weight_decay": 0.1}), (torch.optim.Adafactor, {"weight_decay": 0.1})],
+    ids=["state", "no state", "whole"],
+)
+def test_what_no_site_trains_rests_whole_in_any_chunks(tmp_path, target, options):
+    ways = []
+    for folder, run_elements in (("a", TILE), ("b", 16 * TILE)):
+        world = Unmoved(tmp_path / folder, target=target, options=options)
+        for _ in range(3):
+            world.round(run_elements=run_elements, threads=2)
+        ways.append(tensors_of(world.file("v")))
+        for name in ("large", "half", "small.3"):
+            spec = next(spec for spec in MIXED.tensors if spec.name == name)
+            assert same(ways[-1][name], values(spec, 0)), name
+        first = next(spec for spec in MIXED.tensors if spec.name == "embed")
+        assert not (ways[-1]["embed"][0] == values(first, 0)[0]).any()  # its tensor is trained, so all of it decays
+    assert all(same(ways[0][name], ways[1][name]) for name in ways[0])
+
+
 def test_the_pass_runs_again_over_a_half_written_output(tmp_path):
     world = World(tmp_path)
     first = world.round()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,10 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
         ("rounds.total", "3", 3),
         ("network.insecure", "yes", True),
         ("network.insecure", "false", False),
+        ("network.insecure", "On", True),
+        ("network.idle_timeout_s", "inf", math.inf),
+        ("rounds.sample_fraction", "1", 1.0),
+        ("rounds.min_sites", "1", 1),
         ("disk.durability", "power", "power"),
         ("disk.state_dir", "runs/a", Path("runs/a")),
         ("network.port", "0", 0),
@@ -126,7 +132,7 @@ def test_groups_are_objects_tables_or_single_keys() -> None:
     assert nested == objects == Settings.build({"rounds.total": 3, "rounds.sites": 2, "async.enabled": True})
     assert Settings.build({"rounds": Rounds(total=3), "rounds.sites": 2}).rounds == Rounds(total=3, sites=2)
     assert nested.changed({"rounds.total": 4}) == Settings.build(
-        {"rounds": Rounds(total=4, sites=2), "async_.enabled": 1}
+        {"rounds": Rounds(total=4, sites=2), "async_.enabled": True}
     )
 
 
@@ -291,6 +297,70 @@ def test_a_wrong_value_names_its_source_and_itself(
     error = refusal(tmp_path, text, flags, environ)
     assert message in str(error)
     assert error.remedy
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("rounds.total", "true", "integer"),
+        ("rounds.total", '"1"', "integer"),
+        ("rounds.total", "1.0", "integer"),
+        ("rounds.min_sites", "true", "integer"),
+        ("run.seed", '"7"', "integer"),
+        ("rounds.sample_fraction", "true", "number"),
+        ("network.idle_timeout_s", '"60"', "number"),
+        ("network.insecure", '"yes"', "boolean"),
+        ("network.insecure", "1", "boolean"),
+        ("swarm.enabled", "0.0", "boolean"),
+        ("run.name", "3", "string"),
+        ("model.buffers", '"bn.*"', "tuple"),
+        ("model.buffers", "[1]", "string"),
+        ("algorithm.outer_lr_of", '{"head.*" = "0.3"}', "number"),
+        ("algorithm.outer_lr_of", '{"head.*" = true}', "number"),
+        ("aggregation.reducer", "{name = 3}", "string"),
+        ("disk.state_dir", "5", "Path"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_a_file_and_in_python(
+    tmp_path: Path, key: str, value: str, kind: str
+) -> None:
+    in_python = {key: tomllib.loads(f"value = {value}")["value"]}
+    group, _, name = key.partition(".")
+    for read in (
+        lambda: Settings.read(write(tmp_path, f"[{group}]\n{name} = {value}\n"), environ={}),
+        lambda: Settings.build(in_python),
+        lambda: Settings.build().changed(in_python),
+    ):
+        with pytest.raises(ConfigError, match=rf"{re.escape(key)}.*{kind}"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("rounds.total", "true"),
+        ("rounds.total", "3.0"),
+        ("rounds.total", '"3"'),
+        ("rounds.total", ""),
+        ("rounds.sample_fraction", "half"),
+        ("network.insecure", "ja"),
+        ("network.insecure", "2"),
+        ("network.insecure", ""),
+    ],
+)
+def test_text_that_is_no_such_value_is_refused(key: str, text: str) -> None:
+    for read in (
+        lambda: Settings.read(environ={variable_of(key): text}),
+        lambda: Settings.read(None, set_values([f"{key}={text}"], FIELDS), {}),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(key)):
+            read()
+
+
+def test_an_integer_is_accepted_where_a_number_is_expected(tmp_path: Path) -> None:
+    settings = Settings.read(write(tmp_path, "network.idle_timeout_s = 60\n"), {"rounds.deadline_s": 0}, {})
+    assert (settings.network.idle_timeout_s, settings.rounds.deadline_s) == (60.0, 0.0)
 
 
 @pytest.mark.parametrize(

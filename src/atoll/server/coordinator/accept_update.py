@@ -10,6 +10,7 @@ from atoll.errors import AtollError, StoreError, UpdateRefused, transient_reason
 from atoll.protocol import messages
 from atoll.rounds import events
 from atoll.server.coordinator.ledger import Ledger
+from atoll.server.coordinator.reported_numbers import ReportedNumbers
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
@@ -20,6 +21,9 @@ REFUSALS = 5
 """Number of refused updates in a row after which the server ends the site's lease, so that the site stops training."""
 LOOK = "check the learning rate, the data and the loss at this site."
 STEPS = "report the number of steps: submit(model, steps=…), or fl_round.correct(model, optimizer), which counts them."
+OPTIMIZER_STEPS = (
+    "report the number of optimizer steps, not samples or tokens; if it is right, raise aggregation.max_steps."
+)
 
 
 class UpdateAdmission:
@@ -35,6 +39,7 @@ class UpdateAdmission:
 
     Attributes:
         refused: number of updates refused in the whole run.
+        reports: the weights and numbers of steps that sites report, with warnings about unusual ones.
     """
 
     def __init__(
@@ -48,7 +53,7 @@ class UpdateAdmission:
     ) -> None:
         self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
         self._fail, self._on_accepted = fail, on_accepted
-        self.refused = 0
+        self.refused, self.reports = 0, ReportedNumbers()
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
@@ -105,12 +110,13 @@ class UpdateAdmission:
         return message.model_copy(update={"weight": kept_weight})
 
     def require_plausible(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
-        """Refuse an update with a weight or norm above its limit, or without a number of steps if the run needs one.
+        """Refuse an update with a weight, norm or number of steps above its limit, or without steps that the run needs.
 
         Raises:
             UpdateRefused: the update was refused; the message says why.
         """
         settings, weight = self._plan.settings, message.weight
+        self.reports.note(site, weight, message.steps)
         if self._plan.needs_steps and not message.steps:
             self.refuse(site, ticket, "it reports no number of local steps, which this run needs", STEPS)
         if weight > settings.aggregation.max_weight:
@@ -118,6 +124,13 @@ class UpdateAdmission:
                 site,
                 ticket,
                 f"its weight is {weight:g}, above aggregation.max_weight {settings.aggregation.max_weight:g}",
+            )
+        if self._plan.needs_steps and message.steps > settings.aggregation.max_steps:
+            self.refuse(
+                site,
+                ticket,
+                f"it reports {message.steps} local steps, above aggregation.max_steps {settings.aggregation.max_steps}",
+                OPTIMIZER_STEPS,
             )
         if settings.aggregation.max_update_norm and norm > settings.aggregation.max_update_norm:
             self.refuse(

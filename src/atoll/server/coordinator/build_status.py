@@ -76,6 +76,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
             *run.advice,
             *run.attendance.warnings(run.state),
             *run.stale.warnings,
+            *run.admission.reports.warnings,
             *run.task_queue.warnings.values(),
             *(presence.rival for _, presence in roster if presence.rival),
             *(f"{presence.site}: {text}" for _, presence in roster for text in presence.beat.warnings),

@@ -727,6 +727,7 @@ class Coordinator:
 
     async def _next_version(self, closed: events.RoundClosed) -> None:
         """Make and commit the version of a closed round. Retry while the disk is full; other errors end the server."""
+        self.admission.reports.compare()
         await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[closed.fragment].number
         try:

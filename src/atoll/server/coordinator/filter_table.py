@@ -129,6 +129,7 @@ def _construct(entry: Mapping[str, Any], setting: Setting) -> _Entry:
             'Write {path = "norm_clip", args = {max_norm = 1.0}, sites = ["clinic-a"]}; only path is required.',
         )
     kind = registry.load("filters", filter_of(entry))
+    registry.require_kinds(kind, args if isinstance(args, Mapping) else {}, f"{setting}: {path!r}")
     filter_ = registry.construct(
         lambda: kind(*args) if isinstance(args, list) else kind(**args),
         f"{setting}: {path!r} with args = {args!r}",

@@ -39,6 +39,7 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         fragments=len(plan.fragments),
         tau=settings.diloco.fragment_sync_delay,
         alpha=settings.diloco.fragment_update_alpha,
+        needs_steps=plan.needs_steps,
         max_inflight=settings.diloco.max_inflight,
         codec=codec,
         codec_options=algorithm.codec_options,

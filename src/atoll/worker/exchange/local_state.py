@@ -7,7 +7,6 @@ this update counted. A refused or lost update changes nothing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
 from atoll.tensors.layout import file_layout
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec, extra_specs
+from atoll.worker.arguments import flag
 from atoll.worker.exchange.base_and_outbox import ScratchFile
 from atoll.worker.log_lines import LOG
 
@@ -367,12 +367,7 @@ def wanted_anew() -> bool:
     Raises:
         ConfigError: the variable is neither true nor false.
     """
-    text = os.environ.get(NEW, "").strip().lower()
-    if text in ("", "0", "false", "no", "off"):
-        return False
-    if text in ("1", "true", "yes", "on"):
-        return True
-    raise ConfigError(f"{NEW} is {text!r}.", "Set it to 1 to start from zero if the site's state is lost.")
+    return flag(NEW, "start from zero if the site's state is lost")
 
 
 class AlgorithmState(TwoPhaseFile):

@@ -12,12 +12,13 @@ from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import routes
+from atoll.protocol.messages import RunInfo
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.worker.arguments import takes_part_in_swarms
+from atoll.worker.arguments import require_labels, takes_part_in_swarms
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
 from atoll.worker.exchange.encode_update import EncodingLosses, Layouts, LocalFragment
 from atoll.worker.exchange.exchange import Exchange
@@ -112,7 +113,7 @@ def take_part(
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
     if terms.ranks.is_first:
         warn_of_overruled(server, site)
-    session = Session(http, site, labels=labels, ranks=terms.ranks)
+    session = Session(http, site, labels=require_labels(labels), ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
         if info.placement == "swarm" and not may_swarm:
@@ -177,6 +178,8 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
             "diloco.fragment_sync_delay and diloco.fragment_update_alpha.",
         )
     if loop is None:
+        if info.sync_every and not info.sends_tasks:
+            raise federated_in_diloco(info)
         return
     if loop.shards is not None and size != info.ranks:
         raise ConfigError(
@@ -187,6 +190,16 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
         )
     if loop.schema is not None:
         loop.schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the run")
+
+
+def federated_in_diloco(info: RunInfo) -> ConfigError:
+    """Return the error of a script that trains round by round in a run that counts local steps."""
+    return ConfigError(
+        f"The run {info.name!r} uses {info.algorithm}, in which each worker synchronises every {info.sync_every} local "
+        "steps, but this script trains round by round (atoll.join). Their updates and weights do not fit together.",
+        "Use atoll.DiLoCo(model, optimizer) in the script, or start the server with another algorithm, such as "
+        "--set algorithm.name=fedavg.",
+    )
 
 
 def _open(

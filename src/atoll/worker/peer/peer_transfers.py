@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -31,6 +30,7 @@ from atoll.errors import UNPULLED, AtollError, ConfigError, Gone, PartCorrupt, P
 from atoll.posix import file_error, write_at
 from atoll.protocol import messages, routes
 from atoll.protocol.swarm_messages import Collect, Hold, Source
+from atoll.runtime import OWN_RANDOM
 from atoll.store.file_slots import SPOOL, STATE, VERSION, FileShape, Slot, region_digest
 from atoll.tensors.layout import PART_BYTES, Layout, Part
 from atoll.tensors.reference import TensorRef
@@ -40,7 +40,7 @@ from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.peer_address import leads_here, why_no_peer
 from atoll.transport.tls import is_loopback
-from atoll.worker.arguments import TRUE
+from atoll.worker.arguments import flag
 from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import error_text
 
@@ -77,7 +77,7 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
             name=os.environ.get("ATOLL_PEER_NAME"),
             tls_cert=_path("ATOLL_PEER_TLS_CERT"),
             tls_key=_path("ATOLL_PEER_TLS_KEY"),
-            insecure=os.environ.get("ATOLL_PEER_INSECURE", "").lower() in TRUE,
+            insecure=flag("ATOLL_PEER_INSECURE", "listen without TLS on a trusted network"),
             idle_timeout_s=idle_timeout_s,
             folder=None,
         )
@@ -152,7 +152,6 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
 # -- Serving files to other workers: this worker's updates, and the versions that it holds.
 
 
-_DRAW = random.Random()  # not the generator that the training script uses
 AGAIN_S = (0.5, 1.0, 2.0)
 """Seconds to wait before each further attempt to reach a worker."""
 PROBE_S = 10.0
@@ -314,7 +313,7 @@ class PeerServer:
         References to a worker that the server has not named are left out.
         """
         known = [text for text in sources if self.is_known(text)]
-        return sorted(known, key=lambda text: (TensorRef.parse(text).server != self.address, _DRAW.random()))
+        return sorted(known, key=lambda text: (TensorRef.parse(text).server != self.address, OWN_RANDOM.random()))
 
     def why_unreached(self, address: str, wait: Callable[[float], bool]) -> str:
         """Try several times to reach another worker. Return why all attempts failed; an empty text if one succeeded.

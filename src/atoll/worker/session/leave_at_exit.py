@@ -29,6 +29,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from atoll.errors import Superseded
+
 if TYPE_CHECKING:
     from atoll.transport.http_client import Http
 
@@ -73,8 +75,13 @@ class EndedBySignal(SystemExit):
 def last_words(error: BaseException | None) -> str | None:
     """Return the text that tells the server which error ended training.
 
-    Return None if training ended well, or if the user interrupted it.
+    Return None if training ended well, or if the user interrupted it. If another process of the site has taken over,
+    also tell `atoll worker`, which then does not restart this one.
     """
+    if isinstance(error, Superseded) and (folder := os.environ.get(LEASES)):
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(0o700, exist_ok=True)
+            Path(folder, SUPERSEDED).touch()
     if isinstance(error, EndedBySignal):
         return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
@@ -353,6 +360,10 @@ def _leave_all() -> None:
     finally:
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
+
+
+SUPERSEDED = ".superseded"
+"""File in the folder `ATOLL_LEASES`: another process has joined as a site of this command."""
 
 
 def note_lease(site: str, server: str, lease: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 import socket
 import threading
 import time
@@ -36,7 +35,7 @@ from atoll.format_text import duration
 from atoll.protocol import messages, routes
 from atoll.protocol.status_messages import Status
 from atoll.protocol.values import Lost, Next, next_of, require
-from atoll.runtime import Latch
+from atoll.runtime import OWN_RANDOM, Latch
 from atoll.tensors.fragments import Split
 from atoll.transport.http_client import Http, unanswered
 from atoll.worker.log_lines import LOG, error_text, in_wait
@@ -353,7 +352,7 @@ class Session:
         interval_s = self.info.heartbeat_interval_s
         while True:
             pause_s = interval_s if answered else min(interval_s, HEARTBEAT_RETRY_S)
-            pause_s *= random.uniform(0.9, 1.1)
+            pause_s *= OWN_RANDOM.uniform(0.9, 1.1)
             if self._closing.wait(min(pause_s, HEARTBEAT_GAP_S)):
                 return
             self._news.wait(max(0.0, pause_s - HEARTBEAT_GAP_S))
@@ -789,7 +788,7 @@ class _Attempts:
         session._failed(error)
         self._require_hope(error)
         keep_ranks_waiting()
-        wait_s = max(self._pause_s * random.uniform(0.75, 1.25), error.retry_after_s or 0.0)
+        wait_s = max(self._pause_s * OWN_RANDOM.uniform(0.75, 1.25), error.retry_after_s or 0.0)
         wait_s = min(wait_s, max(silence.most_s - silence.seconds, 0.0))
         is_quiet = error.is_damaged and not silence.was_answered  # the error follows soon if it stays
         level = LOG.warning if not is_quiet and (self._count in (1, 4) or self._count % 20 == 0) else LOG.debug

@@ -51,7 +51,7 @@ from atoll.tensors.module_tensors import (
 )
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import finite_metrics, positive, site_of, sync_retries
+from atoll.worker.arguments import finite_metrics, positive, require_counts, site_of, sync_retries
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.session.leave_at_exit import last_words, what_ends
@@ -237,10 +237,7 @@ class DiLoCo:
         require_server: bool = False,
         swarm: bool = False,
     ) -> None:
-        if sync_every is not None and sync_every < 1:
-            raise UsageError(
-                f"sync_every is {sync_every}.", "Give the number of local steps between two synchronisations."
-            )
+        require_counts(sync_every=sync_every, num_fragments=num_fragments)
         require_model(model, mapping=False)
         model = without_ddp(model)
         self.model, self.optimizer = model, optimizer

@@ -234,11 +234,22 @@ class Round:
         if self._hooks is not None:
             self._hooks.close()
             info = replace(info, steps=info.steps or self._hooks.steps)
+        self._require_steps(info.steps)
         finish = self._finish(groups, info.steps)
         info = replace(info, metrics=finite_metrics(info.metrics, self._backend.site))
         self._backend.submit(self._ticket, tensors, info, finish, self._optimizers)
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
+
+    def _require_steps(self, steps: int) -> None:
+        """Refuse an update without steps, which the server would refuse, before the site trains in vain again."""
+        local = self._backend.local
+        if local is not None and local.info.needs_steps and not steps:
+            raise UsageError(
+                f"Round {self.number} was submitted without a number of local steps, by which this run divides.",
+                "Report it: fl_round.submit(model, steps=…), or train within fl_round.correct(model, optimizer), which "
+                "counts the steps.",
+            )
 
     def _finish(self, submitted: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
         """Return a function that computes the groups of tensors to send besides the model; None if there are none.

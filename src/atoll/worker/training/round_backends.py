@@ -31,7 +31,7 @@ from atoll.tensors.module_tensors import Marked, Tensors, fits, named_parameters
 from atoll.tensors.schema import PARAMS, Schema
 from atoll.transport.http_client import Counters
 from atoll.worker.exchange.encode_update import EncodingLosses, Finish, LocalFragment
-from atoll.worker.exchange.participation import Participation
+from atoll.worker.exchange.participation import Participation, federated_in_diloco
 from atoll.worker.log_lines import ALONE_ENDED, LOG, size
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.tasks.evaluate_models import keep_local
@@ -177,6 +177,8 @@ class ServerBackend:
             exchange.recover()
             self._recovered = True
         reply = require(exchange.ask_and_resend(wait_s))
+        if isinstance(reply, Open) and self.local.info.sync_every:
+            raise federated_in_diloco(self.local.info)
         previous, note = reply.previous, exchange.outbox.note
         if isinstance(reply, Wait) or previous is None or note is None or note.ticket != previous.ticket:
             return reply

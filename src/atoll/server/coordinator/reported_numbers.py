@@ -1,0 +1,89 @@
+"""Warnings about numbers that a site reports with its updates and that are far above those of the other sites.
+
+The server cannot check a weight or a number of steps, and a single wrong one can decide the result for all sites.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+LOG = logging.getLogger("atoll.server")
+
+
+@dataclass
+class _Numbers:
+    """One kind of number: the last value of each site, and the warnings about unusual values.
+
+    Attributes:
+        factor: a value is unusual if it is more than this many times the median of the other sites.
+        warning: text of the warning, with places for the site, the value and the median.
+        last: site → its last value above zero.
+        warnings: site → warning, for the sites with an unusual value.
+        told: sites about which the log has had a warning.
+    """
+
+    factor: float
+    warning: str
+    last: dict[str, float] = field(default_factory=dict)
+    warnings: dict[str, str] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+
+    def compare(self) -> None:
+        ordered = sorted(self.last.values())
+        self.warnings = {}
+        if len(ordered) < 2 or ordered[-1] <= self.factor * ordered[0]:
+            return
+        for site, value in self.last.items():
+            if value <= self.factor * ordered[0]:
+                continue
+            index = bisect_left(ordered, value)
+            usual = _median_without(ordered, index)
+            if value > self.factor * usual:
+                self.warnings[site] = self.warning.format(site=site, value=value, usual=usual)
+        for site in self.warnings.keys() - self.told:
+            self.told.add(site)
+            LOG.warning("%s", self.warnings[site])
+
+
+def _median_without(ordered: list[float], index: int) -> float:
+    """Return the median of sorted values without the one at `index`, in constant time."""
+    count = len(ordered) - 1
+    low, high = (position + (position >= index) for position in ((count - 1) // 2, count // 2))
+    return statistics.fmean((ordered[low], ordered[high]))
+
+
+class ReportedNumbers:
+    """The weights and numbers of local steps that the sites of a run report."""
+
+    def __init__(self) -> None:
+        self._steps = _Numbers(
+            100,
+            "{site} reports {value} local steps, more than 100 × the median of the other sites ({usual:g}). Check that "
+            "it counts optimizer steps, not samples or tokens: FedNova and normalised_mean divide by this number. "
+            "aggregation.max_steps refuses larger ones",
+        )
+        self._weights = _Numbers(
+            1000,
+            "{site} reports a weight of {value:g}, more than 1000 × the median of the other sites ({usual:g}). Check "
+            "that all sites count the same, samples or tokens: this site nearly decides the mean alone. "
+            "aggregation.max_weight refuses larger ones",
+        )
+
+    def note(self, site: str, weight: float, steps: int) -> None:
+        """Record what a site reports with an update, accepted or not. 0 steps: the site does not report them."""
+        self._weights.last[site] = weight
+        if steps:
+            self._steps.last[site] = steps
+
+    def compare(self) -> None:
+        """Compare the last numbers of all sites, when a round has closed. Log a warning once for each unusual site."""
+        self._steps.compare()
+        self._weights.compare()
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings for the status."""
+        return [*self._steps.warnings.values(), *self._weights.warnings.values()]
