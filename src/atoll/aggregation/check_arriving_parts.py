@@ -25,7 +25,7 @@ from atoll.codecs.base import Codec
 from atoll.errors import RunFailed
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import ByteRun, RunTable
-from atoll.tensors.chunks import WIDEST_BYTES, Scratch, bytes_of
+from atoll.tensors.chunks import WIDEST_BYTES, Scratch, bytes_of, is_sound
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
@@ -94,8 +94,8 @@ class Inspection:
         return scan.stats(digest)
 
     def runs_of(self, part: Part) -> Iterator[ByteRun]:
-        """Yield the byte runs of a part that hold floating-point numbers, in file order."""
-        return (run for run in self._runs.of(part) if run.spec.is_float)
+        """Yield the byte runs of a part that hold floating-point numbers to check, in file order."""
+        return (run for run in self._runs.of(part) if run.spec.is_float and not run.spec.is_copied)
 
     def squares_of(self, run: ByteRun, encoded: torch.Tensor, bad: list[str]) -> float:
         """Return the sum of squares, Σ x², of a byte run. For each tensor with NaN or Inf, append a message to `bad`.
@@ -125,7 +125,7 @@ class Inspection:
         overflow = squares == math.inf and spec.dtype == "F64"
         if overflow:
             overflow = bool(_values(piece.numel, torch.float64).isfinite().all())
-        if not (squares < math.inf or overflow):
+        if not (squares < math.inf or overflow or is_sound(spec, _values(piece.numel, torch.float64))):
             is_overflow = not bool(_values(piece.numel, torch.float64).isnan().any())
             overflowed = f"{spec.name} contains Inf: a value may be too large for {spec.dtype} or its codec"
             bad.append(overflowed if is_overflow else f"{spec.name} contains NaN or Inf")
@@ -295,14 +295,14 @@ def require_finite(run: ByteRun, values: torch.Tensor, base_fd: int) -> None:
     Raises:
         Overflow: a value is Inf or NaN.
     """
-    if not run.spec.is_float:
+    if not run.spec.is_float or run.spec.is_copied:
         return
     wide = values.to(accumulate_dtype(run.spec.dtype))
     if bool(torch.dot(wide, wide).isfinite()):  # a fast check: with Inf or NaN the sum of squares is not finite
         return
     for piece, elements in zip(run.pieces, run.split(wide), strict=True):
         bad = elements.isfinite().logical_not_().nonzero()
-        if not len(bad):
+        if not len(bad) or is_sound(piece.segment.spec, elements):
             continue
         index, spec, dtype = int(bad[0]), piece.segment.spec, torch_dtype(run.spec.dtype)
         before = torch.empty(1, dtype=dtype)

@@ -9,12 +9,13 @@ from torch import Tensor
 from atoll import posix
 from atoll.codecs.base import Codec
 from atoll.errors import StateCorrupt
+from atoll.reducers import with_rules
 from atoll.reducers.base import Reducer, RoundFacts
 from atoll.reducers.means import Maximum
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.schema import PARAMS
+from atoll.tensors.schema import BUFFERS, PARAMS
 
 
 class Updates:
@@ -24,7 +25,7 @@ class Updates:
         fds: descriptors of the updates' files, in the order in which they are reduced.
         runs: byte runs of the updates' layout.
         codecs: name → codec.
-        reducers: group → reducer of its floats. For other dtypes, the maximum is taken.
+        reducers: group → reducer of its floats. For other dtypes in the group `buffers`, the maximum is taken.
         facts: weights, norms and steps of the updates.
         scales: for each update, a factor for the weight of its `params`.
 
@@ -42,7 +43,7 @@ class Updates:
         facts: RoundFacts,
         scales: Sequence[float],
     ) -> None:
-        self._fds, self._runs, self._codecs = fds, runs, codecs
+        self._fds, self._runs, self._codecs, reducers = fds, runs, codecs, with_rules(reducers)
         self._reducers, self._integers = reducers, Maximum()
         self._weights = {group: reducer.weigh(facts) for group, reducer in reducers.items()}
         self.carries = {group: reducer.carry(facts) for group, reducer in reducers.items()}
@@ -65,7 +66,7 @@ class Updates:
         dtype, n = accumulate_dtype(spec.dtype), encoded_run.numel
         reducer: Reducer = self._integers
         weights = self._unweighted
-        if spec.is_float:
+        if spec.is_float or (spec.is_buffer and spec.group != BUFFERS):
             reducer, weights = self._reducers[spec.group], self._weights[spec.group]
         out = scratch.tensor("reduced", dtype, n)
         if reducer.needs_all:

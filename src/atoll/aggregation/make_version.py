@@ -11,9 +11,9 @@ made by one thread. For every byte run of the part (a range of elements, see `te
     kind    tensors of a version                                 next value
     step    parameters                                           θ
     whole   parameters of optimizers that need whole tensors     θ, stepped before the parts (`step_whole_tensors`)
-    mean    buffers                                              the reduction of their values
-    add     the algorithm's own groups                           scale · value + the reduction
-    max     integers and flags                                   their maximum
+    reduce  buffers                                              the reduction of their values, by their rule
+    add     the algorithm's own groups; buffers of rule `sum`    scale · value + the reduction
+    keep    tensors that each site keeps for itself              the value
 
 A parameter that no site trains stays as it is, whatever the outer optimizer does (`aggregation/resting_tensors`).
 
@@ -56,7 +56,7 @@ from atoll.runtime import failpoint, run_jobs
 from atoll.store.file_slots import region_digest
 from atoll.store.versions import VersionDigests
 from atoll.tensors.byte_runs import ByteRun, joined
-from atoll.tensors.chunks import Scratch, bytes_of
+from atoll.tensors.chunks import Scratch, add_, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import TILE, Layout, Part, Segment
 from atoll.tensors.schema import PARAMS, TensorSpec
@@ -190,7 +190,7 @@ def make_version(
 _File = tuple[str, Column | None]
 """A file of the pass, or a column of one: ("base", "version" or "delta", None), ("base state" or "state", column)."""
 
-Kind = Literal["step", "whole", "mean", "add", "max"]
+Kind = Literal["step", "whole", "reduce", "add", "keep"]
 
 
 def kind_of(spec: TensorSpec, granularity: str) -> Kind:
@@ -201,12 +201,12 @@ def kind_of(spec: TensorSpec, granularity: str) -> Kind:
         granularity: `OuterRule.granularity`: whether the outer optimizer can step a tensor in pieces ("chunk"), or
             needs it whole ("tensor").
     """
-    if not spec.is_float:
-        return "max"
-    if spec.is_extra:
+    if spec.is_kept:
+        return "keep"
+    if spec.is_extra or (spec.is_buffer and spec.rule == "sum"):
         return "add"
-    if spec.group != PARAMS:
-        return "mean"
+    if spec.group != PARAMS or not spec.is_float:
+        return "reduce"
     return "step" if granularity == "chunk" else "whole"
 
 
@@ -348,7 +348,7 @@ class _Thread:
                 theta = self._step(run, values, part)
             elif kind == "whole":
                 theta = self._stepped(run, stored)
-            else:
+            elif kind != "keep":
                 self._reduce_(run, kind, values)
             if self._delta is not None:
                 self._delta.add(run, values, theta)
@@ -391,7 +391,7 @@ class _Thread:
             if scale != 1:
                 values.mul_(scale)
             for value, piece in zip(run.split(values), pieces, strict=True):
-                value.add_(piece)
+                add_(value, piece)
         elif len(g) == len(values):
             values.copy_(g)
         else:

@@ -39,7 +39,7 @@ from atoll.tensors.chunks import bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
 from atoll.tensors.layout import Layout, Segment, update_layout
 from atoll.tensors.lazy_tensors import Handle, LazyState, LazyTensor
-from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+from atoll.tensors.schema import Schema, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Update:
         steps: number of local steps; 0 if the site did not report them.
         metrics: metrics that the site reported.
         tensors: name → pseudo-gradient, for every tensor of `params`. Each access reads the tensor from disk.
-        buffers: name → value, for every buffer. The server averages buffers itself.
+        buffers: name → value, for every buffer, but for the rule `sum` the change. The server reduces buffers itself.
     """
 
     site: str
@@ -362,7 +362,7 @@ class _AggregatingProcess:
                 steps=message["steps"],
                 metrics=message["metrics"],
                 tensors=self._state(handle, lambda spec: spec.is_stepped),
-                buffers=self._state(handle, lambda spec: spec.group == BUFFERS),
+                buffers=self._state(handle, lambda spec: spec.is_buffer),
             )
         )
         self._progress()

@@ -209,6 +209,7 @@ class StepHooks:
         rule: the algorithm's local rule; None: steps are counted but not corrected.
         version: a function that reads tensors of the downloaded version, by name; None: all values are zeros.
         site_state: the tensors that the site keeps between rounds; None: all values are zeros.
+        own: names of parameters that the site keeps for itself, whose steps are not corrected.
 
     Attributes:
         steps: number of optimizer steps so far.
@@ -226,8 +227,11 @@ class StepHooks:
         rule: LocalRule | None = None,
         version: ElementReader | None = None,
         site_state: SiteState | None = None,
+        *,
+        own: Collection[str] = (),
     ) -> None:
         self.parameters, self.algorithm = named_parameters(model), algorithm
+        self._shared = {name: value for name, value in self.parameters.items() if name not in own}
         self.steps, self.rate_sum = 0, 0.0
         self.one_rate = rule is not None and rule.one_rate
         self.correction: Correction | None = None
@@ -238,7 +242,7 @@ class StepHooks:
                     "Start a new run.",
                 )
             zeros = _Zeros()
-            self.correction = rule.start(LocalContext(self.parameters, version or zeros.read, site_state or zeros))
+            self.correction = rule.start(LocalContext(self._shared, version or zeros.read, site_state or zeros))
         self._followed: list[_Followed] = []
         self.under_way: set[Optimizer] = set()
 
@@ -272,7 +276,7 @@ class StepHooks:
         require_trains([*others, last], self.parameters)
         if self.one_rate:
             self._require_one_rate([*others, last])
-        remaining = dict(self.parameters)
+        remaining = dict(self._shared)
         for each in others if self.correction is not None else ():
             held_parameters = held_by([each])
             names = [name for name, value in remaining.items() if id(value) in held_parameters]

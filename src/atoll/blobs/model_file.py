@@ -23,7 +23,7 @@ from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, Part, chunks, safet
 from atoll.tensors.lazy_tensors import LazyState
 from atoll.tensors.payload import Packed
 from atoll.tensors.safetensors_header import read_header
-from atoll.tensors.schema import BUFFERS, Schema, TensorSpec
+from atoll.tensors.schema import Schema, TensorSpec
 
 MASTER = "master"
 """Suffix of the names of masters: full-precision parameters in an outer state. The master of `x` is `x.master`."""
@@ -45,7 +45,7 @@ def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> t
         for alias, owner in schema.aliases
     ]
     ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
-    entries = {"format": "pt", BUFFER_NAMES: json.dumps([spec.name for spec, _ in named if spec.group == BUFFERS])}
+    entries = {"format": "pt", BUFFER_NAMES: json.dumps([spec.name for spec, _ in named if spec.is_buffer])}
     if schema.aliases:
         entries[TIED] = json.dumps(dict(schema.aliases))
     header = safetensors_header([spec for spec, _ in ordered], entries | dict(metadata or {}))

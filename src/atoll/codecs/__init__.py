@@ -124,7 +124,8 @@ def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part
     """Return the layout of an update: the codec, the offset and the encoded size of each tensor.
 
     `params` (the float parameters) are encoded with `codec`; all other tensors are raw. If `codec` is raw, fp16 and fp8
-    parameters are encoded as fp32 (`wide`), because their differences can exceed the range of their dtype.
+    parameters are encoded as fp32 (`wide`), because their differences can exceed the range of their dtype. Tensors that
+    each site keeps for itself are left out.
 
     Args:
         schema: schema of the model.
@@ -139,4 +140,4 @@ def encoded_layout(schema: Schema, codec: str, codecs: Mapping[str, Codec], part
             return codecs["none"]
         return codecs[WideCodec.name if codecs[codec].raw and is_of_short_range(spec.dtype) else codec]
 
-    return update_layout(schema.tensors, encoding, part_bytes, ranks)
+    return update_layout([spec for spec in schema.tensors if not spec.is_kept], encoding, part_bytes, ranks)

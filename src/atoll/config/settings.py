@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -163,6 +164,19 @@ class Run(Group):
     threads: int = Field(0, ge=0, description="Threads of the aggregation; 0: one per core, at most 8.")
 
 
+BufferRule = Literal["mean", "max", "sum", "first", "keep"]
+
+
+def _rules(value: object) -> object:
+    if isinstance(value, str | list | tuple):
+        names = [value] if isinstance(value, str) else list(map(str, value))
+        table = ", ".join(f'"{name}" = "mean"' for name in names)
+        raise ConfigError(
+            f"{value!r} is a list of patterns, without their rules.", f"Write a table: model.buffers = {{{table}}}."
+        )
+    return value
+
+
 class Model(Group):
     """The initial model: its source, buffers and storage, and the number of ranks of a sharded worker."""
 
@@ -173,10 +187,12 @@ class Model(Group):
         "folder of them.",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of `module:function`.")
-    buffers: tuple[str, ...] = Field(
-        (),
-        description="Shell patterns for the names of tensors that are averaged like buffers, not stepped by the outer "
-        "optimizer. Needed only if the initial model is a file, which does not say which tensors are buffers.",
+    buffers: Annotated[dict[str, BufferRule], BeforeValidator(_rules)] = Field(
+        default_factory=dict,
+        description='Pattern of names → rule for the next value of a buffer, such as `{"bn.*" = "keep"}`. The first '
+        "matching pattern counts. Rules: `mean`; `max`; `sum`, the value plus the changes of all sites; `first`, the "
+        "value of the first site by name; `keep`, each site's own value, which is never sent (parameters, too). "
+        "Without a rule, the kind of buffer decides. If the initial model is a file, a matching tensor is a buffer.",
     )
     ranks: int = Field(
         1,

@@ -247,6 +247,12 @@ class TensorEntry(Message):
     )
     shape: Annotated[list[Count], Field(max_length=MOST_DIMS)]
     group: TensorName = Field(description="Group: params or buffers, or a group of the algorithm.")
+    rule: str = Field(
+        "",
+        pattern="^(max|sum|first|keep|flags)?$",
+        description="Rule for the next value of a buffer: max, sum, first, keep, or flags (first where all sites have "
+        "0 or 1, else mean). Empty: mean for floats, max for other dtypes.",
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -276,9 +282,7 @@ class SchemaMessage(Message):
         """Return the message that describes a model's schema and its division into fragments."""
         schema = split.schema
         return cls(
-            tensors=[
-                TensorEntry(name=s.name, dtype=s.dtype, shape=list(s.shape), group=s.group) for s in schema.tensors
-            ],
+            tensors=[_entry(spec) for spec in schema.tensors],
             aliases=[Alias(name=name, owner=owner) for name, owner in schema.aliases],
             fragments=list(split.places) if split.count > 1 else [],
         )
@@ -316,7 +320,8 @@ class SchemaMessage(Message):
 
 
 def _spec(entry: TensorEntry) -> TensorSpec:
-    return TensorSpec(entry.name, entry.dtype, tuple(entry.shape), entry.group)
+    group = ".".join(filter(None, (entry.group, entry.rule)))
+    return TensorSpec(entry.name, entry.dtype, tuple(entry.shape), group)
 
 
 def _pair(alias: Alias) -> tuple[str, str]:
@@ -339,6 +344,11 @@ def _split(specs: Iterable[TensorSpec], pairs: Sequence[tuple[str, str]], places
             "The server's schema does not list the fragment of each tensor.", "Upgrade Atoll on both sides."
         )
     return Split(schema, tuple(places))
+
+
+def _entry(spec: TensorSpec) -> TensorEntry:
+    group, _, rule = spec.group.partition(".")
+    return TensorEntry(name=spec.name, dtype=spec.dtype, shape=list(spec.shape), group=group, rule=rule)
 
 
 class Counted(Message):

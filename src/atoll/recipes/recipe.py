@@ -232,14 +232,13 @@ def save(path: Path, model: nn.Module | Tensors, weights: Tensors | None = None)
     from atoll.blobs.model_file import model_header
     from atoll.tensors.chunks import bytes_of
     from atoll.tensors.module_tensors import Marked, named_tensors, schema_of, unwrapped
-    from atoll.tensors.schema import BUFFERS
 
     model = model if isinstance(model, nn.Module) else unwrapped(model)
     schema, (owners, aliases) = schema_of(model), named_tensors(model)
     if weights is not None:
         given = {name: weights[name] for name in owners if name in weights}  # in the model's order
         given |= {name: weights[name] for name in weights if name not in given and name not in aliases}
-        found = Marked(given, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
+        found = Marked(given, {spec.name: spec.is_buffer for spec in schema.tensors})
         found |= {name: found[owner] for name, owner in aliases.items() if owner in found}
         schema_of(found).require_equal(schema, mine="initial_ckpt", theirs="model")
         owners = given

@@ -9,7 +9,7 @@ from typing import Any
 from atoll import registry
 from atoll.errors import ConfigError
 from atoll.reducers.base import Reducer, RoundFacts, normalised
-from atoll.reducers.means import Maximum, NormalisedMean, Share, WeightedMean
+from atoll.reducers.means import First, Flags, Maximum, NormalisedMean, Share, Sum, WeightedMean
 from atoll.reducers.robust import ClippedMean, Median, TrimmedMean
 from atoll.registry import Name, OwnName
 from atoll.tensors.schema import BUFFERS, PARAMS
@@ -49,6 +49,17 @@ def build_reducers(groups: Mapping[str, Name], name: Name, options: Mapping[str,
     if name.text != groups[PARAMS].text and BUFFERS in groups:
         reducers[BUFFERS] = _construct(OwnName(params.buffers), {}) if params.buffers else params
     return reducers
+
+
+def with_rules(reducers: Mapping[str, Reducer]) -> dict[str, Reducer]:
+    """Return the reducers of a run, and those of the groups of buffers that do not have the usual rule of their dtype.
+
+    Args:
+        reducers: group → reducer of its floats, from `build_reducers`.
+    """
+    usual = reducers.get(BUFFERS, WeightedMean())
+    rules = {"max": Maximum(), "sum": Sum(), "first": First(), "flags": Flags(usual)}
+    return {f"{BUFFERS}.{rule}": reducer for rule, reducer in rules.items()} | dict(reducers)
 
 
 def _construct(name: Name, options: Mapping[str, Any]) -> Reducer:

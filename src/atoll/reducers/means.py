@@ -1,4 +1,4 @@
-"""Reducers: the weighted mean, FedNova's mean, SCAFFOLD's mean over all sites, and the element-wise maximum.
+"""Reducers: the weighted mean, FedNova's mean, SCAFFOLD's mean over all sites, and those for the rules of buffers.
 
 u_k is update k, and ŵ_k its weight divided by the sum of all weights. A mean is summed up update by update:
 
@@ -8,7 +8,7 @@ u_k is update k, and ŵ_k its weight divided by the sum of all weights. A mean i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from atoll.errors import UsageError
 from atoll.reducers.base import Reducer, RoundFacts, normalised
+from atoll.tensors.chunks import add_
 
 
 @dataclass(frozen=True)
@@ -95,3 +96,61 @@ class Maximum(Reducer):
                 out.copy_(row)
             else:
                 np.maximum(target, row.numpy(), out=target)
+
+
+@dataclass(frozen=True)
+class Sum(Reducer):
+    """The rule `sum` of buffers: Σ_k u_k, without weights, where u_k is the change of the buffer at site k."""
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Write the sum of the rows into `out`, one row at a time. `weights` are ignored."""
+        for index, row in enumerate(rows):
+            if index == 0:
+                out.copy_(row)
+            else:
+                add_(out, row)
+
+
+@dataclass(frozen=True)
+class First(Reducer):
+    """The rule `first` of buffers: u_0, the value of the first site by name."""
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Copy the first row into `out`. The other rows are not read, and `weights` are ignored."""
+        out.copy_(next(iter(rows)))
+
+
+@dataclass(frozen=True)
+class Flags(Reducer):
+    """The rule of float buffers that start as zeros and ones: `first` where all rows are 0 or 1, else another reducer.
+
+    So a flag or a mask stays one, and a statistic that starts at zero is averaged.
+
+    Attributes:
+        other: the reducer of elements that are neither 0 nor 1 in some row.
+    """
+
+    other: Reducer
+
+    @property
+    def needs_all(self) -> bool:  # type: ignore[override]  # decided by `other`
+        """Whether `other` needs all rows at once."""
+        return self.other.needs_all
+
+    def weigh(self, facts: RoundFacts) -> list[float]:
+        """Return the weights of `other`."""
+        return self.other.weigh(facts)
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Write the first row's elements where all rows are 0 or 1, and the reduction by `other` elsewhere."""
+        first, flags = torch.empty_like(out), torch.ones_like(out, dtype=torch.bool)
+
+        def seen() -> Iterator[Tensor]:
+            for index, row in enumerate(rows):
+                if index == 0:
+                    first.copy_(row)
+                flags.logical_and_((row == 0) | (row == 1))
+                yield row
+
+        self.other.reduce_(list(seen()) if self.needs_all else seen(), weights, out)
+        torch.where(flags, first, out, out=out)

@@ -20,11 +20,12 @@ from atoll.errors import ConfigError
 from atoll.posix import require_regular
 from atoll.runtime import seeded
 from atoll.tensors.arrays import require_model
-from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_finite, run_of
+from atoll.tensors.buffer_rules import run_schema
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_sound, run_of
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.layout import BUFFER_NAMES, TIED, Layout, chunks
 from atoll.tensors.module_tensors import Marked, Tensors, named_tensors, schema_of, unwrapped
-from atoll.tensors.schema import BUFFERS, NOTHING, Schema
+from atoll.tensors.schema import NOTHING, Schema
 
 NO_MODEL = {NOTHING: torch.zeros(1)}
 """Model of a run that has no rounds, only workflows. It has one element, because every state directory has a model."""
@@ -89,7 +90,8 @@ def is_known(settings: Settings, given_model: nn.Module | Tensors | None, schema
     Return False if the schema differs, or if it is not known without the values: the function that builds the model may
     fail on torch's meta device.
     """
-    return _schema_without_values(settings, given_model) == schema
+    known = _schema_without_values(settings, given_model)
+    return known is not None and known.is_like(schema)
 
 
 def _schema_without_values(settings: Settings, given_model: nn.Module | Tensors | None) -> Schema | None:
@@ -100,10 +102,10 @@ def _schema_without_values(settings: Settings, given_model: nn.Module | Tensors 
     """
     try:
         if given_model is None and settings.model.source is not None and (files := _files(settings.model.source)):
-            return schema_of(_one_model(files, _header), settings.model.buffers)
+            return run_schema(_one_model(files, _header), settings.model.buffers, values=False)
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")  # torch warns that loaded weights are not copied to meta tensors
-            return schema_of(initial_model(settings, given_model), settings.model.buffers, values=False)
+            return run_schema(initial_model(settings, given_model), settings.model.buffers, values=False)
     except Exception:  # a user's function may raise anything
         return None
 
@@ -141,7 +143,7 @@ def loaded_model(settings: Settings, loaded: Tensors, schema: Schema | None = No
     # in the model's order; tensors that the model lacks come last, and the error of require_equal names them
     ordered = {spec.name: tensors.pop(spec.name) for spec in schema.tensors if spec.name in tensors} | tensors
     ordered |= {name: ordered[owner] for name, owner in schema.aliases if owner in ordered}
-    model = Marked(ordered, {spec.name: spec.group == BUFFERS for spec in schema.tensors})
+    model = Marked(ordered, {spec.name: spec.is_buffer for spec in schema.tensors})
     schema_of(model).require_equal(schema, mine=source, theirs="the run")
     return model
 
@@ -254,12 +256,12 @@ def _one_model(files: Sequence[Path], load: Callable[[Path], Marked]) -> Marked:
 
 
 def schema_for(settings: Settings, model: nn.Module | Tensors) -> Schema:
-    """Return the schema of the initial model.
+    """Return the schema of the initial model, with the rules of its buffers.
 
     Raises:
-        ConfigError: the model has no float parameter.
+        ConfigError: the model has no float parameter that is sent, or `model.buffers` does not fit the model.
     """
-    schema = schema_of(model, settings.model.buffers)
+    schema = run_schema(model, settings.model.buffers)
     if not any(spec.group == "params" and spec.numel for spec in schema.tensors):
         raise ConfigError("The initial model has no float parameters.", "Use a model that can be trained.")
     return schema
@@ -291,12 +293,9 @@ def write_version(fd: int, layout: Layout, header: bytes, model: nn.Module | Ten
                 run = torch.zeros(stop - start, dtype=torch_dtype(spec.dtype))
             else:
                 run = run_of(tensors[spec.name], start, stop).cpu()
-            if not is_finite(run):
+            if not is_sound(spec, run):
                 raise ConfigError(
-                    f"The initial model's tensor {spec.name!r} contains NaN or Inf.",
-                    "Check how it is initialised."
-                    if spec.group != BUFFERS
-                    else "If it is a constant, such as a mask, register it with persistent=False. If not, check it.",
+                    f"The initial model's tensor {spec.name!r} contains NaN or Inf.", "Check how it is initialised."
                 )
             data = bytes_of(run)
             hasher.update(data)

@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from atoll.store.journal import NEW_RUN
 from atoll.store.journal_tables import RunRow, utc_text
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests
+from atoll.tensors.buffer_rules import described, rule_for
 from atoll.tensors.fragments import split, split_of
 from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.schema import Schema
 
 LOG = logging.getLogger("atoll.server")
 
@@ -128,6 +131,7 @@ def open_run(
             if model is None and not run and (loaded := persistor.load()) is not None:
                 model = loaded_model(settings, loaded)
             plan = _take_up(settings, model, outer, run) if run else _create(settings, model, outer, store)
+            _say_rules(settings, plan.schema)
             shapes = [fragment.shapes() for fragment in plan.fragments]
             store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
             lost = store.recover()
@@ -186,6 +190,7 @@ def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer
         row: the journal's row of the run.
     """
     plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
+    _require_same_rules(settings, plan.schema)
     try:
         before = json.loads(row.settings_json)
     except ValueError as error:
@@ -229,6 +234,35 @@ def _require_same(settings: Settings, recorded: Mapping[str, Any], current: Mapp
             raise ConfigError(
                 f"The run in {settings.disk.state_dir} has {key} = {old!r}, but this start sets {new!r}.",
                 "Start with the old value, or start a new run in another disk.state_dir.",
+            )
+
+
+def _say_rules(settings: Settings, schema: Schema) -> None:
+    """Log the rules of unusual buffers, and a warning about patterns of `model.buffers` without a match."""
+    if text := described(schema):
+        LOG.info(
+            "rules of the buffers that are neither running statistics nor counters: %s. To change a rule, set "
+            "model.buffers in a new run.",
+            text,
+        )
+    for pattern in settings.model.buffers:
+        if not any(fnmatchcase(spec.name, pattern) for spec in schema.tensors):
+            LOG.warning("model.buffers contains %r, which matches no tensor of the model", pattern)
+
+
+def _require_same_rules(settings: Settings, schema: Schema) -> None:
+    """Refuse a changed rule of a buffer: the rules are chosen when a run begins.
+
+    Raises:
+        ConfigError: a tensor has another rule in the run.
+    """
+    for spec in schema.model.tensors:
+        rule = rule_for(spec, settings.model.buffers)
+        if rule not in (None, spec.rule):
+            raise ConfigError(
+                f"The run in {settings.disk.state_dir} has the rule {spec.rule!r} for {spec.name!r}, but this start "
+                f"sets model.buffers to {rule!r}.",
+                "Start without model.buffers, or start a new run in another disk.state_dir.",
             )
 
 

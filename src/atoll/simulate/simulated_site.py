@@ -166,7 +166,8 @@ class SimulatedSite:
                 one.
         """
         local = self.local
-        if (local.rule is not None and local.rule.state_groups) or local.layouts.codec.feedback:
+        keeps = local.rule is not None and local.rule.state_groups
+        if keeps or local.layouts.codec.feedback or local.layouts.schema.kept:
             with usable(folder.parent):
                 own_folder(folder, folder.parents[1])
         local.open_state(folder, self._opened)

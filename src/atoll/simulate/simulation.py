@@ -240,7 +240,7 @@ class Simulation:
             beginning = self._beginning(run)
             run.start()
             keep_status(run)
-            lasts = plan.algorithm.state_groups or plan.codec.feedback
+            lasts = plan.algorithm.state_groups or plan.codec.feedback or plan.schema.kept
             folder = Path(beginning.sites) if lasts else None
             scheduler = SiteScheduler(run, self.sites, self._engine, folder, self._on_round)
             if not run.state.finished:

@@ -19,6 +19,7 @@ from torch import Tensor
 from atoll.tensors.dtypes import NOT_IN_NUMPY
 from atoll.tensors.layout import ALIGN_BYTES, Layout
 from atoll.tensors.module_tensors import PLAIN, Tensors
+from atoll.tensors.schema import TensorSpec
 
 CHUNK_BYTES = 2**21
 """Bytes that a transfer holds in memory. 64 KiB would cost 1.8 times the CPU time; 8 MiB would not be faster."""
@@ -141,6 +142,41 @@ def is_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(run.to(wide)).all()) for run in runs)
 
 
+def add_(target: Tensor, values: Tensor) -> None:
+    """Add `values` to `target` in place. Use NumPy for integers: torch has no sum of uint16 to uint64."""
+    if target.dtype == values.dtype and target.is_floating_point():
+        target.add_(values)
+    elif target.is_floating_point():
+        target.copy_(target.to(values.dtype).add_(values))
+    else:
+        np.add(target.numpy(), values.numpy(), out=target.numpy())
+
+
+def moved(base: Tensor, local: Tensor, wide: torch.dtype) -> Tensor:
+    """Return local − base, for two 1-D CPU tensors of one dtype, in new memory. Differences of integers wrap around.
+
+    Args:
+        base: the value before training.
+        local: the value after training.
+        wide: dtype in which floats are subtracted, and of the result; for integers, their own dtype.
+    """
+    if wide.is_floating_point:
+        return local.to(wide) - base.to(wide)
+    return torch.from_numpy(np.subtract(local.numpy(), base.numpy()))
+
+
+def is_sound(spec: TensorSpec, values: Tensor) -> bool:
+    """Return whether a tensor may have these values: finite ones; any values if they are only copied; Inf in a maximum.
+
+    Args:
+        spec: the tensor.
+        values: some or all of its values.
+    """
+    if spec.is_copied or is_finite(values):
+        return True
+    return spec.is_buffer and spec.rule == "max" and not bool(values.isnan().any())
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy."""
     if not tensor.numel():
@@ -198,11 +234,12 @@ class Scatter:
 
     Args:
         layout: layout of the version: the offset of each tensor in the file.
-        tensors: name → tensor to write. Bytes of other tensors in the layout are skipped.
+        tensors: name → tensor to write. Bytes of other tensors in the layout are skipped, and of those that the site
+            keeps for itself.
     """
 
     def __init__(self, layout: Layout, tensors: Tensors) -> None:
-        segments = [segment for segment in layout.segments if segment.spec.name in tensors]
+        segments = [each for each in layout.segments if each.spec.name in tensors and not each.spec.is_kept]
         self._starts = [segment.offset for segment in segments]
         self._stops = [segment.offset + segment.nbytes for segment in segments]
         self._tensors = [tensors[segment.spec.name] for segment in segments]

@@ -217,10 +217,10 @@ def schema_of(
 
 
 def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None:
-    """Return the tensors of a model if its schema equals `schema`. This is ten times faster than `schema_of`.
+    """Return the tensors of a model if its schema is like `schema`. This is ten times faster than `schema_of`.
 
     If the model is a mapping, only names, shapes and dtypes are compared, because a mapping does not show which tensors
-    are buffers or tied.
+    are buffers or tied. Tensors that the site keeps for itself are not compared.
 
     Returns:
         name → tensor, detached; None if the schema may be different.
@@ -234,9 +234,11 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
     else:
         tied = dict(schema.aliases)
         tensors = {name: tensor for name, tensor in tensors.items() if name not in tied}
-    if len(tensors) != len(schema.tensors):
+    if len(tensors.keys() - schema.kept) != len(schema.tensors) - len(schema.kept):
         return None
     for spec in schema.tensors:
+        if spec.is_kept:
+            continue
         tensor = tensors.get(spec.name)
         if tensor is None or tensor.shape != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
             return None
@@ -244,6 +246,63 @@ def fits(model: nn.Module | Tensors, schema: Schema) -> dict[str, Tensor] | None
         if parameters is not None and (spec.group == PARAMS) != (is_parameter and spec.is_float):
             return None
     return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+def put_(model: nn.Module | Tensors, values: Tensors) -> None:
+    """Give tensors of a model other values, in place if a tensor has the value's shape, else as a new buffer.
+
+    The extra state of a module is passed to its method `set_extra_state`.
+
+    Args:
+        model: a module, or a dict name → tensor.
+        values: name → value, which a new buffer uses without a copy. Names that the model lacks are ignored.
+
+    Raises:
+        UsageError: a parameter has another shape.
+    """
+    state = state_of(model) if isinstance(model, nn.Module) else model
+    with torch.no_grad():
+        for name, value in values.items():
+            tensor = state.get(name)
+            if not isinstance(tensor, Tensor):
+                continue
+            if isinstance(model, nn.Module) and is_extra_state(name):
+                _module_at(model, name).set_extra_state(value)
+            elif tensor.shape == value.shape:
+                tensor.copy_(value)
+            elif isinstance(model, dict):
+                model[name] = value
+            elif isinstance(model, nn.Module):
+                _replace(model, name, tensor, value.to(tensor.device))
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether an entry of a `state_dict` is what a module's `get_extra_state` returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _module_at(model: nn.Module, name: str) -> nn.Module:
+    """Return the module that has the `state_dict` entry `name`, which has no compile prefixes."""
+    path = name.split(".")[:-1]
+    module: nn.Module = next(
+        module
+        for found, module in model.named_modules(remove_duplicate=False)
+        if [part for part in found.split(".") if part not in ("", _COMPILED)] == path and not _is_compiled(module)
+    )
+    return module
+
+
+def _replace(model: nn.Module, name: str, tensor: Tensor, value: Tensor) -> None:
+    for module in model.modules():
+        for leaf, buffer in module._buffers.items():
+            if buffer is tensor:
+                module._buffers[leaf] = value
+                return
+    raise UsageError(
+        f"The parameter {name!r} of this site has the shape {tuple(tensor.shape)}, but the site has kept it with the "
+        f"shape {tuple(value.shape)}.",
+        "Build the same model as before, or join with another folder.",
+    )
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

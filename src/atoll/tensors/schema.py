@@ -11,7 +11,7 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from blake3 import blake3
@@ -41,6 +41,9 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
 PARAMS = "params"
 BUFFERS = "buffers"
+KEPT = (f"{PARAMS}.keep", f"{BUFFERS}.keep")
+"""Groups of tensors that each site keeps for itself: they are in versions with their initial values, never in updates.
+"""
 NOTHING = "nothing"
 """Name of the only tensor in a run without a model: a run that has only workflows."""
 
@@ -50,7 +53,8 @@ class TensorSpec:
     """Description of a tensor: name, safetensors dtype, shape and group. Each group may have its own reducer.
 
     The groups are `params` (parameters), `buffers`, and groups of extra tensors that an algorithm stores in versions
-    besides the model, such as the control variates of SCAFFOLD.
+    besides the model, such as the control variates of SCAFFOLD. A buffer that does not have the usual rule for its
+    dtype (see `rule`) is in a group with the rule in its name, such as `buffers.first`.
     """
 
     name: str
@@ -93,7 +97,30 @@ class TensorSpec:
     @property
     def is_extra(self) -> bool:
         """Whether the tensor is one of the algorithm's extra tensors, which are not part of the model."""
-        return self.group not in (PARAMS, BUFFERS)
+        return self.group not in (PARAMS, BUFFERS) and not self.is_buffer and not self.is_kept
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether the tensor is a buffer of the model, whatever its rule is."""
+        return self.group.partition(".")[0] == BUFFERS
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether each site keeps its own values of the tensor, and sends none (the rule `keep`)."""
+        return self.group in KEPT
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the tensor's values are only copied, never computed with, so that they may contain Inf and NaN."""
+        return self.is_kept or self.group == f"{BUFFERS}.first"
+
+    @property
+    def rule(self) -> str:
+        """How the next value of a buffer is made: `mean`, `max`, `sum`, `first`, `keep`, or `flags` (see `Flags`).
+
+        The usual rule is `mean` for floats, and `max` for all other dtypes.
+        """
+        return self.group.partition(".")[2] or ("mean" if self.is_float else "max")
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)} in {self.group}"
@@ -174,6 +201,11 @@ class Schema:
         """The schema without the algorithm's extra tensors: only the tensors of the user's model."""
         return Schema(tuple(spec for spec in self.tensors if not spec.is_extra), self.aliases)
 
+    @functools.cached_property
+    def kept(self) -> frozenset[str]:
+        """The names of the tensors that each site keeps for itself."""
+        return frozenset(spec.name for spec in self.tensors if spec.is_kept)
+
     @property
     def is_nothing(self) -> bool:
         """Whether this is the placeholder schema of a run without a model, which only sends tasks to the sites."""
@@ -222,8 +254,29 @@ class Schema:
         names = [spec.name for spec in other.tensors]
         return Schema(tuple(own[name] for name in names), self.aliases) if own.keys() == set(names) else self
 
+    def _compared(self, kept: frozenset[str]) -> Schema:
+        """Return what two sides must agree on: all tensors but those in `kept`, and for buffers not their rules.
+
+        Rules are chosen by the server, and a site's own tensors may have any shape.
+        """
+        return Schema(
+            tuple(
+                replace(spec, group=BUFFERS) if spec.is_buffer else spec
+                for spec in self.tensors
+                if spec.name not in kept
+            ),
+            self.aliases,
+        )
+
+    def is_like(self, other: Schema) -> bool:
+        """Return whether both schemas have the same tensors, in any order; see `require_equal`."""
+        one, two = (each._compared(self.kept | other.kept) for each in (self, other))
+        return one.in_order_of(two) == two
+
     def require_equal(self, other: Schema, *, mine: str, theirs: str) -> None:
-        """Check that both schemas are equal, except for the order of the tensors.
+        """Check that both schemas have the same tensors, in any order.
+
+        The rules of buffers, and the tensors that each site keeps for itself, may differ.
 
         Args:
             other: the other side's schema.
@@ -233,13 +286,30 @@ class Schema:
         Raises:
             SchemaMismatch: they differ. The message has both digests and the first difference.
         """
-        if self.in_order_of(other) == other:
+        if self.is_like(other):
             return
+        one, two = (each._compared(self.kept | other.kept) for each in (self, other))
         raise SchemaMismatch(
             f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
-            f"{other.digest[:12]}): {_first_difference(self, other, mine, theirs)}.",
-            f"Use the same architecture and dtypes on both sides, or start {theirs} with the model of {mine}.",
+            f"{other.digest[:12]}): {_first_difference(one, two, mine, theirs)}.",
+            _shape_remedy(one, two)
+            or f"Use the same architecture and dtypes on both sides, or start {theirs} with the model of {mine}.",
         )
+
+
+def _shape_remedy(one: Schema, two: Schema) -> str:
+    """Return the remedy if only buffers differ, by their shapes; else nothing."""
+    in_one, in_two = ({spec.name: spec for spec in schema.tensors} for schema in (one, two))
+    differing = [name for name in in_one.keys() | in_two.keys() if in_one.get(name) != in_two.get(name)]
+    for name in differing:
+        mine, its = in_one.get(name), in_two.get(name)
+        if mine is None or its is None or not mine.is_buffer or replace(mine, shape=its.shape) != its:
+            return ""
+    name = min(differing, default="")
+    return name and (
+        "If the shape comes from the data, let each site keep its own buffer: start a new run with "
+        f'model.buffers = {{"{name}" = "keep"}}.'
+    )
 
 
 def _first_difference(one: Schema, two: Schema, mine: str, theirs: str) -> str:

@@ -294,7 +294,7 @@ def test_config_show_says_what_was_set(atoll_command) -> None:
             {"name": "adam", "lr": 0.5, "betas": [0.9, 0.95]},
         ),
         "network.insecure": ("yes", True),
-        "model.buffers": ("*mean, *var", ["*mean", "*var"]),
+        "model.buffers": ('{"*mean" = "mean", "*var" = "keep"}', {"*mean": "mean", "*var": "keep"}),
         "async.enabled": ("true", True),
         "async.max_staleness": ("3", 3),
         "aggregation.upload_codec": ('{name = "none"}', {"name": "none"}),

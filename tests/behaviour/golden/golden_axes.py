@@ -177,6 +177,7 @@ def settings_of(row: Row) -> dict[str, Any]:
         "aggregation.upload_codec.name": row["codec"],
         "aggregation.download_codec.name": row["downlink"],
         "network.part_bytes": 2**24,
+        "model.buffers": {"seen": "max"},
     }
     if row["reducer"] != "own":
         settings["aggregation.reducer.name"] = row["reducer"]

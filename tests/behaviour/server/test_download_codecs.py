@@ -29,7 +29,7 @@ from atoll.filters import NormClip
 from atoll.registry import OwnName
 
 WEIGHTS = {"a": 1.0, "b": 2.5}
-BUFFERS = ("bn.*",)
+BUFFERS = {"bn.*": "mean"}
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """dtype → its name in safetensors."""
 
@@ -512,7 +512,7 @@ def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, opti
 
 def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
     model = dict(nn.Linear(90, 60).state_dict())
-    with codec_server(tmp_path, model, algorithm="scaffold", **{"rounds.min_sites": 1, "model.buffers": ()}) as server:
+    with codec_server(tmp_path, model, algorithm="scaffold", **{"rounds.min_sites": 1, "model.buffers": {}}) as server:
         sites = manual_sites(server, tmp_path)
         for number in (1, 2, 3):
             controls = {"control": {name: torch.full_like(tensor, 0.1 * number) for name, tensor in model.items()}}
@@ -614,7 +614,7 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
 def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path: Path, nursery: Nursery) -> None:
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options: dict[str, Any] = {"algorithm": "diloco", "K": 2, "H": 2, "model.buffers": ()}
+    options: dict[str, Any] = {"algorithm": "diloco", "K": 2, "H": 2, "model.buffers": {}}
     with codec_server(tmp_path, model, sites=1, rounds=0, **options) as server:
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             for _ in range(6):

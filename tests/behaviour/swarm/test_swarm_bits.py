@@ -45,6 +45,17 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
     assert [len(summary["workers"]) for summary in ours.history] == workers
 
 
+@pytest.mark.covers("X10", "P10")
+def test_the_rules_of_buffers_hold_in_a_swarm(tmp_path: Path) -> None:
+    """What a site keeps has its initial value in every version, and the rest is as a server makes it."""
+    rules = {"1.running_mean": "first", "1.running_var": "max", "1.num_batches_tracked": "sum", "1.weight": "keep"}
+    ours, theirs = (
+        left_by(tmp_path / place, **{"model.buffers": rules, "swarm.enabled": place == "swarm"})[0]
+        for place in ("swarm", "server")
+    )
+    assert ours.without_exports == theirs.without_exports
+
+
 H, ORDER = 4, "abcaacbba"
 DILOCO: dict[str, Any] = PLAIN | {"algorithm.name": "diloco", "diloco.sync_every": H, "async.enabled": True}
 

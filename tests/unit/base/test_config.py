@@ -58,7 +58,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(tmp_path: Path)
         ("disk.durability", "power", "power"),
         ("disk.state_dir", "runs/a", Path("runs/a")),
         ("network.port", "0", 0),
-        ("model.buffers", "bn.*,ema.*", ("bn.*", "ema.*")),
+        ("model.buffers", '{"bn.*" = "keep", n = "sum"}', {"bn.*": "keep", "n": "sum"}),
         ("model.args", "{depth = 3}", {"depth": 3}),
         ("aggregation.upload_codec", '{name = "topk", density = 0.1}', codec(name="topk", density=0.1)),
     ],

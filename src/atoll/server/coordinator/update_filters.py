@@ -29,7 +29,7 @@ from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.user_code import UserThreads, shared
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
-from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of
+from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_sound
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Piece
 from atoll.tensors.schema import PARAMS, TensorSpec
@@ -226,7 +226,7 @@ class _Work:
                 encoded, spec = self._run(chain, run), run.segment.spec
                 if spec.is_float:
                     values = self._decoded(encoded, run).double()
-                    if not bool(torch.isfinite(values).all()):
+                    if not is_sound(spec, values):
                         raise FilterRefused(
                             f"the values of {spec.name!r} after the server's {_names(filters)} are not finite"
                         )
@@ -240,13 +240,13 @@ class _Work:
         """Filter a range of elements of one tensor, and return them encoded."""
         spec, start, stop = run.segment.spec, run.start, run.stop
         if not spec.is_extra and not spec.is_float and not chain.sends(spec.name):
-            return self._base(spec, start, stop).view(torch.uint8)
+            return self._unchanged(spec, start, stop).view(torch.uint8)
         if spec.is_extra or not spec.is_float:
             return self._bytes(run)
         if spec.group == PARAMS:
             values = chain.change(spec.name, start, stop)
         elif not chain.sends(spec.name):
-            values = self._base(spec, start, stop)
+            values = self._unchanged(spec, start, stop)
         else:  # (change − filtered change) + the site's value: bit-exact if filters change nothing
             values = chain.removed(spec.name, start, stop).add_(self._decoded(self._bytes(run), run))
         encoded = torch.empty(run.nbytes, dtype=torch.uint8)
@@ -257,10 +257,12 @@ class _Work:
         """Return base − local, as the site sent it, for elements [start, stop) of a tensor."""
         segment = self._layout.by_name[name]
         run = self._layout.piece(segment, start, stop)
-        values = self._decoded(self._bytes(run), run)
-        if segment.spec.group == PARAMS:
+        values, spec = self._decoded(self._bytes(run), run), segment.spec
+        if spec.group == PARAMS:
             return values
-        return self._base(segment.spec, start, stop).to(values.dtype).sub_(values)
+        if spec.rule == "sum":  # the update has the buffer's change
+            return values.neg_()
+        return self._base(spec, start, stop).to(values.dtype).sub_(values).nan_to_num_(0, 0, 0)
 
     def _bytes(self, run: Piece) -> Tensor:
         encoded = torch.empty(run.nbytes, dtype=torch.uint8)
@@ -272,6 +274,11 @@ class _Work:
         values = torch.empty(run.numel, dtype=accumulate_dtype(spec.dtype))
         self._codecs[run.segment.codec].decode_(encoded, values, spec.dtype)
         return values
+
+    def _unchanged(self, spec: TensorSpec, start: int, stop: int) -> Tensor:
+        """Return the elements of a buffer as a site sends them that has not changed the buffer."""
+        base = self._base(spec, start, stop)
+        return torch.zeros_like(base) if spec.rule == "sum" else base
 
     def _base(self, spec: TensorSpec, start: int, stop: int) -> Tensor:
         values = torch.empty(stop - start, dtype=torch_dtype(spec.dtype))

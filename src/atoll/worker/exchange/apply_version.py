@@ -16,7 +16,17 @@ from atoll.codecs.base import Codec
 from atoll.errors import UsageError
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import Move
-from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, assign_run_, bytes_of, run_of, writable_bytes
+from atoll.tensors.chunks import (
+    CHUNK_ELEMENTS,
+    WIDEST_BYTES,
+    AnyTensors,
+    add_,
+    assign_run_,
+    bytes_of,
+    moved,
+    run_of,
+    writable_bytes,
+)
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_expanded
 from atoll.tensors.schema import PARAMS
@@ -31,7 +41,8 @@ def _scratch() -> memoryview:
 def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
     """Move local training from one version of the global model to another: w ← new + (w − old) for each parameter w.
 
-    The tensors are changed in place. Buffers, as in `nn.Module.buffers()`, take the new version's values.
+    The tensors are changed in place. Buffers, as in `nn.Module.buffers()`, take the new version's values. Those with
+    the rule `sum` change like parameters, and tensors that the site keeps for itself do not change.
 
     Args:
         tensors: the model's own tensors, by name.
@@ -42,7 +53,7 @@ def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
     with torch.no_grad(), single_thread():
         for piece, start, stop in new.layout.chunks(CHUNK_ELEMENTS):
             spec = piece.segment.spec
-            if spec.name not in tensors:
+            if spec.name not in tensors or spec.is_kept:
                 continue
             dtype = torch_dtype(spec.dtype)
             head = new.elements(piece, start, stop, scratch_new, dtype)
@@ -51,6 +62,9 @@ def rebase_(tensors: AnyTensors, old: TensorFile, new: TensorFile) -> None:
                 base = old.elements(piece, start, stop, scratch_old, dtype)
                 local = run_of(tensors[spec.name], start, stop).cpu()
                 head = (head.to(wide) + (local.to(wide) - base.to(wide))).to(dtype)
+            elif spec.rule == "sum":
+                base = old.elements(piece, start, stop, scratch_old, dtype)
+                add_(head, moved(base, run_of(tensors[spec.name], start, stop).cpu(), accumulate_dtype(spec.dtype)))
             assign_run_(tensors[spec.name], start, head)
 
 
@@ -58,8 +72,8 @@ def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
     """Mix a version of the global model into the local model, in place: w ← (1−α)·v + α·w.
 
     Here w is a tensor of the model and v the version's tensor of the same name. α = 0 loads the version, and α = 1
-    leaves the model unchanged. For other α, integer and bool tensors take the version's values, since they cannot be
-    mixed.
+    leaves the model unchanged. For other α, integers and buffers that are not averaged take the version's values, since
+    they cannot be mixed. Tensors that the site keeps for itself do not change.
 
     Args:
         tensors: the model's own tensors, by name; changed in place.
@@ -74,21 +88,26 @@ def merge_(tensors: Tensors, version: TensorFile, alpha: float) -> None:
     with torch.no_grad(), single_thread():
         for piece, start, stop in version.layout.chunks(CHUNK_ELEMENTS):
             spec, dtype = piece.segment.spec, torch_dtype(piece.segment.spec.dtype)
+            if spec.is_kept:
+                continue
             values = version.elements(piece, start, stop, scratch, dtype)
-            if spec.is_float:
+            if spec.is_float and spec.rule == "mean":
                 wide, local = accumulate_dtype(spec.dtype), run_of(tensors[spec.name], start, stop)
                 values = values.to(local.device, wide).mul(1 - alpha).add_(local.to(wide), alpha=alpha)
             assign_run_(tensors[spec.name], start, values)
 
 
 def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -> None:
-    """Decode the outbox's update, and subtract it from the values in the base file: base ← base − decoded update."""
+    """Decode the outbox's update, and subtract it from the values in the base file: base ← base − decoded update.
+
+    For buffers with the rule `sum`, the update has local − base, which is added. Other buffers do not change.
+    """
     scratch = _scratch()
     encoded = _scratch()
     with torch.no_grad(), single_thread():
         for piece, start, stop in outbox.layout.chunks(CHUNK_ELEMENTS):
             spec = piece.segment.spec
-            if spec.group != PARAMS:
+            if spec.group != PARAMS and spec.rule != "sum":
                 continue
             wide = accumulate_dtype(spec.dtype)
             values = base.elements(piece, start, stop, scratch, torch_dtype(spec.dtype))
@@ -97,13 +116,16 @@ def advance_base_(base: BaseFile, outbox: Outbox, codecs: Mapping[str, Codec]) -
             delta = torch.empty(stop - start, dtype=wide, device="cpu")
             source = torch.frombuffer(encoded, dtype=torch.uint8, count=run.nbytes)
             codecs[piece.segment.codec].decode_(source, delta, spec.dtype)
-            values.copy_(values.to(wide) - delta)
+            if spec.group == PARAMS:
+                values.copy_(values.to(wide) - delta)
+            else:
+                add_(values, delta)
             offset = base.layout.by_name[spec.name].offset + start * spec.item_bytes
             base.write(offset, scratch[: (stop - start) * spec.item_bytes])
 
 
 def load_(tensors: AnyTensors, base: TensorFile) -> None:
-    """Copy the values of the base file into the tensors, in place.
+    """Copy the values of the base file into the tensors, in place; not into those that the site keeps for itself.
 
     A contiguous CPU tensor with the file's dtype is filled directly from the file. Every other tensor is filled through
     a buffer.
@@ -114,7 +136,7 @@ def load_(tensors: AnyTensors, base: TensorFile) -> None:
         nonlocal scratch
         for piece, start, stop in base.layout.chunks(CHUNK_ELEMENTS):
             spec = piece.segment.spec
-            if spec.name not in tensors:
+            if spec.name not in tensors or spec.is_kept:
                 continue
             tensor, dtype = tensors[spec.name], torch_dtype(spec.dtype)
             memory = writable_bytes(tensor) if isinstance(tensor, Tensor) and tensor.dtype == dtype else None
@@ -145,6 +167,6 @@ def store_(base: BaseFile, tensors: Tensors) -> None:
     with torch.no_grad(), single_thread():
         for piece, start, stop in base.layout.chunks(CHUNK_ELEMENTS):
             spec = piece.segment.spec
-            if spec.name in tensors:
+            if spec.name in tensors and not spec.is_kept:
                 values = run_of(tensors[spec.name], start, stop).to("cpu", torch_dtype(spec.dtype))
                 base.write(base.layout.by_name[spec.name].offset + start * spec.item_bytes, bytes_of(values))

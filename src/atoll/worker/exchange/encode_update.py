@@ -1,8 +1,8 @@
 """Encode the result of local training as an update, and write it piece by piece into the outbox file.
 
 For each parameter, the update contains the pseudo-gradient `base − local`, computed on the parameter's device. The
-model's buffers (`nn.Module.buffers()`) are sent as they are. This needs a few blocks of memory of fixed size, whatever
-the model's size.
+model's buffers (`nn.Module.buffers()`) are sent as they are; those with the rule `sum` as local − base. This needs a
+few blocks of memory of fixed size, whatever the model's size.
 
 The sections of this file, in order: a site's filters (`Filtered`, `AnswerFilters`), warnings about updates that are
 zero (`EncodingLosses`), the encoding itself (`UpdateFormer`), and one fragment at one site (`LocalFragment`).
@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from blake3 import blake3
-from torch import Tensor
+from torch import Tensor, nn
 
 from atoll.algorithms.base import ChangeReader, ElementReader, LocalRule
 from atoll.algorithms.by_hand import Shapes
@@ -35,14 +35,14 @@ from atoll.protocol.messages import Ticket
 from atoll.protocol.values import UpdateInfo
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import ByteRun, RunTable
-from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, bytes_of, run_of
+from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, bytes_of, moved, run_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, version_layout
-from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.module_tensors import Tensors, put_, state_of
 from atoll.tensors.payload import Packed
 from atoll.tensors.schema import PARAMS, Schema, extra_name
 from atoll.worker.exchange.base_and_outbox import TensorFile, name_of
-from atoll.worker.exchange.local_state import AlgorithmState, LocalState, Owner, Residuals
+from atoll.worker.exchange.local_state import AlgorithmState, KeptTensors, LocalState, Owner, Residuals
 from atoll.worker.log_lines import LOG, error_text
 
 # -- A site's filters: between the model and the outbox, or between an answer to a task and its file. Each range of
@@ -70,7 +70,8 @@ class Filtered:
         self, filters: Sequence[Filter], base: TensorFile, tensors: Tensors, about: About, model: Collection[str] = ()
     ) -> None:
         self._base, self._tensors = base, tensors
-        specs = {each.spec.name: each.spec for each in base.layout.segments if not each.spec.is_extra}
+        sent = [each.spec for each in base.layout.segments if not each.spec.is_extra and not each.spec.is_kept]
+        specs = {spec.name: spec for spec in sent}
         raw = partial(change_of, base, tensors)  # a bound method would make a reference cycle that keeps the model
         self._chain = _as_usage_error(lambda: Chain(filters, specs, about, raw, model=model))
 
@@ -106,10 +107,14 @@ class Filtered:
 
 
 def change_of(base: TensorFile, tensors: AnyTensors, name: str, start: int, stop: int) -> Tensor:
-    """Return base − local before any filter, for elements [start, stop) of a tensor, as a new CPU tensor."""
-    wide = accumulate_dtype(base.layout.by_name[name].spec.dtype)
-    values = base.values_of(name, start, stop).to(wide)
-    return values.sub_(run_of(tensors[name], start, stop).to("cpu", wide))
+    """Return base − local before any filter, for elements [start, stop) of a tensor, as a new CPU tensor.
+
+    A buffer may contain Inf. There, the change is 0, so that filters can compute with it.
+    """
+    spec = base.layout.by_name[name].spec
+    wide = accumulate_dtype(spec.dtype)
+    values = base.values_of(name, start, stop).to(wide).sub_(run_of(tensors[name], start, stop).to("cpu", wide))
+    return values.nan_to_num_(0, 0, 0) if spec.is_buffer else values
 
 
 class AnswerFilters:
@@ -423,8 +428,13 @@ class UpdateFormer:
             parameter = spec.name.removeprefix(extra_name(spec.group, ""))
             return self.extra[spec.group](parameter, piece.start, piece.stop)
         if self.filtered is not None:
-            return self.filtered.value(spec.name, piece.start, piece.stop)
-        return run_of(self.tensors[spec.name], piece.start, piece.stop)
+            value = self.filtered.value(spec.name, piece.start, piece.stop)
+        else:
+            value = run_of(self.tensors[spec.name], piece.start, piece.stop)
+        if spec.rule != "sum":
+            return value
+        base = self.base.values_of(spec.name, piece.start, piece.stop)
+        return moved(base, value.cpu(), accumulate_dtype(spec.dtype))
 
     def _encode_delta(self, run: ByteRun, delta: Tensor, target: Tensor) -> None:
         """Encode the change `delta` into `target`.
@@ -551,7 +561,8 @@ class LocalFragment:
         residuals: the encoding errors of earlier updates; None: the codec has no error feedback.
         algorithm_state: the tensors that the algorithm keeps at the site, such as SCAFFOLD's control variate; None: it
             keeps none.
-        state: all files of the site's local state: those of `residuals` and `algorithm_state`.
+        kept: the tensors that the site keeps for itself; None: it sends all tensors.
+        state: all files of the site's local state: those of `residuals`, `algorithm_state` and `kept`.
         is_corrected: whether `Round.correct` has checked the optimizers in this process; it checks them only once.
     """
 
@@ -567,13 +578,14 @@ class LocalFragment:
     filters: Sequence[Filter] = ()
     residuals: Residuals | None = field(init=False, default=None)
     algorithm_state: AlgorithmState | None = field(init=False, default=None)
+    kept: KeptTensors | None = field(init=False, default=None)
     state: LocalState = field(init=False)
     is_corrected: bool = field(init=False, default=False)
 
     def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
-        """Open the files of the site's local state: encoding errors of earlier updates, and the algorithm's own state.
+        """Open the files of the site's local state: encoding errors, the algorithm's own state, and kept tensors.
 
-        Without error feedback, encoding errors have no files. An algorithm without state at the site has none either.
+        What the run does not need has no files.
 
         Args:
             folder: the site's folder in the run; locked by the caller.
@@ -587,7 +599,28 @@ class LocalFragment:
         if self.number is None and self.rule is not None and self.rule.state_groups:
             self.algorithm_state = AlgorithmState(folder, schema, self.rule.state_groups, owner)
             opened.callback(self.algorithm_state.close)
-        self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state)
+        if schema.kept:
+            self.kept = KeptTensors(folder, schema.kept, name_of("kept", self.number), owner)
+            opened.callback(self.kept.close)
+        self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state, self.kept)
+
+    def load_kept_(self, model: nn.Module | Tensors) -> None:
+        """Give a model the tensors that this site keeps for itself, as its last counted update left them.
+
+        Before that, they are those of the initial model. A tensor that has another shape there stays as it is.
+
+        Args:
+            model: the model, into which a version was loaded; a module, or a dict name → tensor.
+        """
+        if self.kept is None:
+            return
+        self.kept.adopt_if_counted(self.outcome_of)
+        values = self.kept.values()
+        own = state_of(model) if isinstance(model, nn.Module) else model
+        for spec in self.layouts.schema.tensors:
+            if spec.is_kept and spec.name not in values and getattr(own.get(spec.name), "shape", None) == spec.shape:
+                values[spec.name] = self.base.values_of(spec.name, 0, spec.numel).view(spec.shape)
+        put_(model, values)
 
     @property
     def parameter_shapes(self) -> Shapes:
@@ -650,6 +683,8 @@ class LocalFragment:
             on_part: called with each part and its BLAKE3 digest as soon as the part is written.
         """
         self.state.begin(ticket.id)
+        if self.kept is not None:
+            self.kept.keep(tensors)
         if self.residuals is not None:
             self.residuals.follow(ticket.base.number, self.site)
         read_change = filtered.change_or_none if filtered is not None else partial(change_of, self.base, tensors)

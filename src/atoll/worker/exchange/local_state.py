@@ -7,11 +7,13 @@ this update counted. A refused or lost update changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
+from safetensors.torch import load
 from torch import Tensor
 
 from atoll.errors import ConfigError
@@ -19,9 +21,9 @@ from atoll.json_files import note_from, read_note, write_note
 from atoll.posix import no_sync, own_folder, read_own, replace_file, usable
 from atoll.protocol import messages
 from atoll.protocol.messages import Counted
-from atoll.tensors.chunks import bytes_of
+from atoll.tensors.chunks import bytes_of, runs_of
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name, torch_dtype
-from atoll.tensors.layout import file_layout
+from atoll.tensors.layout import file_layout, safetensors_header
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec, extra_specs
 from atoll.worker.arguments import flag
 from atoll.worker.exchange.base_and_outbox import ScratchFile
@@ -122,6 +124,8 @@ class TwoPhaseFile:
             advance.
     """
 
+    _file: ClassVar[type[ScratchFile]] = ScratchFile
+
     def __init__(
         self,
         folder: Path,
@@ -135,7 +139,7 @@ class TwoPhaseFile:
         self._segments = layout.by_name
         self._note_path, self._owner = folder / f"{name}.json", owner
         used = () if sparse else None
-        self._files = [ScratchFile(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
+        self._files = [self._file(folder / f"{name}-{index}.bin", layout.nbytes, used) for index in (0, 1)]
         note: TwoPhaseNote | None = read_note(self._note_path, TwoPhaseNote)
         if note is not None and not _is_sound(note):
             note = None
@@ -530,13 +534,78 @@ def _version(counted: Counted) -> int:
     return -1 if counted.base_version is None else counted.base_version
 
 
+# -- The tensors that a site keeps for itself: those with the rule `keep` in `model.buffers`.
+
+
+class WholeFile(ScratchFile):
+    """A file that is always rewritten as a whole, so that its size may change."""
+
+    def __init__(self, path: Path, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> None:
+        super().__init__(path, path.stat().st_size if path.is_file() else nbytes, used)
+
+    def rewrite(self, runs: Iterable[memoryview | bytes]) -> None:
+        """Replace the content of the file."""
+        self.nbytes = 0
+        self.zero()
+        for run in runs:
+            self.write(self.nbytes, memoryview(run))
+            self.nbytes += len(run)
+
+
+class KeptTensors(TwoPhaseFile):
+    """The tensors of one fragment that a site keeps for itself, on disk, such as batch normalisation in FedBN.
+
+    Their shapes may change from update to update. Each file is a safetensors file, or empty.
+
+    Args:
+        folder: the site's folder in the run; locked by the caller.
+        names: the names of the tensors.
+        name: name of the files, without suffix.
+        owner: the site and the run. Files of another owner count as lost.
+    """
+
+    _file = WholeFile
+
+    def __init__(self, folder: Path, names: Iterable[str], name: str, owner: Owner) -> None:
+        super().__init__(folder, name, (), owner=owner)
+        self._names = sorted(names)
+        if not self.found:
+            self.zero()
+
+    def zero(self) -> None:
+        """Forget all values: the site begins with those of the initial model again."""
+        super().zero()
+        for file in self._files:
+            cast(WholeFile, file).rewrite(())
+
+    def values(self) -> dict[str, Tensor]:
+        """Return the current values by name, in new memory; empty until an update of this site has counted."""
+        file = self._files[self.note.current]
+        content = bytearray(file.nbytes)
+        file.read_into(0, memoryview(content))
+        return load(bytes(content)) if content else {}
+
+    def keep(self, tensors: Mapping[str, object]) -> None:
+        """Write the values that become current if the update counts that is being formed.
+
+        Args:
+            tensors: the model's tensors by name. A tensor that is missing keeps its current value.
+        """
+        values = self.values() | {name: value for name in self._names if isinstance(value := tensors.get(name), Tensor)}
+        specs = [TensorSpec(name, dtype_name(each.dtype), tuple(each.shape)) for name, each in values.items()]
+        schema = Schema.build(specs)
+        runs = chain.from_iterable(runs_of(values[spec.name].detach()) for spec in schema.tensors)
+        file = self._files[1 - self.note.current]
+        cast(WholeFile, file).rewrite(chain([safetensors_header(schema.tensors, {})], runs))
+
+
 # -- Move the local state of a site between disks: read its files as bytes, and write them again.
 #
 # The files are written in the same order as in a round: the note without the pending update, the pending file, then the
 # full note. So after a kill in between, the round can be trained again.
 
 
-NAMES = ("algorithm", "residual")
+NAMES = ("algorithm", "residual", "kept")
 """The NAME of each kind of local state. NAME-0.bin and NAME-1.bin are written in turn; NAME.json says which is current.
 """
 

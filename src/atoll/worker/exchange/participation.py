@@ -14,7 +14,7 @@ from atoll.filters.base import Filter, require_filters
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.swarm_messages import SwarmPlan
-from atoll.tensors.fsdp_shards import Shards
+from atoll.tensors.fsdp_shards import Shard, Shards
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import http_to
 from atoll.transport.part_transfer import HttpTransfer
@@ -188,6 +188,13 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
             f"Start the server with --set model.ranks={size}, or this worker with torchrun --nproc-per-node "
             f"{info.ranks}.",
         )
+    if loop.shards is not None:
+        sharded = next((name for name in session.schema.kept if isinstance(loop.shards()[name], Shard)), None)
+        if sharded is not None:
+            raise ConfigError(
+                f"model.buffers of the run {info.name!r} keeps {sharded!r} at each site, but it is sharded over ranks.",
+                "Keep only tensors that every rank has whole, such as buffers.",
+            )
     if loop.schema is not None:
         loop.schema.require_equal(session.schema.model, mine=f"worker {site}", theirs="the run")
 

@@ -137,7 +137,7 @@ class DeltaAdder:
             encoded = self._encoded[: below.nbytes]
             self._file.read_into(below.offset, bytes_of(encoded))
             downlink.advance_(segment, values, encoded)
-            if spec.name in self._into:
+            if spec.name in self._into and not spec.is_kept:
                 assign_run_(self._into[spec.name], start, values)
             offset = self._target.layout.by_name[spec.name].offset + start * spec.item_bytes
             self._put(offset, scratch[: (stop - start) * spec.item_bytes], hasher)

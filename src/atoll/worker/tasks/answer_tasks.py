@@ -309,6 +309,7 @@ class TaskWorker:
         pulls_ahead: whether to download the tensors of the next task while a handler runs.
         local: returns the model that the site submitted last, read from a file; None: this process trains no model.
         folder: the folder in which models are stored for evaluation; by default the folder for temporary files.
+        load_kept: loads the tensors that the site keeps for itself into a module; None: there are none.
     """
 
     _joined_by = "atoll.tasks"  # the call that takes part again after this worker has left
@@ -322,11 +323,12 @@ class TaskWorker:
         pulls_ahead: bool = False,
         local: Callable[[], Packed] | None = None,
         folder: Path | None = None,
+        load_kept: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self._site, self._session, self._filters = site, session, AnswerFilters(filters, site)
         self._process = os.getpid()  # a fork has not joined, so it does not leave
         self._ahead = TaskPrefetcher(session) if pulls_ahead and session is not None else None
-        self._models = Models(site, session, self._filters, local, folder)
+        self._models = Models(site, session, self._filters, local, folder, load_kept)
         self._handlers: dict[str, TaskHandler] = {}
         self._builtin: dict[str, TaskHandler] = {}
         self._warned: set[str] = set()

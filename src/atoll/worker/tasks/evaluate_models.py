@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Models:
         filters: filters that are applied to the site's own model before it is sent.
         local: returns the model that the site submitted last; None: this process trains no model.
         folder: the folder in which a model is stored during its evaluation; None: the folder for temporary files.
+        load_kept: loads the tensors that the site keeps for itself into a module; None: this process has no such
+            tensors.
 
     Attributes:
         give: the script's function that returns the site's model, set by `TaskWorker.submits`; None: use `local`.
@@ -61,7 +63,9 @@ class Models:
         filters: AnswerFilters,
         local: Callable[[], Packed] | None,
         folder: Path | None,
+        load_kept: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        self._load_kept = load_kept
         self._site, self._session, self._filters, self._local, self._folder = site, session, filters, local, folder
         self.give: Callable[[], Any] | None = None
         self.filled: nn.Module | None = None
@@ -87,11 +91,13 @@ class Models:
                 "name or its own handler.",
             )
         begin_s = time.monotonic()
-        state = self._fetched(reference)
+        state, kept = self._fetched(reference), self._connection.schema.kept if self._load_kept else frozenset()
         self._connection.tell(state=f"evaluating {name}"[:64])
         try:
             if model is not None:
-                fill_(model, state, str(name))
+                fill_(model, state, str(name), kept)
+                if self._load_kept is not None:
+                    self._load_kept(model)
             metrics = measured(function(state if model is None else model))
         finally:
             state.release()
@@ -191,13 +197,14 @@ def key_of(ref: TensorRef) -> tm.ObjectKey:
     return tm.ObjectKey(object=ref.object, secret=ref.secret, digest=ref.digest, expires_at=ref.expires_at)
 
 
-def fill_(model: nn.Module, state: LazyState, name: str) -> None:
+def fill_(model: nn.Module, state: LazyState, name: str, kept: Collection[str] = ()) -> None:
     """Load a model from disk into a module, in place, piece by piece.
 
     Args:
         model: the module.
         state: the model on disk.
         name: name of the model, for errors.
+        kept: names of tensors that each site keeps for itself; they are not loaded.
 
     Raises:
         SchemaMismatch: the tensors differ in name, shape or dtype. The message names the first difference.
@@ -208,12 +215,13 @@ def fill_(model: nn.Module, state: LazyState, name: str) -> None:
         ({**tensors, **aliases}, state, "only the module has"),
         (state, {**tensors, **aliases}, "only the model has"),
     ):
-        lacking = next((key for key in one if key not in other), None)
+        lacking = next((key for key in one if key not in other and key not in kept), None)
         if lacking is not None:
             raise SchemaMismatch(
                 f"{what} does not fit the module of worker.evaluates: {where} {lacking!r}.",
                 "Give worker.evaluates a module of the model's class.",
             )
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in kept}
     for key, tensor in tensors.items():
         lazy: LazyTensor = state.ref(key)
         if lazy.shape != tensor.shape or lazy.dtype != tensor.dtype:
@@ -276,7 +284,7 @@ def keep_local(participation: Participation, tensors: Tensors, round_number: int
         round_number: the number of the round.
     """
     path, temporary = participation.folder / LOCAL_MODEL, participation.folder / f".{LOCAL_MODEL}.tmp"
-    specs = participation.session.schema.model.tensors
+    specs = [spec for spec in participation.session.schema.model.tensors if not spec.is_kept]
     header = safetensors_header(specs, {"format": "pt", "round": str(round_number)})
     runs = itertools.chain.from_iterable(runs_of(tensors[spec.name].detach()) for spec in specs)
     try:
@@ -316,4 +324,5 @@ def local_model(participation: Participation) -> Packed:
             "Register worker.submits(function), train with such a workflow, or evaluate without the sites' "
             "models (site_models = false, --no-site-models).",
         ) from None
-    return packed_state(state, dict(participation.session.schema.model.aliases))
+    aliases = participation.session.schema.model.aliases
+    return packed_state(state, {name: owner for name, owner in aliases if owner in state})

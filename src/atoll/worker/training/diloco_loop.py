@@ -16,8 +16,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ from atoll.format_text import of_fragment
 from atoll.protocol.messages import VersionRef
 from atoll.protocol.values import UpdateInfo
 from atoll.tensors.arrays import require_model
+from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.fsdp_shards import Shards
 from atoll.tensors.module_tensors import (
     Tensors,
@@ -86,12 +88,15 @@ class SyncProgress:
         next_step: the next local step after which an update may be due or a received result may have to be merged.
         finished: whether the run is over.
         lost: whether the worker has given up, because the server has not answered for too long.
+        kept: names of the buffers that the site keeps for itself. They may change their shapes, and each rank has its
+            own.
     """
 
     sync_every: int
     next_step: int
     finished: bool
     lost: bool
+    kept: tuple[str, ...] = ()
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
@@ -136,13 +141,14 @@ _REMEDY = (
 )
 
 
-def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer]) -> Tensors:
+def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer], kept: Collection[str] = ()) -> Tensors:
     """Return the model's current tensors by name; `before` itself if no tensor was replaced.
 
     Args:
         model: the model.
         before: the model's tensors at the start of training, by name.
         optimizers: the optimizers that train the model.
+        kept: names of the buffers that the site keeps for itself, which may change in any way.
 
     Raises:
         UsageError: a tensor was added, removed, or replaced by one of another dtype or shape, or no optimizer trains a
@@ -150,16 +156,18 @@ def replaced(model: nn.Module, before: Tensors, optimizers: Sequence[Optimizer])
     """
     now = named_tensors(model)[0]
     for name in [*before, *now]:
+        if name in kept:
+            continue
         if name not in now or name not in before:
             raise UsageError(
                 f"The model has {'lost the' if name in before else 'a new'} tensor {name!r} since training began.",
                 _REMEDY,
             )
-    moved = [name for name, tensor in now.items() if not _is_same(tensor, before[name])]
+    moved = [name for name, tensor in now.items() if name not in before or not _is_same(tensor, before[name])]
     if not moved:
         return before
     held, parameters = held_by(optimizers), named_parameters(model)
-    for name in moved:
+    for name in (each for each in moved if each not in kept):
         was, has_become = before[name], now[name]
         if (was.dtype, was.shape) != (has_become.dtype, has_become.shape):
             raise UsageError(
@@ -307,7 +315,9 @@ class DiLoCo:
         self._require_trains()
         self._find_tensors()
         if not self._server:
-            require_finite(self._tensors, self._named, is_initial=True)
+            if not any(map(is_sharded, self.model.parameters())):
+                self._schema = run_schema(self.model, {})
+            require_finite(self._tensors, self._schema, self._named, is_initial=True)
             LOG.info("%s", ALONE)
             self._started = True
             return self
@@ -363,7 +373,7 @@ class DiLoCo:
             self._measured,
             max_retries=self._max_retries,
         )
-        self._sync.start()
+        self._sync.start([partial(each.local.load_kept_, self.model) for each in joined.exchanges])
         if self._ranks.is_first:
             terms = in_words(info, self.sync_every)
             LOG.info("%s: joined run %s (%s) at %s; %s", site, info.name, info.algorithm, session.http.server, terms)
@@ -392,7 +402,8 @@ class DiLoCo:
         assert self._sync is not None
         session, sync = self._joined.session, self._sync
         lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
-        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost)
+        kept = tuple(spec.name for spec in session.schema.tensors if spec.is_kept and spec.is_buffer)
+        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost, kept)
 
     def _learn(self, progress: SyncProgress) -> None:
         """Store the progress that rank 0 has sent. Unless the model is sharded, copy rank 0's model, too."""
@@ -401,8 +412,9 @@ class DiLoCo:
 
     def _spread(self) -> None:
         """Copy the model of rank 0 into that of every rank, unless the model is sharded."""
-        if self._shards is None:
-            self._ranks.spread_(self._tensors.values())
+        if self._shards is None and self._progress is not None:
+            kept = self._progress.kept
+            self._ranks.spread_(tensor for name, tensor in self._tensors.items() if name not in kept)
 
     def stop(self, error: BaseException | None = None) -> None:
         """Remove the hook and leave the run. Local steps since the last synchronisation are not undone.
@@ -422,7 +434,7 @@ class DiLoCo:
         if joined is None or sync is None:
             self._stopped = not self._server or self._progress is not None
             if not self._server and error is None:
-                require_finite(self._tensors, self._named)
+                require_finite(self._tensors, self._schema, self._named)
                 LOG.info("%s", ALONE_ENDED)
         else:
             self._stopped = True
@@ -662,7 +674,8 @@ class DiLoCo:
                 trains a new parameter.
         """
         if not any(map(is_sharded, self.model.parameters())):
-            self._tensors = replaced(self.model, self._tensors, self._optimizers)
+            kept = self._progress.kept if self._progress is not None else ()
+            self._tensors = replaced(self.model, self._tensors, self._optimizers, kept)
         return self._tensors
 
     def _hook(self) -> None:

@@ -35,6 +35,7 @@ from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Next, Open, UpdateInfo, Wait
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.module_tensors import is_extra_state, put_
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import counted, finite_metrics, positive, require_joined, site_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
@@ -46,6 +47,19 @@ from atoll.worker.tasks.evaluate_models import local_model
 from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
 
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
+
+
+def _finish_load_(backend: RoundBackend, model: nn.Module | dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
+    """After a version was loaded into a model's tensors, set what is not loaded in place: extra state, kept tensors.
+
+    Args:
+        backend: provided the version.
+        model: the model.
+        loaded: its tensors, with the values of the version.
+    """
+    put_(model, {name: value for name, value in loaded.items() if is_extra_state(name)})
+    if backend.local is not None:
+        backend.local.load_kept_(model)
 
 
 # -- One round of a federated run, as the training script sees it.
@@ -98,6 +112,7 @@ class Round:
             self._hooks.close()
             self._hooks = None
         self._pull(tensors)
+        _finish_load_(self._backend, model, tensors)
         return model
 
     def _pull(self, into: dict[str, Tensor]) -> None:
@@ -130,7 +145,7 @@ class Round:
             terms = (
                 (local.info.algorithm.text, local.rule, local.base.values_of, local.algorithm_state) if local else ()
             )
-            self._hooks = StepHooks(model, *terms)
+            self._hooks = StepHooks(model, *terms, own=local.layouts.schema.kept if local else ())
         self._optimizers = optimizers_in(optimizer)
         attached = self._hooks.attach(optimizer)
         if local is not None and attached.changes_training and not local.is_corrected:  # once, not in every round
@@ -190,6 +205,7 @@ class Round:
         schema = self._backend.schema
         owned = {s.name: torch.empty(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
         self._pull(owned)
+        _finish_load_(self._backend, owned, owned)
         return owned | {alias: owned[owner] for alias, owner in schema.aliases}
 
     @public_api
@@ -335,8 +351,15 @@ class Worker(TaskWorker):
         if participation is None:
             super().__init__(backend.site)
         else:
-            filters, local = participation.exchange.local.filters, partial(local_model, participation)
-            super().__init__(backend.site, participation.session, filters, local=local, folder=participation.folder)
+            own, local = participation.exchange.local, partial(local_model, participation)
+            super().__init__(
+                backend.site,
+                participation.session,
+                own.filters,
+                local=local,
+                folder=participation.folder,
+                load_kept=own.load_kept_ if participation.session.schema.kept else None,
+            )
         self._backend, self._has_ended = backend, False
         self._round: Round | None = None
 
@@ -374,7 +397,9 @@ class Worker(TaskWorker):
         """
         self._require_joined()
         keep = self._round.base if self._round is not None and not self._round.done else None
-        self._backend.load_newest(self._backend.tensors_of(model), keep)
+        tensors = self._backend.tensors_of(model)
+        self._backend.load_newest(tensors, keep)
+        _finish_load_(self._backend, model, tensors)
         return model
 
     @public_api

@@ -26,7 +26,8 @@ from atoll.format_text import numbers
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensor, as_tensors, require_model
-from atoll.tensors.chunks import is_finite, runs_of
+from atoll.tensors.buffer_rules import run_schema
+from atoll.tensors.chunks import is_sound, runs_of
 from atoll.tensors.module_tensors import Marked, Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, Schema
 from atoll.transport.http_client import Counters
@@ -143,7 +144,7 @@ def matching(schema: Schema, site: str, model: nn.Module | Arrays) -> dict[str, 
         tensors, mine = named_tensors(model)[0], schema_of(model)
     else:
         # a mapping does not say which tensors are buffers or tied, but the run's schema does
-        buffers, tied = {spec.name: spec.group != PARAMS for spec in schema.tensors}, dict(schema.aliases)
+        buffers, tied = {spec.name: spec.is_buffer for spec in schema.tensors}, dict(schema.aliases)
         named = named_tensors(unwrapped(model, buffers.keys() | tied.keys()))[0]
         tensors = {name: tensor for name, tensor in named.items() if name not in tied}
         mine = replace(schema_of(Marked(tensors, buffers)), aliases=schema.aliases)
@@ -243,11 +244,12 @@ class ServerBackend:
         LOG.info("%s: left the run after sending %s and receiving %s", self.site, sent, received)
 
 
-def require_finite(tensors: Tensors, site: str, *, is_initial: bool = False) -> None:
+def require_finite(tensors: Tensors, schema: Schema, site: str, *, is_initial: bool = False) -> None:
     """Check the model of a script without a server for NaN and Inf, as a server would check an update.
 
     Args:
         tensors: the model's tensors.
+        schema: the model's schema, with the rules that its buffers would have at a server.
         site: name of the site.
         is_initial: whether the model has not been trained yet.
 
@@ -255,15 +257,14 @@ def require_finite(tensors: Tensors, site: str, *, is_initial: bool = False) -> 
         UpdateRefused: a tensor of a trained model contains NaN or Inf; the message names it.
         ConfigError: a tensor of the initial model contains NaN or Inf.
     """
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
+    for spec in schema.tensors:
+        if spec.name in tensors and not is_sound(spec, tensors[spec.name]):
             if is_initial:
                 raise ConfigError(
-                    f"The initial model's tensor {name!r} contains NaN or Inf.",
-                    "Check how it is initialised. If it is a constant buffer, register it with persistent=False.",
+                    f"The initial model's tensor {spec.name!r} contains NaN or Inf.", "Check how it is initialised."
                 )
             raise UpdateRefused(
-                f"The update of {site} was refused: {name} contains NaN or Inf.",
+                f"The update of {site} was refused: {spec.name} contains NaN or Inf.",
                 "Check the learning rate, the data and the loss at this site.",
             )
 
@@ -310,7 +311,7 @@ class ScriptAlone:
             model = {name: as_tensor(name, value) for name, value in model.items()}
         is_module = isinstance(model, nn.Module)
         if not self._schema.tensors or (is_module and not self._is_module):
-            self._schema, self._is_module = schema_of(model), is_module
+            self._schema, self._is_module = run_schema(model, {}), is_module
         self._model = model
         return matching(self._schema, self.site, model)
 
@@ -328,7 +329,7 @@ class ScriptAlone:
         for name, tensor in named_tensors(self._loaded())[0].items():
             if into[name].data_ptr() != tensor.data_ptr():
                 into[name].copy_(tensor)
-        require_finite(into, self.site, is_initial=True)
+        require_finite(into, self.schema, self.site, is_initial=True)
         self._digest = self._digest_of(into)
         return ticket
 
@@ -361,7 +362,7 @@ class ScriptAlone:
         self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Refuse an update that a server would refuse, else log its metrics. Forget the model. Nothing is sent."""
-        require_finite(tensors, self.site)
+        require_finite(tensors, self.schema, self.site)
         losses = EncodingLosses(self.site, NoneCodec(), self.schema)
         losses.end(self._digest_of(tensors) == self._digest, info.steps, filters=False)
         metrics = numbers(info.metrics)

@@ -306,15 +306,20 @@ class Synchroniser:
 
     # -- start and end
 
-    def start(self) -> None:
+    def start(self, load_kept: Sequence[Callable[[], None]] = ()) -> None:
         """Send the updates that an earlier process left, then load the newest version of every fragment into the model.
 
         If the server does not answer, keep trying for up to ATOLL_GIVE_UP_S.
+
+        Args:
+            load_kept: functions that load the tensors that the site keeps for itself, once the versions are there.
         """
         for fragment, reply in zip(self._fragments, self._send_earlier_updates(), strict=True):
             lost = self._load(fragment, reply, 0, WAITS)
             if lost is not None:
                 raise lost.error
+        for load in load_kept:
+            load()
         self._after_new_version()
 
     def _send_earlier_updates(self) -> list[Next]:
@@ -720,7 +725,8 @@ class Synchroniser:
 
     def _own(self, fragment: FragmentState) -> Tensors:
         tensors = self._tensors()
-        return {spec.name: tensors[spec.name] for spec in fragment.exchange.local.layouts.schema.tensors}
+        specs = fragment.exchange.local.layouts.schema.tensors
+        return {spec.name: tensors[spec.name] for spec in specs if spec.name in tensors or not spec.is_kept}
 
     # -- failures and the end of the run
 

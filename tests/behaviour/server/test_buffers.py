@@ -1,0 +1,655 @@
+"""How a buffer's next value is made: the rules of `model.buffers`, those without a setting, and what a site keeps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import FederatedSites, exported, serve, together
+from kit.servers import DEFAULT_OUTER_OPTIMIZER, new_simulation
+from kit.sites import diloco, logged
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import atoll
+from atoll import Settings
+from atoll.errors import ConfigError
+from atoll.filters import NormClip
+
+EQUAL = {"a": 1.0, "b": 1.0}
+ONE_ROUND: dict[str, Any] = {**DEFAULT_OUTER_OPTIMIZER, "rounds.total": 1}
+
+
+class Holder(nn.Module):
+    """A parameter `w`, and the given buffers."""
+
+    def __init__(self, **buffers: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+        for name, value in buffers.items():
+            self.register_buffer(name, value.clone())
+
+
+def result(
+    folder: Path,
+    build: Callable[[], nn.Module],
+    train: Callable[[nn.Module, str, int], object],
+    **settings: Any,
+) -> dict[str, Tensor]:
+    """What a run of two sites with equal weights exports."""
+    with serve(folder, build(), **(ONE_ROUND | settings)) as server:
+        FederatedSites(server.url, folder, build=build, train=train, weights=EQUAL).join()
+        server.run()
+    return load_file(server.exports / "model.safetensors")
+
+
+def setting(values: dict[str, dict[str, Tensor]]) -> Callable[[nn.Module, str, int], None]:
+    """Training that sets buffers: site → name → value."""
+
+    def train(model: nn.Module, site: str, _: int) -> None:
+        for name, value in values[site].items():
+            model.get_buffer(name).copy_(value)
+
+    return train
+
+
+# -- without a setting
+
+
+def generator_state(seed: int) -> Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    ("start", "a", "b", "expected"),
+    [
+        pytest.param(torch.zeros(1), torch.ones(1), torch.zeros(1), torch.ones(1), id="float flag"),
+        pytest.param(torch.ones(3), torch.tensor([0.0, 1, 1]), torch.ones(3), torch.tensor([0.0, 1, 1]), id="mask"),
+        pytest.param(torch.zeros(2), torch.tensor([0.5, 1]), torch.tensor([1.5, 1]), torch.ones(2), id="statistic"),
+        pytest.param(torch.tensor(False), torch.tensor(False), torch.tensor(True), torch.tensor(False), id="bool"),
+        pytest.param(torch.tensor(0), torch.tensor(5), torch.tensor(8), torch.tensor(8), id="counter"),
+        pytest.param(generator_state(0), generator_state(1), generator_state(2), generator_state(1), id="generator"),
+        pytest.param(torch.tensor(math.inf), torch.tensor(3.0), torch.tensor(1.0), torch.tensor(3.0), id="best loss"),
+        pytest.param(
+            torch.tensor([0.6, 0.8]), torch.tensor([1.0, 0]), torch.tensor([0.0, 1]), torch.tensor([1.0, 0]), id="unit"
+        ),
+        pytest.param(
+            torch.tensor([2.0, 3]),
+            torch.tensor([4.0, 3]),
+            torch.tensor([6.0, 3]),
+            torch.tensor([5.0, 3]),
+            id="codebook",
+        ),
+        pytest.param(
+            torch.ones(2).to(torch.float8_e4m3fn),
+            torch.zeros(2).to(torch.float8_e4m3fn),
+            torch.ones(2).to(torch.float8_e4m3fn),
+            torch.zeros(2).to(torch.float8_e4m3fn),
+            id="8-bit flag",
+        ),
+    ],
+)
+def test_the_kind_of_a_buffer_decides_its_rule(
+    tmp_path: Path, start: Tensor, a: Tensor, b: Tensor, expected: Tensor
+) -> None:
+    """Flags, masks, generator states, unit vectors and Inf: of the first site. Counters: the largest. Others: mean."""
+    found = result(tmp_path, partial(Holder, x=start), setting({"a": {"x": a}, "b": {"x": b}}))["x"]
+    assert torch.equal(found.float(), expected.float())
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "legacy"])
+def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm: Callable[[Any], Any]) -> None:
+    """The sites have the pairs (u, v) and (−u, −v) of the same weight: their mean would be zero."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(norm(nn.Linear(8, 8, bias=False)))
+
+    def train(model: nn.Module, site: str, _: int) -> None:
+        model(torch.ones(1, 8))
+        for buffer in model.buffers():
+            buffer.mul_(1 if site == "a" else -1)
+
+    x, trained, found = torch.eye(8), build(), build()
+    train(trained, "a", 1)
+    found.load_state_dict(result(tmp_path, build, train))
+    assert torch.allclose(found.eval()(x), trained.eval()(x))
+
+
+@pytest.mark.covers("X10")
+def test_names_the_rules_of_unusual_buffers_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither the statistics nor the counter of batch normalisation is named."""
+    caplog.set_level(logging.INFO, "atoll.server")
+    model = Holder(rng=torch.zeros(4, dtype=torch.uint8), table=torch.full((2,), 0.3), range=torch.zeros(0))
+    model.bn = nn.BatchNorm1d(2)
+    with serve(tmp_path, model):
+        pass
+    assert [line for line in logged(caplog) if "buffers" in line] == [
+        "rules of the buffers that are neither running statistics nor counters: first: rng; keep: range; mean: table. "
+        "To change a rule, set model.buffers in a new run."
+    ]
+
+
+# -- the setting
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [("mean", [4.0, 6.5]), ("max", [7.0, 8.0]), ("sum", [7.0, 11.0]), ("first", [7.0, 5.0]), ("keep", [1.0, 2.0])],
+)
+@pytest.mark.parametrize("reducer", ["mean", "median"])
+def test_a_pattern_sets_the_rule(tmp_path: Path, rule: str, expected: list[float], reducer: str) -> None:
+    """From (1, 2), site a goes to (7, 5) and b to (1, 8); sum: 1 + 6 + 0 and 2 + 3 + 6."""
+    values = {"a": {"x": torch.tensor([7.0, 5])}, "b": {"x": torch.tensor([1.0, 8])}}
+    settings = {"model.buffers": {"x": rule}, "aggregation.reducer": {"name": reducer}}
+    assert (
+        result(tmp_path, partial(Holder, x=torch.tensor([1.0, 2])), setting(values), **settings)["x"].tolist()
+        == expected
+    )
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint16, torch.float16])
+def test_a_sum_counts_over_sites_and_rounds(tmp_path: Path, dtype: torch.dtype) -> None:
+    """From 5, each round adds 1 and 10: 5 + 3 · 11."""
+
+    def train(model: nn.Module, site: str, _: int) -> None:
+        seen = model.get_buffer("seen")
+        seen.copy_(torch.tensor([seen.item() + (1 if site == "a" else 10)]))
+
+    build = partial(Holder, seen=torch.tensor([5]).to(dtype))
+    found = result(tmp_path, build, train, **{"rounds.total": 3, "model.buffers": {"seen": "sum"}})
+    assert found["seen"].item() == 38
+    assert found["seen"].dtype == dtype
+
+
+@pytest.mark.covers("X10")
+def test_the_first_matching_pattern_counts(tmp_path: Path) -> None:
+    values = {
+        "a": {"x": torch.tensor([2.0]), "y": torch.tensor([2.0])},
+        "b": {"x": torch.tensor([6.0]), "y": torch.tensor([6.0])},
+    }
+    build = partial(Holder, x=torch.tensor([3.0]), y=torch.tensor([3.0]))
+    found = result(tmp_path, build, setting(values), **{"model.buffers": {"x": "first", "*": "max"}})
+    assert (found["x"].item(), found["y"].item()) == (2.0, 6.0)
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (
+            ["bn.*", "ema"],
+            r'is a list of patterns.*model\.buffers = \{"bn\.\*" = "mean", "ema" = "mean"\}',
+        ),
+        ({"bn.*": "average"}, r"model\.buffers.*'mean', 'max', 'sum', 'first' or 'keep'"),
+    ],
+)
+def test_refuses_a_list_and_an_unknown_rule(value: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Settings.build({"algorithm.name": "diloco", "model.buffers": value})
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    ("buffer", "rule", "told"),
+    [
+        (torch.tensor([True]), "sum", "its dtype BOOL is too small for a sum"),
+        (torch.tensor([math.inf]), "mean", "it contains NaN or Inf"),
+    ],
+)
+def test_refuses_a_rule_that_a_buffer_cannot_have(tmp_path: Path, buffer: Tensor, rule: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.buffers sets \"{rule}\" for 'x', but {told}"):
+        with serve(tmp_path, Holder(x=buffer), **{"model.buffers": {"x": rule}}):
+            pass
+
+
+@pytest.mark.covers("X10")
+def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
+    """The rules hold for the whole run; a start that names none continues with them."""
+    build = partial(Holder, x=torch.tensor([3.0]))
+    with serve(tmp_path, build(), **{"model.buffers": {"x": "max"}}):
+        pass
+    with serve(tmp_path, build()):
+        pass
+    with pytest.raises(ConfigError, match=r"has the rule 'max' for 'x', but this start sets model\.buffers to 'first'"):
+        with serve(tmp_path, build(), **{"model.buffers": {"x": "first"}}):
+            pass
+
+
+# -- in every kind of run
+
+
+def shared_model() -> Holder:
+    return Holder(flag=torch.zeros(1), seen=torch.tensor([5]), best=torch.tensor([-math.inf]), own=torch.zeros(1))
+
+
+RULES = {"seen": "sum", "best": "max", "own": "keep"}
+EXPECTED = {"flag": 1.0, "seen": 5 + 3 * 11, "best": 4.0, "own": 0.0}
+"""After three rounds: flag of a; 1 + 10 more in each round; the largest; the initial value."""
+
+
+@torch.no_grad()
+def count(model: nn.Module, site: str, *_: object) -> None:
+    """One round or local step at a site."""
+    is_a = site.endswith(("a", "0"))
+    model.get_buffer("flag").fill_(1.0 if is_a else 0.0)
+    model.get_buffer("seen").add_(1 if is_a else 10)
+    model.get_buffer("best").copy_(model.get_buffer("best").clamp_min(3.0 if is_a else 4.0))
+    model.get_buffer("own").add_(1)
+
+
+def simulated(worker: Any) -> None:
+    model = shared_model()
+    for fl_round in worker:
+        fl_round.load_into(model)
+        assert model.get_buffer("own").item() == fl_round.number - 1  # kept from round to round
+        count(model, worker.site)
+        fl_round.submit(model)
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"aggregation.upload_codec.name": "int8", "aggregation.download_codec.name": "int8"},
+        {"aggregation.reducer.name": "median"},
+    ],
+    ids=["plain", "codecs", "robust"],
+)
+def test_rules_hold_in_federated_rounds(tmp_path: Path, settings: dict[str, Any]) -> None:
+    found = result(tmp_path, shared_model, count, **{"rounds.total": 3, "model.buffers": RULES}, **settings)
+    assert {name: found[name].item() for name in EXPECTED} == EXPECTED
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"K": 1, "tau": 1, "alpha": 0.5}, {"aggregation.download_codec.name": "int8"}, {"async.enabled": True}],
+    ids=["plain", "merged", "codec", "async"],
+)
+def test_rules_hold_in_diloco_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """One local step a round. In an asynchronous run, the sites' rounds alternate, so each has made one and a half."""
+
+    def train(url: Any, site: str) -> None:
+        model = shared_model()
+        optimizer = torch.optim.SGD([model.w], lr=0.0)
+        with diloco(url, tmp_path, site, model, optimizer) as loop:
+            while not loop.finished:
+                model.w.grad = torch.ones(3)
+                count(model, site)
+                optimizer.step()
+
+    given = {"algorithm": "diloco", "H": 2 if "tau" in settings else 1, "model.buffers": RULES, "rounds.total": 3}
+    with serve(tmp_path, shared_model(), **DEFAULT_OUTER_OPTIMIZER, **given, **settings) as server:
+        together(*(partial(train, server, site) for site in "ab"))
+        server.run()
+    found = {name: load_file(server.exports / "model.safetensors")[name].item() for name in EXPECTED}
+    if "async.enabled" in settings:
+        assert (found["seen"] - 5) in {3, 12, 21, 30}  # three updates, each of one site
+    else:
+        assert found["flag"] == 1.0
+        assert found["best"] == 4.0
+    assert found["own"] == 0.0
+
+
+@pytest.mark.covers("X10")
+def test_rules_hold_in_a_simulation(tmp_path: Path) -> None:
+    """The site that is trained in any process has what it kept."""
+    done = new_simulation(
+        shared_model(),
+        script=simulated,
+        sites=2,
+        processes=2,
+        **{"algorithm.name": "fedavg", "rounds.total": 3, "rounds.sites": 2, "model.buffers": RULES},
+        **{"disk.state_dir": tmp_path / "state", "disk.min_free_bytes": 0},
+    ).run()
+    assert done.failed == {}
+    found = exported(tmp_path)
+    assert {name: found[name].item() for name in EXPECTED} == EXPECTED
+
+
+# -- what a site keeps for itself
+
+
+class Normed(nn.Module):
+    """A linear layer and batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bn = nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)
+
+
+FED_BN: dict[str, Any] = {"model.buffers": {"bn.*": "keep"}}
+
+
+def shift_norm(model: nn.Module, site: str, *_: object) -> None:
+    """Add 1 (site a) or 10 to the linear layer and to all of batch normalisation."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.add_(1 if site == "a" else 10)
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedprox", "scaffold"])
+def test_batch_normalisation_stays_at_each_site_as_in_fedbn(tmp_path: Path, algorithm: str) -> None:
+    """Parameters, too. A site that is started anew in each round, with a new model, continues with what it kept."""
+    met: dict[tuple[str, int], list[float]] = {}
+
+    def work(url: str, site: str) -> None:
+        for number in (1, 2, 3):
+            model = Normed()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
+                fl_round = worker.next_round()
+                assert fl_round is not None
+                fl_round.load_into(model)
+                met[site, number] = [
+                    value[0].item() for value in (model.bn.weight, model.bn.bias, model.bn.running_mean)
+                ]
+                with fl_round.correct(model, optimizer):
+                    for parameter in model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+                    optimizer.step()
+                shift_norm(model, site)
+                fl_round.submit(model)
+
+    with serve(tmp_path, Normed(), algorithm=algorithm, rounds=3, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
+        start = load_file(server.save_state(tmp_path / "start.safetensors"))
+        together(*(partial(work, server.url, site) for site in "ab"))
+        server.run()
+    for site, each in (("a", 1), ("b", 10)):  # weights begin as 1, biases and means as 0
+        assert [met[site, number] for number in (1, 2, 3)] == [[1 + n * each, n * each, n * each] for n in range(3)]
+    found = exported(tmp_path)
+    assert torch.allclose(found["linear.weight"], start["linear.weight"] + 3 * 5.5)
+    assert all(torch.equal(found[name], start[name]) for name in start if name.startswith("bn."))
+
+
+@pytest.mark.covers("X10")
+def test_what_a_site_keeps_is_never_sent(tmp_path: Path) -> None:
+    """The update has the size of the linear layer, 16 bytes in a segment of 64; so has the file of the other sites."""
+    with serve(tmp_path, Normed(), rounds=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
+        sites = FederatedSites(server.url, tmp_path, build=Normed, train=shift_norm)
+        sites.join()
+        server.run()
+    (outbox,) = (tmp_path / "workers" / "a").glob("*/outbox.bin")
+    assert outbox.stat().st_size == 64
+
+
+@pytest.mark.covers("X10")
+def test_a_refused_update_leaves_what_the_site_keeps(tmp_path: Path) -> None:
+    """The first update has NaN in the linear layer; its batch normalisation, 100, is not kept."""
+    met = []
+    with serve(tmp_path, Normed(), rounds=2, sites=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(Normed())
+                met.append(model.bn.bias[0].item())
+                nn.init.constant_(model.bn.bias, 100.0 if len(met) == 1 else 7.0)
+                if len(met) == 1:
+                    nn.init.constant_(model.linear.weight, math.nan)
+                fl_round.submit(model)
+            assert worker.load_into(Normed()).bn.bias.tolist() == [7.0, 7.0]
+    assert met == [0.0, 0.0, 7.0]
+
+
+@pytest.mark.covers("X10")
+def test_a_diloco_site_continues_with_what_it_kept(tmp_path: Path) -> None:
+    """After two rounds of one step, the site starts again with a new model."""
+
+    def begin(server: atoll.Server) -> tuple[Normed, atoll.DiLoCo]:
+        model = Normed()
+        return model, diloco(server, tmp_path, "a", model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    settings = {"algorithm": "diloco", "H": 1, "rounds.sites": 1, "rounds.total": 0, **FED_BN}
+    with serve(tmp_path, Normed(), **DEFAULT_OUTER_OPTIMIZER, **settings) as server:
+        for kept in (0.0, 2.0):
+            model, loop = begin(server)
+            with loop:
+                assert model.bn.bias.tolist() == [kept, kept]
+                for _ in range(2):
+                    with torch.no_grad():
+                        model.bn.bias += 1
+                    for parameter in model.parameters():
+                        parameter.grad = torch.zeros_like(parameter)
+                    loop.optimizer.step()  # type: ignore[union-attr]
+
+
+@pytest.mark.covers("X10")
+def test_a_mapping_has_what_the_site_keeps(tmp_path: Path) -> None:
+    """In `state_dict`, and after a submitted mapping that lacks a name."""
+    met = []
+    with serve(tmp_path, Normed(), rounds=3, sites=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                state = fl_round.state_dict()
+                met.append(state["bn.bias"][0].item())
+                if fl_round.number == 2:
+                    del state["bn.bias"]
+                else:
+                    state["bn.bias"] += 1
+                fl_round.submit(state)
+    assert met == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.covers("X10")
+def test_filters_do_not_see_what_a_site_keeps(tmp_path: Path) -> None:
+    """The norm of the linear layer's change, 4 ones, is 2; with batch normalisation it would be larger."""
+    with serve(tmp_path, Normed(), rounds=1, sites=1, **DEFAULT_OUTER_OPTIMIZER, **FED_BN) as server:
+        start = load_file(server.save_state(tmp_path / "start.safetensors"))
+        sites = FederatedSites(server.url, tmp_path, "a", build=Normed, train=shift_norm, filters=[NormClip(1.0)])
+        sites.join()
+        server.run()
+    assert torch.allclose(exported(tmp_path)["linear.weight"], start["linear.weight"] + 0.5)
+
+
+@pytest.mark.covers("X10")
+def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> None:
+    """Site a trains the linear layer to 1 and keeps the bias 100, b trains it to 3 and keeps 200. No bias is sent."""
+    seen: dict[str, list[tuple[float, float]]] = {"a": [], "b": []}
+
+    def work(url: str, site: str) -> None:
+        def measure(model: Any) -> dict[str, float]:
+            seen[site].append((model.linear.weight[0, 0].item(), model.bn.bias[0].item()))
+            return {"loss": 0.0}
+
+        def train(model: Normed) -> None:
+            nn.init.constant_(model.linear.weight, 1.0 if site == "a" else 3.0)
+            nn.init.constant_(model.bn.bias, 100.0 if site == "a" else 200.0)
+
+        with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
+            worker.evaluates(measure, model=Normed())
+            for fl_round in worker:
+                model = fl_round.load_into(Normed())
+                train(model)
+                fl_round.submit(model)
+
+    steps = ({"kind": "train"}, {"kind": "cross_site_evaluation"})
+    with serve(
+        tmp_path, Normed(), rounds=1, **{"workflow.steps": steps}, **DEFAULT_OUTER_OPTIMIZER, **FED_BN
+    ) as server:
+        together(*(partial(work, server.url, site) for site in "ab"))
+        server.run()
+    assert {site: sorted(values) for site, values in seen.items()} == {  # of a, of the run, of b
+        site: [(1.0, own), (2.0, own), (3.0, own)] for site, own in (("a", 100.0), ("b", 200.0))
+    }
+    assert b"bn.bias" not in (next((tmp_path / "workers" / "a").glob("*/local.safetensors"))).read_bytes()
+
+
+# -- Inf, and shapes that come from the data
+
+
+@pytest.mark.covers("X10")
+def test_filters_compute_with_a_model_that_has_infinite_buffers(tmp_path: Path) -> None:
+    """The changes of a mask of −Inf are 0, so only the three ones of `w` are clipped to the norm 1."""
+
+    def train(model: nn.Module, *_: object) -> None:
+        nn.init.ones_(model.w)  # type: ignore[arg-type]
+        model.get_buffer("best").fill_(2.0)
+
+    build = partial(Holder, mask=torch.tensor([-math.inf, 0.0]), best=torch.tensor(math.inf))
+    with serve(tmp_path, build(), rounds=1, sites=1, **DEFAULT_OUTER_OPTIMIZER) as server:
+        sites = FederatedSites(server.url, tmp_path, "a", build=build, train=train, filters=[NormClip(1.0)])
+        sites.join()
+        server.run()
+    found = exported(tmp_path)
+    assert torch.allclose(found["w"], torch.full((3,), 1 / math.sqrt(3)))
+    assert (found["mask"].tolist(), found["best"].item()) == ([-math.inf, 0.0], 2.0)
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize("name", ["w", "table", "running_mean"])
+def test_new_inf_in_a_parameter_or_a_mean_is_refused_by_name(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Site b's update is refused once; then it submits finite values."""
+    seen = []
+
+    def train(model: nn.Module, site: str, _: int) -> None:
+        seen.append(site)
+        with torch.no_grad():
+            model.state_dict()[name].fill_(math.inf if seen.count("b") == 1 and site == "b" else 2.0)
+
+    build = partial(Holder, table=torch.full((2,), 0.3), running_mean=torch.zeros(2))
+    assert result(tmp_path, build, train)[name][0].item() == 2.0
+    assert f"b: this update does not count: The update of b was refused: {name} contains Inf" in caplog.text
+
+
+class ByData(nn.Module):
+    """Buffers that get their shape in the first batch, as those of observers of quantisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("low", torch.zeros(0))
+        self.register_buffer("seen", torch.zeros(0, dtype=torch.int64))
+
+
+@pytest.mark.covers("X10")
+def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
+    """Each site has its own shape, which it keeps; an export fits a new model."""
+    met: dict[str, list[list[float]]] = {"a": [], "b": []}
+
+    def work(url: str, site: str) -> None:
+        with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(ByData())
+                met[site].append(model.low.tolist())
+                model.low = torch.full((fl_round.number if site == "a" else 4,), float(fl_round.number))
+                model.seen = torch.zeros(2, dtype=torch.int64)
+                fl_round.submit(model)
+
+    with serve(tmp_path, ByData(), rounds=3) as server:
+        together(*(partial(work, server.url, site) for site in "ab"))
+        server.run()
+    assert met == {"a": [[], [1.0], [2.0, 2.0]], "b": [[], [1.0] * 4, [2.0] * 4]}
+    ByData().load_state_dict(exported(tmp_path))
+
+
+@pytest.mark.covers("X10")
+def test_diloco_follows_buffers_that_get_their_shape_from_the_data(tmp_path: Path) -> None:
+    model = ByData()
+    settings = {"algorithm": "diloco", "H": 1, "rounds.sites": 1, "rounds.total": 2}
+    with serve(tmp_path, ByData(), **DEFAULT_OUTER_OPTIMIZER, **settings) as server:
+        with diloco(server, tmp_path, "a", model, torch.optim.SGD(model.parameters(), lr=0.1)) as loop:
+            while not loop.finished:
+                model.low = model.linear(torch.ones(1, 2)).detach()[0]
+                model.linear(torch.ones(1, 2)).sum().backward()
+                loop.optimizer.step()  # type: ignore[union-attr]
+        assert model.low.shape == (2,)
+
+
+@pytest.mark.covers("X10")
+def test_a_changed_shape_of_a_shared_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with serve(tmp_path, Holder(x=torch.ones(1)), sites=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(Holder(x=torch.ones(1)))
+                model.x = torch.ones(3)
+                told = r"has x F32\[3\].*model\.buffers = \{\"x\" = \"keep\"\}"
+                with pytest.raises(atoll.AtollError, match=told):
+                    fl_round.submit(model)
+                break
+
+
+class Noisy(nn.Module):
+    """A module whose extra state is a tensor that it makes anew whenever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.draws = nn.Linear(2, 2), 0
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([self.draws], dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.draws = int(state)
+
+
+@pytest.mark.covers("X10")
+def test_extra_state_of_the_first_site_is_set_at_all(tmp_path: Path) -> None:
+    """A tensor from `get_extra_state` is a copy, so a loaded one is passed to `set_extra_state`."""
+    met: list[int] = []
+
+    def train(model: nn.Module, site: str, number: int) -> None:
+        met.append(model.draws)  # type: ignore[arg-type]
+        model.draws = number * (3 if site == "a" else 7)  # type: ignore[assignment]
+
+    found = result(tmp_path, Noisy, train, **{"rounds.total": 2})
+    assert met == [0, 0, 3, 3]
+    assert found["_extra_state"].tolist() == [6]
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["eager", "fx"])
+def test_quantisation_aware_training_runs(tmp_path: Path, mode: str) -> None:
+    """Fake quantisers with one scale for each channel and with one scale; the export is converted to int8."""
+    from torch.ao import quantization
+
+    def prepared() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).train()
+        if mode == "fx":
+            from torch.ao.quantization import quantize_fx
+
+            mapping = quantization.get_default_qat_qconfig_mapping("fbgemm")
+            return quantize_fx.prepare_qat_fx(model, mapping, (torch.ones(1, 4),))
+        model = nn.Sequential(quantization.QuantStub(), *model, quantization.DeQuantStub())
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        return quantization.prepare_qat(model.train())
+
+    def train(model: nn.Module, site: str, number: int) -> None:
+        generator = torch.Generator().manual_seed(10 * number + ord(site))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+            optimizer.step()
+
+    model = prepared()
+    build = partial(copy.deepcopy, prepared())  # torch cannot trace two models at once
+    model.load_state_dict(result(tmp_path, build, train, **{"rounds.total": 3}))
+    model(torch.ones(1, 4))  # computes the scales of the weights from the global model
+    model.eval().apply(quantization.disable_observer)
+    x = torch.full((3, 4), 0.3)
+    before = model(x)
+    if mode == "fx":
+        from torch.ao.quantization import quantize_fx
+
+        converted = quantize_fx.convert_fx(model)
+    else:
+        converted = quantization.convert(model)
+    assert torch.allclose(converted(x), before, atol=0.02)
