@@ -54,7 +54,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from atoll.format_text import visible, visible_lines
+from atoll.format_text import visible, visible_lines, without_leases
 
 LOG = logging.getLogger("atoll")
 
@@ -92,8 +92,8 @@ class AtollError(Exception):
         message, remedy = _cut(message), _cut(remedy)
         if message.endswith("..") and not message.endswith("..."):  # it ends with a quoted cause that has a full stop
             message = message[:-1]
-        super().__init__(message)
-        self.message = message
+        self.message = without_leases(message)  # it may quote what another program has sent
+        super().__init__(self.message)
         self.remedy = remedy
         self.trace = trace
 

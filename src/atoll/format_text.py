@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping
 
@@ -71,15 +72,26 @@ def visible_lines(text: str) -> str:
     return "\n".join(map(visible, text.expandtabs(4).split("\n")))
 
 
+_LEASE = re.compile(r"(:[0-9]{1,18}:[0-9A-Za-z]{0,64}):[0-9a-f]{32}(?![0-9a-f])")
+
+
+def without_leases(text: str) -> str:
+    """Return the text with the secret of each lease replaced by dots, in case it quotes a request or an answer."""
+    return _LEASE.sub(r"\1:...", text)
+
+
 class VisibleLines(logging.Formatter):
-    """A log formatter that replaces unprintable characters by escapes, so that a terminal does not execute them."""
+    """A log formatter that replaces unprintable characters by escapes, so that a terminal does not execute them.
+
+    It also hides the secrets of leases.
+    """
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record and its traceback as text, with escapes for unprintable characters within lines."""
-        return visible_lines(super().format(record))
+        return visible_lines(without_leases(super().format(record)))
 
 
 TIMES_SAID = 3

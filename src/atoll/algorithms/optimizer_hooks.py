@@ -13,13 +13,15 @@ penalty is then added to the closure's loss, because a line search needs loss an
 
 from __future__ import annotations
 
-import logging
+import functools
 import math
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import FrameType, MethodType, TracebackType
 from typing import Any
 
 import torch
@@ -30,10 +32,11 @@ from atoll.algorithms.base import ChangeReader, Correction, ElementReader, Local
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import named_parameters
 
-LOG = logging.getLogger("atoll")
-
 Given = Optimizer | Sequence[Optimizer]
-"""One optimizer, or several in the order in which they step."""
+"""One optimizer, or several in any order."""
+
+PATIENCE_STEPS = 32
+"""An optimizer that makes no step while another one makes this many is not waited for at the end of a cycle."""
 
 
 # -- Optimizers from a script: unwrap them, and check which parameters they hold.
@@ -45,16 +48,27 @@ def innermost(optimizer: Any) -> Optimizer:
     Raises:
         UsageError: `optimizer` is neither a torch optimizer nor a wrapper of one.
     """
-    inner = optimizer
-    while not _calls_hooks(inner):
-        inner = getattr(inner, "optimizer", None)
+    inner = layers_of(optimizer)[-1]
+    assert isinstance(inner, Optimizer)
+    return inner
+
+
+def layers_of(optimizer: Any) -> list[Any]:
+    """Return an optimizer and what it wraps: the given object first, and last the one that calls step hooks.
+
+    Raises:
+        UsageError: `optimizer` is neither a torch optimizer nor a wrapper of one.
+    """
+    layers = [optimizer]
+    while not _calls_hooks(layers[-1]):
+        inner = getattr(layers[-1], "optimizer", None)
         if inner is None:
             raise UsageError(
                 f"The optimizer is of type {type(optimizer).__name__}, which does not call step hooks.",
                 "Use a torch.optim.Optimizer, or a wrapper that has one in its attribute `optimizer`.",
             )
-    assert isinstance(inner, Optimizer)
-    return inner
+        layers.append(inner)
+    return layers
 
 
 def _calls_hooks(optimizer: object) -> bool:
@@ -63,7 +77,12 @@ def _calls_hooks(optimizer: object) -> bool:
 
 
 def optimizers_in(optimizers: Given | Any) -> tuple[Optimizer, ...]:
-    """Return the given optimizers as a tuple, without wrappers.
+    """Return the given optimizers as a tuple, without wrappers. The errors are those of `layers_in`."""
+    return tuple(layers[-1] for layers in layers_in(optimizers))
+
+
+def layers_in(optimizers: Given | Any) -> tuple[list[Any], ...]:
+    """Return each of the given optimizers with what it wraps, as `layers_of` does.
 
     Raises:
         UsageError: the list is empty, an optimizer is in the list twice, or an element is not an optimizer.
@@ -71,13 +90,13 @@ def optimizers_in(optimizers: Given | Any) -> tuple[Optimizer, ...]:
     if isinstance(optimizers, Mapping | set | frozenset | str):
         raise UsageError(
             f"The optimizers are in an object of type {type(optimizers).__name__}, not a list.",
-            "Pass a list, in the order in which the optimizers step.",
+            "Pass a list of the optimizers.",
         )
-    found = tuple(map(innermost, optimizers)) if isinstance(optimizers, Iterable) else (innermost(optimizers),)
+    found = tuple(map(layers_of, optimizers)) if isinstance(optimizers, Iterable) else (layers_of(optimizers),)
     if not found:
         raise UsageError("The list of optimizers is empty.", "Pass the optimizers that train the model.")
-    if len(set(map(id, found))) < len(found):
-        raise UsageError("The list contains an optimizer twice.", "Pass each once, in the order in which they step.")
+    if len({id(layers[-1]) for layers in found}) < len(found):
+        raise UsageError("The list contains an optimizer twice.", "Pass each once.")
     return found
 
 
@@ -101,36 +120,35 @@ def require_trains(optimizers: Sequence[Optimizer], parameters: Mapping[str, Ten
 
 
 ALL_AS_A_LIST = (
-    "Steps of another optimizer are not noticed, and its parameters drift away from the run's model. Pass "
-    "all optimizers, as a list"
+    "Steps of another optimizer are not noticed, and its parameters drift away from the run's model.",
+    "Pass all optimizers, as a list",
 )
-ALL_CORRECTED = "Steps of another optimizer are not corrected. Pass all optimizers, as a list"
-ALL_IN_ONE = "Steps of another optimizer are not corrected. Put all parameters into one optimizer"
+ALL_CORRECTED = ("Steps of another optimizer are not corrected.", "Pass all optimizers, as a list")
+ALL_IN_ONE = ("Steps of another optimizer are not corrected.", "Put all parameters into one optimizer")
 
 
-def warn_of_unheld_parameters(
-    optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], site: str, advice: str = ALL_AS_A_LIST
+def require_holds_all(
+    held_parameters: Collection[int], parameters: Mapping[str, Tensor], advice: tuple[str, str] = ALL_AS_A_LIST
 ) -> None:
-    """Warn if these optimizers do not hold all trainable parameters: Atoll does not see the steps of other optimizers.
+    """Check that optimizers hold all trainable parameters: Atoll does not see the steps of other optimizers.
 
     Args:
-        optimizers: all optimizers to which Atoll has added hooks.
+        held_parameters: `id(parameter)` for each parameter that an optimizer with Atoll's hooks holds.
         parameters: the model's parameters, by name.
-        site: the site's name, for the message.
         advice: the consequence and the remedy, for the message.
+
+    Raises:
+        UsageError: a trainable parameter is not held. The message names the first one.
     """
-    held_parameters = held_by(optimizers)
     trainable = {name: id(value) for name, value in parameters.items() if value.requires_grad}
     missing = [name for name, each in trainable.items() if each not in held_parameters]
     if missing:
-        LOG.warning(
-            "%s: the optimizer holds only %d of the model's %d trainable parameters; for example, %r is missing. "
-            "%s, or set requires_grad = False for parameters that are not trained.",
-            site,
-            len(trainable) - len(missing),
-            len(trainable),
-            missing[0],
-            advice,
+        consequence, remedy = advice
+        raise UsageError(
+            f"The optimizer holds only {len(trainable) - len(missing)} of the model's {len(trainable)} trainable "
+            f"parameters; for example, {missing[0]!r} is missing. {consequence}",
+            f"{remedy}, or set requires_grad = False for parameters that are not trained. To train only a part on "
+            "purpose, pass allow_partial=True.",
         )
 
 
@@ -148,53 +166,218 @@ def outside_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Steps:
-    """Hooks that call a function after every step of the last optimizer in a list.
+    """Hooks that call a function after each local step, which is a step of every one of the optimizers.
 
     Args:
-        optimizers: the optimizers, in the order in which they step.
-        after: the function to call after each step. Under `torch.compile` it runs outside of compiled code.
-        site: the site's name, for the warning that the optimizers step in another order.
+        optimizers: each optimizer with what it wraps (`layers_in`), in any order.
+        before: the function to call at the beginning of each optimizer's step. It gets the optimizer.
+        after: the function to call after each local step. It gets the number of local steps since the last call.
+
+    Under `torch.compile` both functions run outside of compiled code.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], after: Callable[[], None], site: str) -> None:
-        self._after, self._site = after, site
-        self._begun = False
-        self._awaited = {id(each): type(each).__name__ for each in optimizers[:-1]}
-        self._warned = not self._awaited
-        self._handles: list[Any] = []
+    def __init__(
+        self, optimizers: Sequence[Sequence[Any]], before: Callable[[Optimizer], None], after: Callable[[int], None]
+    ) -> None:
+        self._after, self._due = outside_compiled(after), 0
+        trained = [id(layers[-1]) for layers in optimizers if _trains(layers[-1])]
+        self._cycles = Cycles(trained) if len(trained) > 1 else None
+        self._steps: list[WholeSteps] = []
         try:
-            for each in optimizers[:-1]:
-                self._handles.append(each.register_step_post_hook(outside_compiled(self._of_another)))
-            self._handles.append(optimizers[-1].register_step_pre_hook(outside_compiled(self._begin)))
-            self._handles.append(optimizers[-1].register_step_post_hook(outside_compiled(self._end)))
+            for layers in optimizers:
+                self._steps.append(WholeSteps(layers, before, self._ended))
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
-        while self._handles:
-            self._handles.pop().remove()
+        while self._steps:
+            self._steps.pop().close()
 
-    def _of_another(self, optimizer: Optimizer, *_: Any) -> None:
-        self._awaited.pop(id(optimizer), None)
+    def _ended(self, optimizer: Optimizer) -> None:
+        self._due += self._cycles.count(id(optimizer)) if self._cycles is not None else 1
+        if self._due and not any(each.is_open for each in self._steps):  # one optimizer may step inside of another
+            due, self._due = self._due, 0
+            self._after(due)
 
-    def _begin(self, *_: Any) -> None:
-        self._begun = True
 
-    def _end(self, *_: Any) -> None:
-        if not self._begun:  # if step() of a class calls its parent's step(), torch calls the hooks for both
-            return
-        self._begun = False
-        if not self._warned and self._awaited:
-            LOG.warning(
-                "%s: the last optimizer in the list stepped before the others (%s), but Atoll synchronises after the "
-                "step of the last optimizer. Pass the optimizers in the order in which they step.",
-                self._site,
-                ", ".join(self._awaited.values()),
-            )
-        self._warned = True
-        self._after()
+def _trains(optimizer: Optimizer) -> bool:
+    return any(value.requires_grad for group in optimizer.param_groups for value in group["params"])
+
+
+class Cycles:
+    """Finds the end of each cycle of several optimizers: the step after which all have stepped, in whatever order.
+
+    One optimizer may step several times in a cycle. A cycle begins with a step of the optimizer that was the first of
+    all to step, after a step of another one. Each optimizer is expected to make as many steps as in the last cycle.
+
+    Args:
+        optimizers: a key for each optimizer.
+    """
+
+    def __init__(self, optimizers: Iterable[int]) -> None:
+        self._expected = dict.fromkeys(optimizers, 1)
+        self._made: dict[int, int] = {}  # steps in this cycle
+        self._first = 0
+        self._is_counted, self._uncounted = False, 0  # whether this cycle's end was found; earlier cycles without one
+
+    def count(self, optimizer: int) -> int:
+        """Record a step. Return the number of cycles that end with it, with earlier ones whose end was not found."""
+        self._first = self._first or optimizer
+        made = self._made.get(optimizer, 0)
+        if optimizer == self._first and (self._is_counted or len(self._made) > 1):
+            self._begin()
+        elif made >= PATIENCE_STEPS + self._expected.get(optimizer, 0):  # the others have stopped
+            self._begin()
+            self._first, self._expected, self._uncounted = optimizer, {optimizer: 1}, 0
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+        if self._is_counted or any(self._made.get(each, 0) < steps for each, steps in self._expected.items()):
+            return 0
+        self._is_counted, uncounted, self._uncounted = True, self._uncounted, 0
+        return 1 + uncounted
+
+    def _begin(self) -> None:
+        """Begin a cycle. If the last one had no end, an optimizer was missing: expect only those that came."""
+        if self._is_counted:
+            self._expected = self._made
+        else:
+            self._uncounted += 1
+            self._expected = {
+                each: min(steps, self._made[each]) for each, steps in self._expected.items() if each in self._made
+            }
+        self._made, self._is_counted = {}, False
+
+
+class WholeSteps:
+    """Calls functions at the beginning and at the end of each whole step of an optimizer.
+
+    torch calls an optimizer's hooks around `step` of the optimizer's class, and once more around `step` of a parent
+    class that has been used before. The whole step may be longer: a wrapper may work on, or a function with which a
+    script has replaced the optimizer's `step`. So `step` of each of these objects is wrapped as well, and a step has
+    ended when the outermost call has returned. The hooks alone notice a step that another program has kept a reference
+    to.
+
+    Args:
+        layers: the optimizer with what it wraps (`layers_of`).
+        begin: the function to call at the beginning, with the optimizer that calls hooks.
+        end: the function to call at the end, likewise. It is not called after a step that failed.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
+    ) -> None:
+        self._begin, self._end = begin, outside_compiled(end)
+        self._optimizer: Optimizer = layers[-1]
+        self._nesting = _Nesting()
+        self._calls, self._is_made = 0, False  # wrapped calls that have not returned; whether a step was made in them
+        self._closing: list[Callable[[], None]] = []
+        before, after = outside_compiled(self._before), outside_compiled(self._after)
+        try:
+            for layer in layers:
+                with suppress(AttributeError, TypeError):  # the object has no attributes of its own
+                    self._wrap(layer)
+            self._closing.append(self._optimizer.register_step_pre_hook(before).remove)
+            self._closing.append(self._optimizer.register_step_post_hook(after).remove)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun and not ended."""
+        return bool(self._calls or self._nesting.depth)
+
+    def close(self) -> None:
+        """Remove the hooks. Idempotent."""
+        while self._closing:
+            self._closing.pop()()
+        self._begin = self._end = lambda _: None  # another program may keep a wrapped `step`
+        self._nesting.reset()
+
+    def _wrap(self, layer: Any) -> None:
+        earlier, this = vars(layer).get("step"), weakref.ref(layer)
+
+        @functools.wraps(earlier or type(layer).step)
+        def step(caller: Any, *args: Any, **kwargs: Any) -> Any:
+            call = earlier or partial(type(caller).step, caller)
+            if caller is not this():  # a copy of the object
+                return call(*args, **kwargs)
+            self._calls += 1
+            try:
+                result = call(*args, **kwargs)
+            except BaseException:
+                self._is_made = False
+                raise
+            finally:
+                self._calls -= 1
+                if not self._calls:
+                    self._nesting.reset()
+            if self._is_made and not self._calls:
+                self._is_made = False
+                self._end(self._optimizer)
+            return result
+
+        # under torch.compile, this function is not compiled, but the optimizer's own step is
+        ours = MethodType(torch.compiler.disable(step, recursive=False), layer)  # type: ignore[no-untyped-call]
+        layer.step = ours
+
+        def unwrap() -> None:
+            if vars(layer).get("step") is not ours:  # wrapped once more, for example by a learning rate schedule
+                return
+            if earlier is None:
+                del layer.step
+            else:
+                layer.step = earlier
+
+        self._closing.append(unwrap)
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._nesting.begins(optimizer):
+            self._begin(optimizer)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._nesting.ends():
+            self._is_made = bool(self._calls)
+            if not self._calls:
+                self._end(optimizer)
+
+
+class _Nesting:
+    """Tells the outermost call of an optimizer's hooks: torch calls the hooks for a step inside of a step, too.
+
+    Attributes:
+        depth: calls of torch's function around a step that have not returned.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._call: FrameType | None = None  # torch's function around the outermost step, which calls the hooks
+
+    def reset(self) -> None:
+        """Forget a step that has failed: torch calls no post-hook for it."""
+        self.depth, self._call = 0, None
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        """Record the call of a pre-hook. Return whether a step begins, not one inside of it."""
+        if self.depth and any(call is self._call for call, _ in traceback.walk_stack(sys._getframe())):
+            self.depth += 1
+            return False
+        around = getattr(type(optimizer).step, "__code__", None)
+        call: FrameType | None = sys._getframe()
+        while call is not None and call.f_code is not around and call.f_back is not None:
+            call = call.f_back
+        self.depth, self._call = 1, call
+        return True
+
+    def ends(self) -> bool:
+        """Record the call of a post-hook. Return whether the step ends."""
+        if self.depth != 1:  # 0: the hooks were added during the step
+            self.depth = max(0, self.depth - 1)
+            return False
+        self.depth = 0
+        self._call = None
+        return True
 
 
 # -- Step counting and corrections for federated rounds.
@@ -260,8 +443,7 @@ class StepHooks:
         """Add the hooks to the optimizers, until `close`.
 
         Args:
-            optimizer: one optimizer, or several in the order in which they step. Only the steps of the last optimizer
-                are counted.
+            optimizer: one optimizer, or several. Only the steps of the last optimizer are counted.
 
         Raises:
             UsageError: the hooks of an earlier call are still there, an optimizer holds none of the model's parameters,
@@ -396,8 +578,7 @@ class _Followed:
         self._hooks, self._optimizer, self._names, self._is_counted = hooks, optimizer, names, is_counted
         self._rate = 0.0
         self._is_formed = False  # whether the current step has had a gradient
-        self._depth = 0  # reaches 2 if step() of a class calls its parent's step(): torch calls the hooks for both
-        self._call: FrameType | None = None  # torch's function around the current step, which calls the hooks
+        self._nesting = _Nesting()  # torch calls the hooks twice if step() of a class calls its parent's step()
         self._handles = [
             optimizer.register_step_pre_hook(outside_compiled(self._begin)),
             optimizer.register_step_post_hook(outside_compiled(lambda *_: self._after())),
@@ -406,7 +587,7 @@ class _Followed:
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        self._call = None
+        self._nesting.reset()
 
     def _begin(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -416,12 +597,8 @@ class _Followed:
         `args[0]` is the optimizer. torch calls the step with the returned arguments, or with `args` and `kwargs` if the
         result is None.
         """
-        running = [call for call, _ in traceback.walk_stack(sys._getframe())]
-        self._depth = self._depth + 1 if self._call in running else 1  # torch calls no post-hook after a failed step
-        if self._depth > 1:
+        if not self._nesting.begins(optimizer):
             return None
-        around = getattr(type(optimizer).step, "__code__", None)
-        self._call = next((call for call in running if call.f_code is around), running[-1])
         self._is_formed = False
         self._hooks.under_way.add(optimizer)
         if len(args) > 1 and callable(args[1]):
@@ -468,10 +645,8 @@ class _Followed:
                 self._hooks.correction.before_step_(self._names)
 
     def _after(self) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth:
+        if not self._nesting.ends():
             return
-        self._call = None
         self._hooks.under_way.discard(self._optimizer)
         if not (self._is_formed or self._has_gradients()):  # step() may have cleared them
             return  # without a gradient the step moved nothing

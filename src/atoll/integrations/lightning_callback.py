@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.resolve import local_rule
+from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import ConfigError, UsageError, public_api
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone, value_of
 from atoll.registry import ReceivedName
@@ -83,6 +84,8 @@ class AtollCallback(Callback):
         require_server: whether to raise an error if no server is configured, instead of training alone.
         swarm: whether this site may take part in a swarm, in which other sites connect to it and it connects to them;
             `ATOLL_SWARM` and `ATOLL_PEER_*` can allow it, too.
+        allow_partial: whether the optimizer may hold only a part of the trainable parameters, in a DiLoCo run or under
+            an algorithm that corrects steps.
 
     Attributes:
         driver: this site's connection to the run.
@@ -105,7 +108,7 @@ class AtollCallback(Callback):
         self.driver = TrainerDriver(server, site, **options)
         self._steps = steps
         self._limits = Limits()
-        self._schedule = Schedule()
+        self._schedule = Schedule(self.driver.warn)
         self._validations = Validations()
         self._correction: StepHooks | None = None
         self._module: Any = None
@@ -198,7 +201,7 @@ class AtollCallback(Callback):
         elif state == "diloco":
             self._go_on_with_diloco(trainer, pl_module, ranks)
         elif state == "round":
-            self._receive(ranks, pl_module)
+            self._receive(ranks, pl_module, trainer.optimizers)
             self._in_round, self._samples = True, 0
 
     @public_api
@@ -281,15 +284,26 @@ class AtollCallback(Callback):
             return [self.driver.round.number, self.driver.info.rounds]
         return [1, 0 if self.driver.takes_part else 1]
 
-    def _receive(self, ranks: RankGroup, module: Any) -> bool:
+    def _receive(self, ranks: RankGroup, module: Any, optimizers: Sequence[Any] = ()) -> bool:
         """Load the global model into the module at all ranks. Return whether there is a global model.
 
         The model is downloaded once per round; later calls read it from the site's file.
+
+        Args:
+            ranks: the Trainer's processes.
+            module: the module; None: there is none yet.
+            optimizers: optimizers that are there already; their copies of the weights are loaded, too.
         """
-        with torch.inference_mode(mode=False):
-            found = bool(ranks.from_rank0(lambda: module is not None and self.driver.load_into(module)))
+        if module is None:
+            return False
+        copies = WeightCopies(self.driver.warn)
+        for optimizer in optimizers:
+            copies.watch(optimizer)
+        tensors = named_tensors(module)[0]
+        with torch.inference_mode(mode=False), copies.loading(tensors):
+            found = bool(ranks.from_rank0(lambda: self.driver.load_into(module)))
             if found:
-                ranks.spread_(named_tensors(module)[0].values())
+                ranks.spread_(tensors.values())
         return found
 
     def _finish(self, ranks: RankGroup, module: Any) -> None:
@@ -323,7 +337,7 @@ class AtollCallback(Callback):
 
         def correct() -> None:
             assert self.driver.round is not None
-            self._correction = self.driver.round.correct(module, optimizer)
+            self._correction = self.driver.round.correct(module, optimizer, allow_partial=self.driver.allow_partial)
 
         ranks.from_rank0(correct)
         if not ranks.is_first:
@@ -427,9 +441,14 @@ class Limits:
 
 
 class Schedule:
-    """Warns about a learning rate schedule that restarts in each round."""
+    """Warns about a learning rate schedule that restarts in each round.
 
-    def __init__(self) -> None:
+    Args:
+        warn: called with the warning.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
         self._first: list[float] | None = None
         self._warned = False
 
@@ -442,7 +461,7 @@ class Schedule:
             self._first = rates
         elif rates == self._first and not self._warned:
             self._warned = True
-            LOG.warning(
+            self._warn(
                 "the learning rate schedule starts again in each round, so it never gets beyond its first epochs. In "
                 "configure_optimizers, let it depend on self.atoll_round and self.atoll_rounds "
                 "(docs/tutorial-lightning.md, Epochs)"

@@ -40,6 +40,7 @@ class SiteOptions(TypedDict, total=False):
     filters: Sequence[Filter]
     require_server: bool
     swarm: bool
+    allow_partial: bool
 
 
 class TrainerDriver:
@@ -52,6 +53,7 @@ class TrainerDriver:
         diloco: this site's `DiLoCo` object in a DiLoCo run; None until it has joined.
         rounds: number of rounds to which this site has submitted an update.
         finished: whether the run is over.
+        allow_partial: whether the optimizers may hold only a part of the trainable parameters.
         on_join: functions to call with the worker after it has joined.
     """
 
@@ -60,6 +62,7 @@ class TrainerDriver:
         self.server = server_of(server, require_server=require_server)
         self.takes_part = takes_part(self.server)
         self._given_site, self.weight = site, options.pop("weight", None)
+        self.allow_partial = options.pop("allow_partial", False)
         self._where: dict[str, Any] = {**options, "filters": require_filters(options.get("filters", ()))}
         self.info: messages.RunInfo | None = None
         self.worker: Worker | None = None
@@ -143,12 +146,19 @@ class TrainerDriver:
 
         Args:
             module: the model to train.
-            optimizer: the optimizer, or all optimizers in the order in which they step.
+            optimizer: the optimizer, or all optimizers.
             weight: weight of this site's updates: a number, or a function.
             sync_every: the expected number of local steps per round, to compare with the run's; None: no comparison.
         """
         self.diloco = DiLoCo(
-            module, optimizer, server=self.server, site=self.site, weight=weight, sync_every=sync_every, **self._where
+            module,
+            optimizer,
+            server=self.server,
+            site=self.site,
+            weight=weight,
+            sync_every=sync_every,
+            allow_partial=self.allow_partial,
+            **self._where,
         )
         self.diloco.load_state_dict(self._checkpoint)
         weakref.finalize(self, self.diloco.stop).atexit = False  # also leaves if the trainer is dropped
@@ -191,6 +201,13 @@ class TrainerDriver:
             interval,
             diloco.sync_every,
         )
+
+    def warn(self, text: str) -> None:
+        """Log a warning about this site's training, and report it to the server."""
+        if self.worker is None:
+            LOG.warning("%s", text)
+        else:
+            self.worker.warn(text)
 
     def stop_diloco(self, error: BaseException | None = None) -> None:
         """Leave a DiLoCo run. Idempotent."""

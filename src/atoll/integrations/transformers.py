@@ -23,7 +23,7 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from atoll.algorithms.optimizer_hooks import StepHooks, innermost
+from atoll.algorithms.optimizer_hooks import StepHooks, layers_of
 from atoll.errors import UsageError, public_api
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
 from atoll.worker.arguments import finite_metrics, require_counts
@@ -58,6 +58,8 @@ class AtollCallback(TrainerCallback):
         require_server: whether to raise an error if no server is configured, instead of training alone.
         swarm: whether this site may take part in a swarm, in which other sites connect to it and it connects to them;
             `ATOLL_SWARM` and `ATOLL_PEER_*` can allow it, too.
+        allow_partial: whether the optimizer may hold only a part of the trainable parameters, in a DiLoCo run or under
+            an algorithm that corrects steps.
 
     Raises:
         UsageError: an element of `filters` is not a filter, or `sync_every` is below 1.
@@ -114,12 +116,11 @@ class AtollCallback(TrainerCallback):
         driver = self.driver
         if was_taking_part and not driver.takes_part and error is None:
             LOG.info("%s", ALONE_ENDED)
+        whole = "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps"
         if driver.round is not None and self._steps and error is None:
-            LOG.warning(
-                "the Trainer ended after %d steps of round %d; these steps are not sent, because an update needs %s",
-                self._steps,
-                driver.round.number,
-                "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps",
+            driver.warn(
+                f"the Trainer ended after {self._steps} steps of round {driver.round.number}; these steps are not "
+                f"sent, because an update needs {whole}"
             )
         if self._correction is not None:
             self._correction.close()
@@ -158,7 +159,8 @@ class AtollCallback(TrainerCallback):
         require_plain(args)
         require_alone(callbacks_of_the_caller(AtollCallback))
         module = self._module if self._module is not None else kwargs["model"]
-        self._optimizer = innermost(kwargs["optimizer"])
+        self._optimizer = kwargs["optimizer"]
+        layers_of(self._optimizer)
         self._steps, self._samples, self._metrics = 0, 0, {}
         if self._taking_part and args.auto_find_batch_size and self._model is module:
             with self._leaving():
@@ -265,7 +267,7 @@ class AtollCallback(TrainerCallback):
         assert driver.round is not None
         driver.load_into(module)
         assert self._optimizer is not None
-        self._correction = driver.round.correct(module, self._optimizer)
+        self._correction = driver.round.correct(module, self._optimizer, allow_partial=driver.allow_partial)
         if self._is_scaled and self._correction.changes_training:
             raise UsageError(
                 "The Trainer scales gradients (fp16), but this run's algorithm needs unscaled gradients.",

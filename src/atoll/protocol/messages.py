@@ -161,6 +161,7 @@ class RunInfo(Message):
     sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
     mode: Literal["sync", "async"] = Field("sync", description="async: a round does not wait for all expected workers.")
     sync_rounds_first: Count = Field(0, description="Number of synchronous rounds at the start of an asynchronous run.")
+    barrier: bool = Field(True, description="Whether a round waits for all its sites, for as long as they take part.")
     schema_digest: Hex32
     fragments: int = Field(ge=1, lt=NUMBER_BELOW, description="Number of fragments of the model.")
     tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
@@ -404,7 +405,7 @@ class Joined(Message):
     """The answer to `Join`. The lease authorises every later request of this process."""
 
     lease: Annotated[str, StringConstraints(pattern=LEASE_PATTERN)] = Field(
-        description="Value for the header Atoll-Lease; contains a secret of 128 bits."
+        repr=False, description="Value for the header Atoll-Lease; contains a secret of 128 bits."
     )
     due: Count = Field(0, description="Fragment to synchronise first.")
     evaluates: bool = Field(False, description="Whether a cross-site evaluation of the run will ask this site.")

@@ -133,6 +133,7 @@ class SimulatedSite:
     """
 
     has_left = False
+    process: int | None = None
 
     def __init__(self, shared: Shared, job: SiteRound, base_fd: int, spool_fd: int, folder: Path) -> None:
         layouts, self._ticket, self._spool_fd = shared.layouts, job.ticket, spool_fd

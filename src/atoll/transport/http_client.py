@@ -481,7 +481,7 @@ class Http:
                     "Check that the address is that of an Atoll server, and use the same version of Atoll on both "
                     "sides.",
                 )
-            ) from error
+            ) from None  # it may quote the answer, which may be a lease
 
 
 def damaged(error: Error) -> Error:

@@ -91,17 +91,24 @@ def positive(weight: float) -> float:
     return value
 
 
-def require_joined(has_left: bool, site: str, rejoin: str) -> None:
-    """Raise an error if the worker has left its run.
+def require_joined(has_left: bool, site: str, rejoin: str, process: int | None = None) -> None:
+    """Raise an error if the worker has left its run, or if another process has joined.
 
     Args:
         has_left: whether the worker has left.
         site: the worker's site name, for the message.
         rejoin: the call with which a script joins the run again, such as `atoll.join`, for the message.
+        process: id of the process that joined; None: a server takes no part, so a fork may go on.
 
     Raises:
-        UsageError: the worker has left its run.
+        UsageError: the worker has left its run, or this process is a fork of the one that joined.
     """
+    if process not in (None, os.getpid()):
+        raise UsageError(
+            f"Process {os.getpid()} is a fork of process {process}, which takes part in the run as site {site!r}. A "
+            "fork cannot take part in its place: both would use the same connections and files.",
+            f"Train in process {process}, or call {rejoin} in the fork, with another site name.",
+        )
     if has_left:
         raise UsageError(f"Site {site} has already left its run.", f"Call {rejoin} again, and use the new worker.")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.errors import TicketClosed
-from atoll.format_text import VisibleLines, time_left
+from atoll.format_text import VisibleLines, time_left, without_leases
 from atoll.format_text import size as size
 from atoll.protocol import messages
 
@@ -48,7 +48,7 @@ def error_text(error: BaseException | str, most_chars: int = 2000) -> str:
     An exception becomes "class: message"; a string is used as it is. Lone surrogates, which UTF-8 cannot encode, are
     escaped.
     """
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    text = without_leases(error if isinstance(error, str) else f"{type(error).__name__}: {error}")
     return text[:most_chars].encode(errors="backslashreplace").decode()[:most_chars]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit import SITES, DiLoCoSites, build_model, diloco, exported, local_step, run_to_end, serve, tensors_digest
+from kit import DiLoCoSites, build_model, diloco, exported, local_step, run_to_end, serve, tensors_digest
 from kit.servers import plain_server, state_of
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -83,9 +83,61 @@ def test_synchronises_after_the_last_of_several_optimizers(tmp_path: Path, warne
     assert not [text for text in warned() if "optimizer" in text]
 
 
-def test_warns_of_an_order_in_which_the_last_optimizer_steps_first(tmp_path: Path, warned: Warned) -> None:
-    trained(tmp_path, lambda optimizers: optimizers[::-1])
-    assert sum("AdamW" in text for text in warned()) == len(SITES)
+@pytest.mark.covers("X11")
+def test_synchronises_after_the_last_optimizer_whatever_their_order_in_the_list(tmp_path: Path) -> None:
+    run = trained(tmp_path / "one", Both)
+    assert trained(tmp_path / "reversed", lambda optimizers: optimizers[::-1]) == run
+
+
+@pytest.mark.covers("X11")
+def test_synchronises_optimizers_of_single_parameters_that_step_in_the_backward_pass(tmp_path: Path) -> None:
+    """The last parameter's optimizer steps first; the result is that of one optimizer that steps behind the pass."""
+
+    def run(folder: Path, *, in_hooks: bool) -> set[str]:
+        def inner(model: nn.Module) -> Any:
+            if not in_hooks:
+                return SGD(model.parameters(), lr=0.05)
+            optimizers = {each: SGD([each], lr=0.05) for each in model.parameters()}
+            for each, optimizer in optimizers.items():
+                each.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+            return list(optimizers.values())
+
+        def step(model: nn.Module, optimizer: Any, site: str, number: int) -> None:
+            inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * number + ord(site)))
+            model(inputs).square().mean().backward()
+            if not in_hooks:
+                optimizer.step()
+            model.zero_grad()
+
+        with serve(folder, **DILOCO | {"sites": 2}) as server:
+            sites = DiLoCoSites(server.url, folder, 100, inner=inner, step=step)
+            run_to_end(server, sites)
+        assert {loop.step for loop in sites.loops.values()} == {6}
+        parameters = [dict(each.named_parameters()) for each in sites.models.values()]
+        result = {name: value for name, value in exported(folder).items() if name in parameters[0]}
+        return {tensors_digest(each) for each in (result, *parameters)}
+
+    hooked = run(tmp_path / "hooks", in_hooks=True)
+    assert len(hooked) == 1
+    assert hooked == run(tmp_path / "one", in_hooks=False)
+
+
+@pytest.mark.covers("X11")
+def test_counts_a_local_step_when_the_rarer_of_two_optimizers_has_stepped(tmp_path: Path) -> None:
+    """Two steps of one before each of the other, with H = 2: 12 steps of the first are the 6 local steps of the run."""
+    for order in (1, -1):
+        model, made = build_model(), []
+        often, rarely = two(model)
+        folder = tmp_path / str(order)
+        with serve(folder, **DILOCO) as server:
+            with diloco(server, folder, "a", model, [often, rarely][::order]) as loop:
+                while not loop.finished:
+                    for optimizer in (often, often, rarely):
+                        local_step(model, optimizer, "a", len(made))
+                        made.append(loop.step)
+            server.run()
+        assert made == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5, 6]
+        assert tensors_digest(exported(folder)) == tensors_digest(model.state_dict())
 
 
 def freeze_vectors(model: nn.Module) -> None:
@@ -93,51 +145,46 @@ def freeze_vectors(model: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
-def require_named(found: list[str], count: int) -> None:
-    """So many warnings, each of two of six parameters that no optimizer trains."""
-    found = [each for each in found if "trainable parameters" in each]
-    assert len(found) == count
-    assert all("'0.bias'" in each and "2 of the model's 6" in each for each in found)
+PART = r"only 2 of the model's 6 trainable parameters; for example, '0.bias'.*requires_grad = False.*allow_partial=True"
 
 
-def test_warns_of_an_optimizer_that_holds_a_part_of_the_parameters(tmp_path: Path, warned: Warned) -> None:
+@pytest.mark.covers("X11")
+def test_refuses_optimizers_that_hold_a_part_of_the_parameters_unless_told(tmp_path: Path) -> None:
     model = build_model()
     with serve(tmp_path, **DILOCO) as server:
-        for optimizers, count in ((two(model)[:1], 1), (two(model), 0)):
-            with diloco(server, tmp_path, "a", model, optimizers):
-                require_named(warned(), count)
+        with pytest.raises(UsageError, match=PART):
+            diloco(server, tmp_path, "a", model, two(model)[0]).start()
+        with diloco(server, tmp_path, "a", model, two(model)):
+            pass
+        with diloco(server, tmp_path, "a", model, two(model)[0], allow_partial=True):
+            pass
         freeze_vectors(model)
         with diloco(server, tmp_path, "a", model, two(model)[0]):
-            require_named(warned(), 0)
+            pass
 
 
+@pytest.mark.covers("X11")
 @pytest.mark.parametrize(("algorithm", "corrects"), [("fedprox", True), ("scaffold", True), ("fedavg", False)])
-def test_warns_of_a_correction_that_misses_a_part_of_the_parameters(
-    tmp_path: Path, warned: Warned, algorithm: str, corrects: bool
+def test_refuses_a_correction_that_misses_a_part_of_the_parameters(
+    tmp_path: Path, algorithm: str, corrects: bool
 ) -> None:
-    def warned_of(part: bool, frozen: bool = False) -> list[str]:
-        """Of a site that takes part in two rounds of a run."""
-        model = build_model()
-        if frozen:
-            freeze_vectors(model)
-        optimizer = two(model)[0] if part else SGD(model.parameters(), lr=0.05)
-        folder = tmp_path / f"{part}-{frozen}"
-        with (
-            plain_server(folder, build_model(), algorithm=algorithm, sites=1, rounds=2) as server,
-            atoll.join(server.url, site="a", folder=folder / "workers") as worker,
-        ):
-            for fl_round in worker:
-                fl_round.load_into(model)
-                with fl_round.correct(model, optimizer):
-                    local_step(model, optimizer, "a", fl_round.number)
-                fl_round.submit(model)
-        return warned()
-
-    said = warned_of(part=True)
-    require_named(said, corrects)  # once a run, not in each round
-    assert any("as a list" in each for each in said) == (algorithm == "fedprox")  # SCAFFOLD takes one optimizer
-    require_named(warned_of(part=False), 0)
-    require_named(warned_of(part=True, frozen=True), 0)
+    model = build_model()
+    with (
+        plain_server(tmp_path, build_model(), algorithm=algorithm, sites=1, rounds=1) as server,
+        atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker,
+    ):
+        fl_round = worker.next_round()
+        assert fl_round is not None
+        fl_round.load_into(model)
+        advice = "Put all parameters into one" if algorithm == "scaffold" else "as a list"  # SCAFFOLD takes only one
+        refusal = pytest.raises(UsageError, match=f"{PART[:60]}.*{advice}") if corrects else contextlib.nullcontext()
+        with refusal, fl_round.correct(model, two(model)[0]):
+            pass
+        with fl_round.correct(model, two(model)[0], allow_partial=True):
+            pass
+        freeze_vectors(model)
+        with fl_round.correct(model, two(model)[0]):
+            pass
 
 
 @pytest.mark.parametrize("given", [[], [1], "sgd", {}, "twice"], ids=str)

@@ -35,6 +35,7 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
         mode="async" if settings.async_.enabled else "sync",
         placement="swarm" if settings.swarm.enabled else "server",
         sync_rounds_first=settings.async_.sync_rounds_first,
+        barrier=not settings.async_.enabled and not settings.rounds.quorum,
         schema_digest=plan.schema.digest,
         fragments=len(plan.fragments),
         tau=settings.diloco.fragment_sync_delay,

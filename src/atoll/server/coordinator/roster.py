@@ -32,6 +32,9 @@ TRAINING = "training"
 STILL = 4.0
 """Training counts as hanging only if it pauses for this many times the longest earlier pause between two steps."""
 
+WARNINGS_LOGGED = 100
+"""So many different warnings of each site are logged: a broken site may send others with every heartbeat."""
+
 
 def _progress(beat: messages.Heartbeat) -> tuple[object, ...]:
     """Return the values of a heartbeat that change when a worker makes progress."""
@@ -57,6 +60,7 @@ class Presence:
         displaced: process → host, for older processes of this site that a newer one replaced before they left.
         rival: warning about a process that was replaced while it ran; empty if there is none.
         is_restored: whether the worker joined before this server started, so that its steps may be of earlier rounds.
+        told: warnings of the site that were logged.
     """
 
     site: str
@@ -81,6 +85,7 @@ class Presence:
     displaced: dict[str, str] = field(default_factory=dict)
     rival: str = ""
     is_restored: bool = False
+    told: set[str] = field(default_factory=set)
 
     @classmethod
     def joining(cls, message: messages.Join, before: Presence | None) -> tuple[Presence, str]:
@@ -94,7 +99,10 @@ class Presence:
             before: the record of the site so far; None for a new site.
         """
         secret = new_id()
-        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
+        kept = (
+            *("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival"),
+            "told",
+        )
         joined = cls(
             site=message.site,
             host=message.host,
@@ -129,7 +137,11 @@ class Presence:
         LOG.warning("%s", self.rival)
 
     def note(self, beat: messages.Heartbeat) -> None:
-        """Store a heartbeat. If it shows progress, also store the time."""
+        """Store a heartbeat. If it shows progress, also store the time. Log each of its warnings once."""
+        for text in beat.warnings:
+            if text not in self.told and len(self.told) < WARNINGS_LOGGED:
+                self.told.add(text)
+                LOG.warning("%s reports: %s", self.site, text)
         if _progress(beat) != _progress(self.beat):
             now_s = time.monotonic()
             if self.beat.state == TRAINING:

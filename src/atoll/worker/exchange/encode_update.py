@@ -563,7 +563,6 @@ class LocalFragment:
             keeps none.
         kept: the tensors that the site keeps for itself; None: it sends all tensors.
         state: all files of the site's local state: those of `residuals`, `algorithm_state` and `kept`.
-        is_corrected: whether `Round.correct` has checked the optimizers in this process; it checks them only once.
     """
 
     site: str
@@ -580,7 +579,6 @@ class LocalFragment:
     algorithm_state: AlgorithmState | None = field(init=False, default=None)
     kept: KeptTensors | None = field(init=False, default=None)
     state: LocalState = field(init=False)
-    is_corrected: bool = field(init=False, default=False)
 
     def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
         """Open the files of the site's local state: encoding errors, the algorithm's own state, and kept tensors.

@@ -62,7 +62,7 @@ LONGEST_BACKOFF_S = 8.0
 HEARTBEAT_RETRY_S = 2.0
 HEARTBEAT_GAP_S = 1.0
 """Least seconds between two heartbeats, however often the worker's state changes."""
-OF_THE_OPTIMIZER, OF_EVALUATIONS, OF_THE_ALGORITHM = -1, -2, -3
+OF_THE_OPTIMIZER, OF_EVALUATIONS, OF_THE_ALGORITHM, OF_WEIGHT_COPIES, OF_LOST_STEPS = -1, -2, -3, -4, -5
 """Keys of warnings that are not about a fragment, for `Session.warn`."""
 
 DAMAGED_FIRST, DAMAGED_LATER = 2, 8
@@ -318,6 +318,11 @@ class Session:
         with self._telling:
             self._warnings[fragment] = warnings
             self.tell(warnings=[text for _, each in sorted(self._warnings.items()) for text in each])
+
+    def report(self, key: int, text: str) -> None:
+        """Log a warning, and report it to the server, too, where it replaces earlier ones with this key."""
+        LOG.warning("%s: %s", self.site, text)
+        self.warn(key, [text])
 
     def beat(self) -> bool:
         """Send a heartbeat. Return whether the server accepted it.

@@ -460,8 +460,9 @@ class TaskWorker:
         return VALIDATE in self._builtin or VALIDATE in self._handlers
 
     def _require_joined(self) -> None:
-        """Raise an error if this worker has left its run."""
-        require_joined(self._session is not None and self._session.has_left, self.site, self._joined_by)
+        """Raise an error if this worker has left its run, or if this process is a fork of the one that joined."""
+        process = self._process if self._session is not None else None
+        require_joined(self._session is not None and self._session.has_left, self.site, self._joined_by, process)
 
     def _require_evaluator(self) -> None:
         """Raise an error if the run evaluates models at this site, but no function for evaluation is registered.

@@ -3,7 +3,7 @@
 DiLoCo: Distributed Low-Communication Training of Language Models (Douillard et al., arXiv 2311.08105), Algorithm 1:
 every worker takes H inner steps from θ(t−1); the outer gradient is the mean of θ(t−1) − θ_i(t).
 
-A post-step hook of the optimizer counts the steps. After every H steps, the hook submits the pseudo-gradient (the
+Hooks of the optimizer count the steps. After every H steps, the last hook submits the pseudo-gradient (the
 change of the parameters since the last synchronisation), waits for the next version of the global model, and loads that
 version into the parameters. The inner optimizer keeps its state. If the server cannot be reached, the synchronisation
 is skipped, and training continues. The next pseudo-gradient then contains all local steps since the last
@@ -30,10 +30,11 @@ from atoll.algorithms.optimizer_hooks import (
     Given,
     Steps,
     held_by,
-    optimizers_in,
+    layers_in,
+    require_holds_all,
     require_trains,
-    warn_of_unheld_parameters,
 )
+from atoll.algorithms.weight_copies import WeightCopies, parameters_copied
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.format_text import of_fragment
@@ -53,13 +54,13 @@ from atoll.tensors.module_tensors import (
 )
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import finite_metrics, positive, require_counts, site_of, sync_retries
+from atoll.worker.arguments import finite_metrics, positive, require_counts, require_joined, site_of, sync_retries
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.session.leave_at_exit import last_words, what_ends
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
-from atoll.worker.session.session import OF_THE_ALGORITHM
+from atoll.worker.session.session import OF_LOST_STEPS, OF_THE_ALGORITHM, OF_WEIGHT_COPIES
 from atoll.worker.tasks.answer_tasks import say_evaluation_follows
 from atoll.worker.training.federated_loop import require_real
 from atoll.worker.training.fragment_order import SyncRules
@@ -71,6 +72,10 @@ T = TypeVar("T")
 
 SYNC_EVERY = 500
 """Default of H, if neither the script nor the run sets it."""
+OTHER_THREAD_S = 3.0
+"""Seconds within which another thread has to begin the training of a loop that this thread has started."""
+BEAT_GAP_S = 0.05
+"""Least seconds between two steps that are noted for the next heartbeat: noting takes longer than the other hooks."""
 
 
 _OTHER_ALGORITHM = (
@@ -127,6 +132,17 @@ def claim(loop: object, optimizers: Sequence[Optimizer], parameters: Mapping[str
                 "of one model, give one DiLoCo a list of them.",
             )
         _active[loop] = [*optimizers, *(each for each in parameters.values() if id(each) in names)]
+
+
+def loops_of(run: str) -> list[DiLoCo]:
+    """Return the active loops of this process that take part in a run.
+
+    Args:
+        run: the run's id.
+    """
+    with _claiming:
+        loops = [each for each in _active if isinstance(each, DiLoCo)]
+    return [each for each in loops if each._joined is not None and each._joined.session.info.run == run]
 
 
 def release(loop: object) -> None:
@@ -201,8 +217,8 @@ class DiLoCo:
 
     Args:
         model: the model, trained in place; at the start, the global model is loaded into it.
-        optimizer: the inner optimizer of the parameters; or a list of several, in the order in which they step. Each
-            step of the last one counts as one local step.
+        optimizer: the inner optimizer of the parameters; or a list of several, in any order. A local step is over when
+            each of them has stepped.
         server: address of the server, `http://host:8512`; by default `ATOLL_SERVER`. If neither is given, the script
             trains alone.
         sync_every: local steps between two synchronisations, H; by default the run's number. The server refuses a value
@@ -224,6 +240,8 @@ class DiLoCo:
         require_server: whether to raise an error if no server is configured, instead of training alone.
         swarm: whether this site may take part in a swarm, in which other sites connect to it and it connects to them;
             `ATOLL_SWARM` and `ATOLL_PEER_*` can allow it, too.
+        allow_partial: whether the optimizers may hold only a part of the trainable parameters. The others are
+            synchronised, too, but steps of an optimizer that is not in the list are not noticed.
     """
 
     @public_api
@@ -244,12 +262,14 @@ class DiLoCo:
         max_sync_retries: int | None = None,
         require_server: bool = False,
         swarm: bool = False,
+        allow_partial: bool = False,
     ) -> None:
         require_counts(sync_every=sync_every, num_fragments=num_fragments)
         require_model(model, mapping=False)
         model = without_ddp(model)
         self.model, self.optimizer = model, optimizer
-        self._optimizers = optimizers_in(optimizer)
+        self._set_optimizers(optimizer)
+        self._allow_partial = allow_partial
         self._ranks = RankGroup.of_process(model)
         self._server = server_of(server, require_server=require_server)
         self._site = site
@@ -259,6 +279,7 @@ class DiLoCo:
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._swarm = swarm
         self._max_retries = sync_retries(max_sync_retries)
+        self._copies = WeightCopies(self._report_copies)
         self._tensors: Tensors = {}
         self._schema = Schema(())
         self._shards: Shards | None = None
@@ -271,10 +292,13 @@ class DiLoCo:
         self._progress: SyncProgress | None = None  # None before the start
         self._started = self._stopped = False
         self._process = os.getpid()  # a fork has not joined, so it does not leave
+        self._thread = 0  # the thread that started, and later the one that makes the steps
+        self._has_stepped = threading.Event()
         self.sync_every = sync_every or 0
         self._reports = Reports()
         self._not_finite: set[str] = set()  # metrics with a warning that they are not finite
         self._pace = (0, time.monotonic())
+        self._noted_s = 0.0  # time when the step was last noted for the next heartbeat
         self._unstarted = weakref.finalize(self, _warn_never_started, os.getpid()) if self._ranks.is_first else None
 
     # -- start and end
@@ -310,6 +334,7 @@ class DiLoCo:
                 "This DiLoCo object has already been used for a run.",
                 "Create a new atoll.DiLoCo(model, optimizer, ...) for each `with` block or start().",
             )
+        self._process, self._thread = os.getpid(), threading.get_ident()
         if not self._server:
             self._site = site_of(self._site, is_alone=True)
         self._require_trains()
@@ -323,7 +348,10 @@ class DiLoCo:
             return self
         try:
             site = self._ranks.from_rank0(lambda: site_of(self._site))
-            self._learn(self._over_ranks(lambda: self._join(site), SyncProgress))
+            for layers in self._layers:
+                self._copies.watch(layers[0])
+            with self._copies.loading(self._tensors):
+                self._learn(self._over_ranks(lambda: self._join(site), SyncProgress))
             self._hook()
         except BaseException as error:
             self._take_back(error)
@@ -438,9 +466,12 @@ class DiLoCo:
                 LOG.info("%s", ALONE_ENDED)
         else:
             self._stopped = True
-            self._end(joined, sync, error)
-        if error is None and self._progress is not None:
-            self._spread()  # rank 0 may have merged a result meanwhile
+            self._note_step(time.monotonic())
+        with self._copies.loading(self._tensors, refuses=False):
+            if joined is not None and sync is not None:
+                self._end(joined, sync, error)
+            if error is None and self._progress is not None:
+                self._spread()  # rank 0 may have merged a result meanwhile
         if joined is None or sync is None:
             return
         joined.leave(last_words(error))
@@ -470,8 +501,8 @@ class DiLoCo:
             joined.leave(last_words(worse))
             raise
         if self.step == 0 and error is None:
-            LOG.warning(
-                "%s: nothing was trained: DiLoCo's optimizer made no step. Pass the loop's optimizer.", joined.site
+            joined.session.report(
+                OF_LOST_STEPS, "nothing was trained: DiLoCo's optimizer made no step. Pass the loop's optimizer."
             )
         elif not sync.finished:
             if self.lost:
@@ -489,23 +520,18 @@ class DiLoCo:
         if not steps:
             return
         if self.lost or steps > self.step - sync.newest_step or (sync.skipped and steps >= turn):
-            LOG.warning(
-                "%s: the %d local steps after step %d were not sent; only this script's model contains them",
-                joined.site,
-                steps,
-                counted,
+            joined.session.report(
+                OF_LOST_STEPS,
+                f"the {steps} local steps after step {counted} were not sent; only this script's model contains them",
             )
         elif not has_failed and not sync.newest_step and self.step < sync.steps_between:
             fragments = joined.session.info.fragments
-            LOG.warning(
-                "%s: this worker never synchronised: it made %d of the %d local steps before the first "
-                "synchronisation (diloco.sync_every = %d%s). Train longer, or start a new run with a smaller "
-                "diloco.sync_every.",
-                joined.site,
-                self.step,
-                sync.steps_between,
-                self.sync_every,
-                f", {fragments} fragments" if fragments > 1 else "",
+            of = f", {fragments} fragments" if fragments > 1 else ""
+            joined.session.report(
+                OF_LOST_STEPS,
+                f"this worker never synchronised: it made {self.step} of the {sync.steps_between} local steps before "
+                f"the first synchronisation (diloco.sync_every = {self.sync_every}{of}). Train longer, or start a new "
+                "run with a smaller diloco.sync_every.",
             )
         else:
             LOG.info("%s: the %d steps after the last synchronisation are only in the local model", joined.site, steps)
@@ -540,8 +566,11 @@ class DiLoCo:
 
         Integrations call this when a framework creates a new optimizer or moves the parameters.
         """
-        self._optimizers, self.optimizer = optimizers_in(optimizer), optimizer
+        self._set_optimizers(optimizer)
+        self.optimizer = optimizer
         self._require_trains()
+        for layers in self._layers:
+            self._copies.watch(layers[0])
         if self._joined is not None:
             self._joined.session.optimizers = self._optimizers
         if self._steps is not None:
@@ -640,11 +669,16 @@ class DiLoCo:
 
     # -- the hook
 
+    def _set_optimizers(self, optimizer: Given) -> None:
+        self._layers = layers_in(optimizer)
+        self._optimizers = tuple(layers[-1] for layers in self._layers)
+
     def _require_trains(self) -> None:
         parameters = named_parameters(self.model)
-        require_trains(self._optimizers, parameters)
-        if self._ranks.is_first:
-            warn_of_unheld_parameters(self._optimizers, parameters, self._named)
+        copied = {each: parameters_copied(each, parameters.values()) for each in self._optimizers}
+        require_trains([each for each in self._optimizers if not copied[each]], parameters)
+        if not self._allow_partial:
+            require_holds_all(held_by(self._optimizers).union(*copied.values()), parameters)
 
     def _find_tensors(self) -> None:
         """Look up the model's tensors or shards in this process, and reserve them for this loop.
@@ -679,7 +713,7 @@ class DiLoCo:
         return self._tensors
 
     def _hook(self) -> None:
-        self._steps = Steps(self._optimizers, self._after_step, self._named)
+        self._steps = Steps(self._layers, self._copies.before_step, self._after_step)
 
     def _unhook(self) -> None:
         release(self)
@@ -688,23 +722,57 @@ class DiLoCo:
             self._steps = None
 
     @public_api
-    def _after_step(self) -> None:
-        self.step += 1
+    def _after_step(self, steps: int) -> None:
+        self.step += steps
         progress = self._progress
         if progress is None or self._stopped:
             return
-        self._beat()
+        begin = time.monotonic()
+        if not self._has_stepped.is_set():
+            self._require_own_thread(is_due=False)
+            self._has_stepped.set()
+        if begin - self._noted_s >= BEAT_GAP_S:
+            self._note_step(begin)
         if progress.finished or (self._ranks.is_distributed and self.step < progress.next_step):
             return
-        begin = time.monotonic()
-        now = self._over_ranks(self._act, SyncProgress | None)
-        if now is None:
+        if self._sync is not None and not self._ranks.is_distributed and not self._sync.begins(self.step):
             return
-        if self._joined is None:
-            self._tensors_now()
-        self._learn(now)
+        require_joined(False, self._named, "atoll.DiLoCo", self._process)
+        self._require_own_thread(is_due=True)
+        self._note_step(begin)
+        with self._copies.loading(self._tensors_now()):
+            now = self._over_ranks(self._act, SyncProgress | None)
+            if now is None:
+                return
+            self._learn(now)
         self.seconds_waited += time.monotonic() - begin
         self._pace = (self.step, time.monotonic())
+
+    def _require_own_thread(self, *, is_due: bool) -> None:
+        """Check that no other loop of the run has to train in this thread while this loop waits for it.
+
+        If updates are sent while training continues (τ > 0), loops may take turns in one thread.
+
+        Args:
+            is_due: whether this loop is about to wait, so that a loop that has not begun would never begin.
+
+        Raises:
+            UsageError: there is such a loop. The message names both sites.
+        """
+        self._thread, joined = threading.get_ident(), self._joined
+        if joined is None or not (joined.session.info.barrier or joined.session.info.sync_rounds_first):
+            return
+        for other in loops_of(joined.session.info.run):
+            if other is self or other._thread != self._thread:
+                continue
+            begun = other._has_stepped.wait(OTHER_THREAD_S if is_due else 0)  # its own thread may begin just now
+            if other._thread == self._thread and (not begun if is_due else begun and not joined.session.info.tau):
+                raise UsageError(
+                    f"Sites {other._named!r} and {self._named!r} of one run train in the same thread, so each would "
+                    "wait for the other's update for ever.",
+                    "Train each in a thread or process of its own. To train two models as one site, put them into an "
+                    "nn.ModuleDict, and give it to one DiLoCo.",
+                )
 
     def _act(self) -> SyncProgress | None:
         """After a step, merge received results, and submit the fragment that is due.
@@ -733,11 +801,19 @@ class DiLoCo:
 
         return joined.session.ranks.from_rank0(own, UpdateInfo)
 
-    def _beat(self) -> None:
+    def _report_copies(self, text: str) -> None:
+        if self._joined is None:
+            LOG.warning("%s: %s", self._named, text)
+        else:
+            self._joined.session.report(OF_WEIGHT_COPIES, text)
+
+    def _note_step(self, now_s: float) -> None:
+        """Write the number of steps and their rate into the next heartbeat."""
+        self._noted_s = now_s
         if self._joined is None or self._sync is None:
             return
-        step, since = self._pace
-        rate = (self.step - step) / max(time.monotonic() - since, 1e-9)
+        step, since_s = self._pace
+        rate = (self.step - step) / max(now_s - since_s, 1e-9)
         state = {} if self._sync.in_flight else {"state": "training"}  # else the synchroniser reports the state
         self._joined.session.tell(step=self.step, steps_per_s=rate, **state)
 

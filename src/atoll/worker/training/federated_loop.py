@@ -25,9 +25,13 @@ from atoll.algorithms.optimizer_hooks import (
     ALL_IN_ONE,
     Given,
     StepHooks,
+    held_by,
+    layers_in,
     optimizers_in,
-    warn_of_unheld_parameters,
+    require_holds_all,
+    require_trains,
 )
+from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import NotSimulated, UsageError, public_api
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
@@ -41,7 +45,7 @@ from atoll.worker.arguments import counted, finite_metrics, positive, require_jo
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
-from atoll.worker.session.session import Session
+from atoll.worker.session.session import OF_LOST_STEPS, OF_WEIGHT_COPIES, Session
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
 from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
@@ -76,8 +80,8 @@ class Round:
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
     """
 
-    def __init__(self, backend: RoundBackend, ticket: Ticket) -> None:
-        self._backend, self._ticket, self.done = backend, ticket, False
+    def __init__(self, backend: RoundBackend, ticket: Ticket, copies: WeightCopies) -> None:
+        self._backend, self._ticket, self._copies, self.done = backend, ticket, copies, False
         self._hooks: StepHooks | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self.params: dict[str, Any] = {}
@@ -102,17 +106,20 @@ class Round:
     def load_into(self, model: Model) -> Model:
         """Load the global model into `model`, in place, and return `model`.
 
-        A second call in the same round discards the training since the first call.
+        A second call in the same round discards the training since the first call. An optimizer may train the model
+        through several rounds: copies of the weights that it keeps are loaded, too.
 
         Raises:
             SchemaMismatch: `model` has other tensors than the run's model. Nothing was downloaded.
+            UsageError: the optimizer keeps a copy of the weights that cannot be loaded. Nothing was downloaded.
         """
         tensors = self._backend.tensors_of(model)
         if self._hooks is not None:
             self._hooks.close()
             self._hooks = None
-        self._pull(tensors)
-        _finish_load_(self._backend, model, tensors)
+        with self._copies.loading(tensors):
+            self._pull(tensors)
+            _finish_load_(self._backend, model, tensors)
         return model
 
     def _pull(self, into: dict[str, Tensor]) -> None:
@@ -120,7 +127,7 @@ class Round:
         self._ticket = self._backend.pull(self._ticket, into)
 
     @public_api
-    def correct(self, model: nn.Module, optimizer: Given) -> StepHooks:
+    def correct(self, model: nn.Module, optimizer: Given, *, allow_partial: bool = False) -> StepHooks:
         """Hook the optimizer, to count its steps and to apply the correction of local steps that the algorithm needs.
 
         Examples of a correction are FedProx's proximal term and SCAFFOLD's control variates. For algorithms without a
@@ -128,8 +135,10 @@ class Round:
 
         Args:
             model: the model that `load_into` filled. Call `correct` before training it.
-            optimizer: the optimizer of all trainable parameters; or a list of several, in the order in which they step.
-                An algorithm that divides by the learning rate allows only one.
+            optimizer: the optimizer of all trainable parameters; or a list of several. The steps of the last one are
+                counted. An algorithm that divides by the learning rate allows only one.
+            allow_partial: whether the optimizers may hold only a part of the trainable parameters. Steps of an
+                optimizer that is not in the list are not corrected.
 
         Returns:
             The hooks, which are removed when the round is submitted. In a `with` statement, they are removed at its
@@ -137,7 +146,8 @@ class Round:
 
         Raises:
             UsageError: `load_into` was not called, the hooks of an earlier call are still there, an optimizer holds
-                none of the model's parameters, or the algorithm does not work with these optimizers.
+                none of the model's parameters, or the algorithm does not work with these optimizers. Or the algorithm
+                corrects steps, but the optimizers do not hold all trainable parameters.
         """
         self._require_base()
         local = self._backend.local
@@ -146,13 +156,15 @@ class Round:
                 (local.info.algorithm.text, local.rule, local.base.values_of, local.algorithm_state) if local else ()
             )
             self._hooks = StepHooks(model, *terms, own=local.layouts.schema.kept if local else ())
-        self._optimizers = optimizers_in(optimizer)
-        attached = self._hooks.attach(optimizer)
-        if local is not None and attached.changes_training and not local.is_corrected:  # once, not in every round
-            advice = ALL_IN_ONE if attached.one_rate else ALL_CORRECTED
-            warn_of_unheld_parameters(self._optimizers, attached.parameters, local.site, advice)
-            local.is_corrected = True
-        return attached
+        for layers in layers_in(optimizer):
+            self._copies.watch(layers[0])
+        hooks, optimizers = self._hooks, optimizers_in(optimizer)
+        if local is not None and hooks.changes_training and not allow_partial:
+            require_trains(optimizers, hooks.parameters)
+            advice = ALL_IN_ONE if hooks.one_rate else ALL_CORRECTED
+            require_holds_all(held_by(optimizers), hooks.parameters, advice)
+        self._optimizers = optimizers
+        return hooks.attach(optimizer)
 
     @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
@@ -256,6 +268,7 @@ class Round:
         self._backend.submit(self._ticket, tensors, info, finish, self._optimizers)
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
+        self._copies.forget_model()
 
     def _require_steps(self, steps: int) -> None:
         """Refuse an update without steps, which the server would refuse, before the site trains in vain again."""
@@ -322,7 +335,7 @@ class Round:
         return given_groups(submitted, groups, local.algorithm_state, local.rule.state_groups if local.rule else ())
 
     def _require_joined(self) -> None:
-        require_joined(self._backend.has_left, self._backend.site, "atoll.join")
+        require_joined(self._backend.has_left, self._backend.site, "atoll.join", self._backend.process)
 
     def _require_base(self) -> None:
         self._require_joined()
@@ -361,6 +374,8 @@ class Worker(TaskWorker):
                 load_kept=own.load_kept_ if participation.session.schema.kept else None,
             )
         self._backend, self._has_ended = backend, False
+        self._copies = WeightCopies(partial(_report, self._session, self.site, OF_WEIGHT_COPIES))
+        self._copies.discover_all()
         self._round: Round | None = None
 
     @property
@@ -372,6 +387,10 @@ class Worker(TaskWorker):
     def bytes_down(self) -> int:
         """Bytes of tensors that this worker has received so far."""
         return self._backend.counters.bytes_down
+
+    def warn(self, text: str) -> None:
+        """Log a warning about this site's training, and report it to the server. Integrations call this."""
+        _report(self._session, self.site, OF_LOST_STEPS, text)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leave the run. Idempotent. In a fork of the process that joined, do nothing.
@@ -398,8 +417,9 @@ class Worker(TaskWorker):
         self._require_joined()
         keep = self._round.base if self._round is not None and not self._round.done else None
         tensors = self._backend.tensors_of(model)
-        self._backend.load_newest(tensors, keep)
-        _finish_load_(self._backend, model, tensors)
+        with self._copies.loading(tensors, refuses=False):  # for example to evaluate
+            self._backend.load_newest(tensors, keep)
+            _finish_load_(self._backend, model, tensors)
         return model
 
     @public_api
@@ -414,7 +434,7 @@ class Worker(TaskWorker):
         """
         self._require_joined()
         reply = self._backend.next_round(wait_s)
-        self._round = Round(self._backend, reply.ticket) if isinstance(reply, Open) else None
+        self._round = Round(self._backend, reply.ticket, self._copies) if isinstance(reply, Open) else None
         return self._round
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
@@ -447,7 +467,7 @@ class Worker(TaskWorker):
             if not isinstance(reply, Open):
                 self._end_of_rounds(reply)
                 return
-            round_ = self._round = Round(self._backend, reply.ticket)
+            round_ = self._round = Round(self._backend, reply.ticket, self._copies)
             yield round_
             if not round_.done:
                 raise UsageError(
@@ -467,6 +487,14 @@ class Worker(TaskWorker):
             self._serve(rounds=False)
         reason = f" ({reply.reason})" if reply.reason != "finished" else ""
         LOG.info("%s: the run is finished at version %d%s", self.site, reply.head.number, reason)
+
+
+def _report(session: Session | None, site: str, key: int, text: str) -> None:
+    """Log a warning about a site's training, and report it to the server, if there is one."""
+    if session is None:
+        LOG.warning("%s: %s", site, text)
+    else:
+        session.report(key, text)
 
 
 # -- In a process of a simulation, `join` returns the worker of the simulated site.

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,9 +44,11 @@ class RoundBackend(Protocol):
 
     Attributes:
         counters: bytes of tensors that were sent and received.
+        process: id of the process that takes part in a server's run; None without a server.
     """
 
     counters: Counters
+    process: int | None
 
     @property
     def site(self) -> str:
@@ -157,6 +160,7 @@ class ServerBackend:
 
     def __init__(self, participation: Participation) -> None:
         self.participation, self.site = participation, participation.site
+        self.process: int | None = os.getpid()
         self.counters, self.local = participation.session.counters, participation.exchange.local
         self.schema = participation.session.schema.model
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
@@ -277,6 +281,7 @@ class ScriptAlone:
     """
 
     has_left = False
+    process: int | None = None
     local: LocalFragment | None = None
 
     def __init__(self, site: str) -> None:

@@ -30,7 +30,7 @@ from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.pull_version import WAITS, Patience
 from atoll.worker.log_lines import LOG, why_skipped
-from atoll.worker.session.session import Session
+from atoll.worker.session.session import OF_LOST_STEPS, Session
 from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
 from atoll.worker.training.metrics import GlobalModelMetrics
 
@@ -369,12 +369,9 @@ class Synchroniser:
             self._session.end()
         for pending in list(self._pending):
             if not pending.done.wait(max(0.0, end_s - time.monotonic())):
-                LOG.warning(
-                    "%s: the new version%s did not arrive within %g s; the model does not contain it",
-                    self._session.site,
-                    of_fragment(pending.fragment.exchange.local.number),
-                    DRAIN_S,
-                )
+                of = of_fragment(pending.fragment.exchange.local.number)
+                text = f"the new version{of} did not arrive within {DRAIN_S:g} s; the model does not contain it"
+                self._session.report(OF_LOST_STEPS, text)
                 self.abandon()
                 return
             self._finish_sync(pending)
@@ -385,6 +382,19 @@ class Synchroniser:
             self._fragments[0].exchange.break_off()
 
     # -- one step
+
+    def begins(self, step: int) -> bool:
+        """Record that a local step was made. Return whether `after_step` may now submit an update or change the model.
+
+        Args:
+            step: the number of the local step.
+        """
+        self._step = step
+        return self._is_due or any(each.done.is_set() or step >= each.step + self._rules.tau for each in self._pending)
+
+    @property
+    def _is_due(self) -> bool:
+        return not self.finished and self._step - self._due_step >= self.steps_between
 
     def after_step(self, step: int) -> bool:
         """Merge new versions that are ready, and submit the fragment that is due.
@@ -400,7 +410,7 @@ class Synchroniser:
         for pending in ready:
             if pending in self._pending:  # else merged during the wait for another result
                 self._finish_sync(pending)
-        due = not self.finished and step - self._due_step >= self.steps_between
+        due = self._is_due
         if due:
             self._due_step = step
             self._submit_due()
@@ -539,13 +549,10 @@ class Synchroniser:
             lost = self._load(fragment, reply, self._step if self._is_whole else self.newest_step)
             if lost is not None:
                 return lost
-            LOG.warning(
-                "%s: %s went on to version %d without this worker; its %d local steps since version %d are lost",
-                site,
-                name,
-                fragment.version,
-                missed,
-                version,
+            self._session.report(
+                OF_LOST_STEPS,
+                f"{name} went on to version {fragment.version} without this worker; its {missed} local steps since "
+                f"version {version} are lost",
             )
             self._after_new_version()
             return False
@@ -699,11 +706,10 @@ class Synchroniser:
 
     def _go_on_from_a_part(self, fragment: FragmentState, own: Tensors, version: int) -> None:
         """Use the model's current tensors as the base, after a download that stopped in the middle of the version."""
-        LOG.warning(
-            "%s: the download of version %d stopped in the middle: the model has only a part of that "
-            "version; training continues",
-            self._session.site,
-            version,
+        self._session.report(
+            OF_LOST_STEPS,
+            f"the download of version {version} stopped in the middle: the model has only a part of that version; "
+            "training continues",
         )
         fragment.exchange.make_base_of(own)
         fragment.exchange.forget_outbox_progress()

@@ -1,0 +1,437 @@
+"""Copies of the weights that optimizers keep, and that have to follow when Atoll loads other weights into the model.
+
+Examples are the fp32 masters of bf16 weights, and the slow weights of Lookahead. The next step of such an optimizer
+starts from its copy, so without this file it would undo what was loaded.
+
+    copies = WeightCopies(report)
+    copies.watch(optimizer)             # and before each of its steps: copies.before_step(optimizer)
+    with copies.loading(tensors):       # finds what equals the weights now
+        ...                             # other weights are loaded into the tensors
+                                        # and, at the end, into the copies
+
+A copy is a float tensor of a parameter's shape: in the optimizer's state, in its attributes, or a parameter of its own.
+It is recognised by its values, which equal the parameter's, up to a cast. Tensors that are found at one place, such as
+`state[parameter]["master"]` of all parameters, are copies only if all of them are equal, and are not all zero. If they
+have followed the weights before, but differ now, no value would be right, so the load is refused. If a copy was not
+recognised, the parameters jump back after a load, which is reported.
+
+An average of the weights for evaluation is left as it is: the steps do not start from it, and it continues from the
+loaded weights. It is known by its name (`AVERAGES`), since it may equal the weights at first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from atoll.errors import UsageError
+from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, run_of
+from atoll.tensors.module_tensors import Tensors, is_sharded, memory_of
+
+SAMPLED = 32
+"""Elements of each tensor that are compared: random weights do not agree in so many by chance."""
+PARAMETERS = 8
+"""Parameters of each optimizer whose state is compared before a step, where the comparison has to be fast."""
+STEPS = 64
+"""Steps after each load before which Atoll looks whether it was undone."""
+FIRST = 2
+"""Steps after which an optimizer has made the state that it makes at its first step."""
+DEPTH = 4
+"""Depth to which lists and dicts in the attributes of an optimizer are searched."""
+JUMPED = 0.25
+"""A step jumped back if a return to the earlier weights explains it so many times better than an ordinary step does."""
+
+AVERAGES = ("ema", "average", "avg", "shadow", "swa")
+"""Parts of the names of averages that training does not read."""
+MOMENTS = {
+    *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg"),
+    *("acc_delta", "sum", "prev", "step_size", "eta", "mu", "ax"),
+}
+"""Names of the state of torch's own optimizers, none of which a step starts from."""
+
+
+OWN = ".params"
+"""End of the place of tensors that an optimizer trains in place of the model's parameters."""
+
+Memory: TypeAlias = dict[tuple[object, ...], Tensor]
+"""Tensors by their place in memory (`memory_of`)."""
+Samples: TypeAlias = dict[tuple[object, ...], Tensor]
+"""Some elements of tensors, in fp64 on the CPU, by the tensors' place in memory."""
+
+
+class Pair(NamedTuple):
+    """A parameter of the model, and a tensor that may be a copy of it."""
+
+    parameter: Tensor
+    copy: Tensor
+
+
+class WeightCopies:
+    """Finds the copies of a model's weights in optimizers, and loads them together with the model.
+
+    Args:
+        report: called with a text for the users if a load was undone.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report, self._reported = report, set[str]()
+        self._watched: list[weakref.ref[Any]] = []
+        self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of other models
+        self._tensors: Memory = {}
+        self._followed: set[str] = set()  # places of tensors that were equal to the weights after these had moved
+        self._left: set[str] = set()  # places of tensors that existed at the last load, and were not loaded
+        self._steps_left, self._load = 0, _Load({}, {})
+
+    def watch(self, optimizer: Any) -> None:
+        """Look for copies in this optimizer, and in what it wraps, from now on.
+
+        If it was made before the last load, load its copies now.
+        """
+        if any(each() is optimizer for each in self._watched):
+            return
+        self._watched = [each for each in self._watched if each() is not None]
+        self._watched.append(weakref.ref(optimizer))
+        for pairs in _tensors_in(optimizer, self._tensors).values():
+            if self._load.is_before(pairs):
+                _fill(pairs)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look, before a step, whether the last load was undone by the steps since then."""
+        if self._steps_left:
+            self._steps_left -= 1
+            self._look()
+
+    def discover(self, optimizer: Optimizer) -> None:
+        """Call `watch` and `before_step` if this optimizer, which is about to step, trains the model."""
+        if not self._tensors or optimizer in self._others:
+            return
+        if all(each() is not optimizer for each in self._watched):
+            if not any(each in self._tensors for each in map(_memory, _parameters_of(optimizer))):
+                self._others.add(optimizer)
+                return
+            self.watch(optimizer)
+        self.before_step(optimizer)
+
+    def forget_model(self) -> None:
+        """Free the model's tensors. The optimizers are still known at the next load."""
+        self._tensors, self._steps_left, self._load = {}, 0, _Load({}, {})
+
+    def discover_all(self) -> None:
+        """Call `discover` before every step of every optimizer of this process, as long as this object exists."""
+        this = weakref.ref(self)
+
+        def discover(optimizer: Optimizer, *_: Any) -> None:
+            copies = this()
+            if copies is not None:
+                copies.discover(optimizer)
+
+        handle = register_optimizer_step_pre_hook(torch.compiler.disable(discover))  # type: ignore[no-untyped-call]
+        weakref.finalize(self, handle.remove)
+
+    @contextmanager
+    def loading(self, tensors: Tensors, *, refuses: bool = True) -> Iterator[None]:
+        """If the `with` block changes the tensors, load their new values into the copies, too.
+
+        Args:
+            tensors: the tensors of the model, by name.
+            refuses: whether to raise an error if a copy cannot be loaded.
+
+        Raises:
+            UsageError: a copy cannot be loaded, because it differs from the weights now.
+        """
+        self._look()
+        self._tensors = {_memory(each): each for each in tensors.values() if each.is_floating_point()}
+        self._others = weakref.WeakSet()
+        found = self._found()
+        for place, pairs in found.items():
+            if place.endswith(OWN) and place in self._followed:
+                _fill(pairs, from_copies=True)  # the script would do it next
+        copies = {place: pairs for place, pairs in found.items() if _are_equal(pairs)}
+        self._followed |= {place for place in copies if place.endswith(OWN)}
+        if refuses:
+            self._require_loadable(found.keys() - copies.keys())
+        before = _sample(self._tensors)
+        try:
+            yield
+        finally:
+            for pairs in copies.values():
+                _fill(pairs)
+            load = _Load(before, _sample(self._tensors))
+            self._steps_left = STEPS
+            if load.changed or not self._load.is_of(self._tensors):
+                self._load, self._left = load, found.keys() - copies.keys()
+
+    def _require_loadable(self, places: Iterable[str]) -> None:
+        for place in sorted(self._followed.intersection(places)):
+            if not any(word in place.rpartition(".")[2].lower() for word in AVERAGES):
+                raise UsageError(
+                    f"The optimizer keeps a copy of the weights, {place}, that followed them in an earlier step and "
+                    "differs from them now. Atoll cannot load the global model into it, and without that, the next "
+                    "steps would undo the synchronisation.",
+                    "Use an optimizer without such a copy. With Lookahead, synchronise when both are equal: after a "
+                    "multiple of its k steps.",
+                )
+
+    def _found(self, most: int | None = None) -> dict[str, list[Pair]]:
+        """Return what may be copies in all optimizers that are watched: place → pairs.
+
+        Args:
+            most: number of parameters of each optimizer to look at in its state; None: all.
+        """
+        found: dict[str, list[Pair]] = {}
+        for each in self._watched:
+            for place, pairs in _tensors_in(each(), self._tensors, most).items():
+                found.setdefault(place, []).extend(pairs)
+        return found
+
+    def _look(self) -> None:
+        """Note which tensors have followed the weights. Report a load that was undone by the steps since then."""
+        if not self._tensors:
+            return
+        found = self._found(PARAMETERS)
+        for place, pairs in found.items():
+            if self._load.has_moved(pairs) and _are_equal(pairs):
+                self._followed.add(place)
+                if place in self._left:
+                    self._undone(f"the steps since then started from the optimizer's copy of the weights, {place}")
+        if not self._load.is_decided and self._load.jumps_back(_sample(self._tensors)):
+            self._undone("the next step started from a copy of the weights that the optimizer or the script keeps")
+        if not found and self._load.is_decided and self._steps_left < STEPS - FIRST:
+            self._steps_left = 0
+
+    def _undone(self, why: str) -> None:
+        if why not in self._reported:
+            self._reported.add(why)
+            self._report(f"the global model was loaded, but {why}. So the load was undone, and the result is wrong.")
+
+
+class _Load:
+    """One load of other weights into the model, and what the next steps tell of it.
+
+    Args:
+        before: samples of the weights before the load, by their memory.
+        after: samples after it.
+
+    Attributes:
+        changed: whether the load changed the weights.
+        is_decided: whether it is known whether the next step jumped back to the weights before the load.
+    """
+
+    def __init__(self, before: Samples, after: Samples) -> None:
+        self._before, self._after = before, after
+        self.changed = not _same(before, after)
+        self.is_decided = not self.changed
+        self._first: Samples | None = None  # after the first step
+
+    def is_of(self, tensors: Memory) -> bool:
+        """Return whether the load was into these tensors."""
+        return self._after.keys() == tensors.keys()
+
+    def is_before(self, pairs: Sequence[Pair]) -> bool:
+        """Return whether these tensors have the values from before the load."""
+        return self.changed and _are_equal(pairs, self._before)
+
+    def has_moved(self, pairs: Sequence[Pair]) -> bool:
+        """Return whether the steps since the load have changed parameters."""
+        moved = {_memory(each.parameter): each.parameter for each in pairs}
+        return not _same(_sample(moved), {each: self._after[each] for each in moved if each in self._after})
+
+    def jumps_back(self, now: Samples) -> bool:
+        """Return whether the first step after the load started from the weights before it, judged by the second step.
+
+        Args:
+            now: samples of the weights before a step, at every step until `is_decided`.
+        """
+        if _same(now, self._first or self._after):
+            return False  # nothing has moved
+        if self._first is None:
+            self._first = now
+            return False
+        self.is_decided = True
+        four = (self._before, self._after, self._first, now)
+        before, after, first, second = (torch.cat(list(each.values())) for each in four)
+        step = second - first
+        back, onward = (first - before - step).norm(), (first - after - step).norm()
+        return bool((after - before).norm() >= step.norm() and back < JUMPED * onward)
+
+
+# -- Samples of tensors.
+
+
+def _memory(tensor: Tensor) -> tuple[object, ...]:
+    return memory_of(_local(tensor).detach())
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor."""
+    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return local
+
+
+def _points(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, in row-major order and evenly distributed."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED]
+
+
+def _together(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Return 1-D tensors as fp64 on the CPU, with one transfer for each device and dtype."""
+    kinds: dict[object, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        kinds.setdefault((piece.device, piece.dtype), []).append(index)
+    found = list(pieces)
+    for indices in kinds.values():
+        whole = torch.cat([pieces[index] for index in indices]).cpu().double()
+        for index, part in zip(indices, torch.split(whole, [len(pieces[index]) for index in indices]), strict=True):
+            found[index] = part
+    return found
+
+
+def _sample(tensors: Memory) -> Samples:
+    return dict(zip(tensors, _together([_points(each) for each in tensors.values()]), strict=True))
+
+
+def _same(one: Samples, other: Samples) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[each], other[each]) for each in one)
+
+
+def _are_equal(pairs: Sequence[Pair], samples: Samples | None = None) -> bool:
+    """Return whether copies equal their parameters, up to a cast to the narrower dtype, and are not all zero.
+
+    Args:
+        pairs: the parameters and copies.
+        samples: earlier values of the parameters; None: compare with their current values.
+    """
+    copies, values = list[Tensor](), list[Tensor]()
+    for parameter, copy in pairs:
+        narrow = _narrow(parameter, copy)
+        points = _points(parameter) if samples is None else samples[_memory(parameter)].to(parameter.dtype)
+        copies.append(_points(copy).to(narrow))
+        values.append(points.to(narrow))
+    one, other = (torch.cat(_together(each)) if each else torch.empty(0) for each in (copies, values))
+    return torch.equal(one, other) and bool(one.any())
+
+
+def _narrow(one: Tensor, other: Tensor) -> torch.dtype:
+    return one.dtype if one.element_size() <= other.element_size() else other.dtype
+
+
+def _fill(pairs: Sequence[Pair], *, from_copies: bool = False) -> None:
+    """Copy parameters into their copies, where the two differ by more than a cast; or the other way round."""
+    with torch.no_grad():
+        for parameter, copy in pairs:
+            source, target = (copy, parameter) if from_copies else (parameter, copy)
+            narrow = _narrow(parameter, copy)
+            for start in range(0, target.numel(), CHUNK_ELEMENTS):
+                stop = min(start + CHUNK_ELEMENTS, target.numel())
+                now = run_of(target.detach(), start, stop)
+                values = run_of(source.detach(), start, stop).to(now.device)
+                same = now.to(narrow) == values.to(narrow)
+                assign_run_(target.detach(), start, torch.where(same, now, values.to(now.dtype)))
+
+
+# -- Tensors in an optimizer that may be copies.
+
+
+def parameters_copied(optimizer: Optimizer, parameters: Iterable[Tensor]) -> set[int]:
+    """Return `id(parameter)` for each parameter of a model whose copy is a parameter of the optimizer.
+
+    Parameters that are equal, but none of a wider dtype, are of another model that was built with the same values.
+    """
+    found = _tensors_in(optimizer, {_memory(each): each for each in parameters if each.is_floating_point()})
+    pairs = [pair for place, each in found.items() if place.endswith(OWN) for pair in each]
+    is_wider = any(pair.copy.element_size() > pair.parameter.element_size() for pair in pairs)
+    return {id(pair.parameter) for pair in pairs} if is_wider and _are_equal(pairs) else set()
+
+
+def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    return (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
+
+
+def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[str, list[Pair]]:
+    """Return the tensors of an optimizer, and of what it wraps, that have the shape of a parameter: place → pairs.
+
+    Args:
+        optimizer: the optimizer; None: it is gone.
+        model: the model's tensors.
+        most: number of parameters to look at in the state, and not among the optimizer's own parameters; None: all.
+    """
+    found: dict[str, list[Pair]] = {}
+    seen, waiting = set[int](), [optimizer]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            waiting += [value for value in vars(each).values() if hasattr(value, "param_groups")]
+            _search(each, model, most, found)
+    return found
+
+
+def _search(optimizer: Any, model: Memory, most: int | None, found: dict[str, list[Pair]]) -> None:
+    """Add the tensors of one optimizer to `found`, without those of what it wraps."""
+    name, parameters = type(optimizer).__name__, list(_parameters_of(optimizer))
+    keys = [_memory(each) for each in parameters]
+    mine = [model[each] for each in keys if each in model]
+    own = [each for each, key in zip(parameters, keys, strict=True) if key not in model]
+    if own and most is None:
+        found.setdefault(name + OWN, []).extend(_aligned(own, model.values()))
+    if type(optimizer).__module__.partition(".")[0] == "torch":
+        return
+    unowned: dict[str, list[Tensor]] = {}
+    for place, owner, tensor in _leaves(_attributes(optimizer, most), name, DEPTH):
+        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+            continue
+        if owner is None:
+            unowned.setdefault(place, []).append(tensor)
+        elif (parameter := model.get(_memory(owner))) is not None:
+            found.setdefault(place, []).extend(_aligned([tensor], [parameter]))
+    for place, tensors in unowned.items():
+        found.setdefault(place, []).extend(_aligned(tensors, mine or model.values()))
+
+
+def _attributes(optimizer: Any, most: int | None) -> dict[str, Any]:
+    values = {key: value for key, value in vars(optimizer).items() if key not in ("defaults", "param_groups")}
+    if isinstance(values.get("state"), Mapping):
+        values["state"] = dict(islice(values["state"].items(), most))
+    groups = getattr(optimizer, "param_groups", ())
+    return values | {
+        key: [each.get(key) for each in groups] for key in {key for each in groups for key in each} - {"params"}
+    }
+
+
+def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, Tensor | None, Tensor]]:
+    """Yield each tensor in nested lists and dicts, with its place and the tensor that is its key in a dict, if any."""
+    if isinstance(value, Tensor):
+        yield place, None, value
+    elif depth and isinstance(value, list | tuple):
+        for each in value:
+            yield from _leaves(each, place, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for key, each in value.items():
+            if isinstance(key, Tensor):
+                yield from ((inner, key, tensor) for inner, _, tensor in _leaves(each, place, depth - 1))
+            elif key not in MOMENTS:
+                yield from _leaves(each, f"{place}.{key}" if isinstance(key, str) else place, depth - 1)
+
+
+def _aligned(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Pair]:
+    """Return pairs of equal shape, in the order of both; none if a tensor has no parameter.
+
+    Parameters may be left out, since an optimizer keeps masters only of those in half precision.
+    """
+    pairs, remaining = list[Pair](), iter(parameters)
+    for tensor in map(_local, tensors):
+        parameter = next((each for each in remaining if each.shape == tensor.shape), None)
+        if parameter is None:
+            return []
+        if _memory(tensor) != _memory(parameter):
+            pairs.append(Pair(parameter, tensor))
+    return pairs

@@ -1,0 +1,212 @@
+"""A step that is longer than torch's hooks show: the update is the change of the whole of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from kit import exported
+from kit.servers import PLAIN_DILOCO, plain_server
+from torch import nn
+from torch.optim import SGD
+
+import atoll
+
+# Each of these optimizers makes the same step: w ← (w − g)/2. With g = −1, w = 0 becomes 1/2, 3/4, 7/8, 15/16.
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+
+
+@torch.no_grad()
+def halve(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            value.mul_(0.5)
+
+
+class Derived(SGD):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        halve(self)
+        return loss
+
+
+class DerivedTwice(Derived):
+    def step(self, closure: Any = None) -> Any:
+        loss = SGD.step(self, closure)
+        halve(self)
+        return loss
+
+
+def looks_hooked() -> type[SGD]:
+    """A class whose step torch takes for one with hooks: `functools.wraps` has copied that mark of its parent's."""
+
+    class Decorated(SGD):
+        @functools.wraps(SGD.step)
+        def step(self, closure: Any = None) -> Any:
+            loss = super().step(closure)
+            halve(self)
+            return loss
+
+    return Decorated
+
+
+class Wrapper:
+    """As many wrappers do: no torch optimizer itself, with one in its attribute `optimizer`."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        halve(self.optimizer)
+        return loss
+
+
+def sgd(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=1.0)
+
+
+def replaced(model: nn.Module) -> SGD:
+    def step(self: SGD, closure: Any = None) -> Any:
+        loss = SGD.step(self, closure)
+        halve(self)
+        return loss
+
+    optimizer = sgd(model)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def scheduled(model: nn.Module) -> Any:
+    """A learning rate schedule wraps `step` of its optimizer."""
+    optimizer = Derived(model.parameters(), lr=1.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    return optimizer
+
+
+KINDS: dict[str, Callable[[nn.Module], Any]] = {
+    "derived": lambda model: Derived(model.parameters(), lr=1.0),
+    "derived from a derived one": lambda model: DerivedTwice(model.parameters(), lr=1.0),
+    "decorated": lambda model: looks_hooked()(model.parameters(), lr=1.0),
+    "wrapper": lambda model: Wrapper(sgd(model)),
+    "replaced": replaced,
+    "scheduled": scheduled,
+}
+
+
+def trained(folder: Path, make: Callable[[nn.Module], Any], step: Callable[[nn.Module, Any], object]) -> list[float]:
+    """Train to the end of 2 rounds of H = 2; the weights that the loop had after each step, and last the result's."""
+    sgd(One())  # from here on torch's hooks are in SGD's own step, too
+    model, weights = One(), list[float]()
+    optimizer = make(model)
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
+    with plain_server(folder, One(), sites=1, rounds=2, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder / "w") as loop:
+            while not loop.finished:
+                step(model, optimizer)
+                weights.append(model.w[0].item())
+                assert loop.step == len(weights)
+        server.run()
+    return [*weights, exported(folder)["w"][0].item()]
+
+
+def plainly(model: Any, optimizer: Any) -> None:
+    model.w.grad = torch.full((3,), -1.0)
+    optimizer.step()
+
+
+def by_closure(model: Any, optimizer: Any) -> None:
+    def closure() -> float:
+        model.w.grad = torch.full((3,), -1.0)
+        return 1.0
+
+    assert optimizer.step(closure) == 1.0
+
+
+RIGHT = [0.5, 0.75, 0.875, 0.9375, 0.9375]
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("step", [plainly, by_closure], ids=["plain", "closure"])
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_sends_the_change_of_the_whole_step(
+    tmp_path: Path, make: Callable[[nn.Module], Any], step: Callable[[nn.Module, Any], object]
+) -> None:
+    assert trained(tmp_path, make, step) == RIGHT
+
+
+@pytest.mark.covers("X11")
+def test_sends_the_change_of_a_step_that_another_program_calls_by_a_reference(tmp_path: Path) -> None:
+    kept: list[Any] = []
+
+    def make(model: nn.Module) -> Any:
+        optimizer = Derived(model.parameters(), lr=1.0)
+        kept.append(optimizer.step)
+        return optimizer
+
+    def step(model: Any, _: Any) -> None:
+        model.w.grad = torch.full((3,), -1.0)
+        kept[0]()
+
+    assert trained(tmp_path, make, step) == RIGHT
+
+
+@pytest.mark.covers("X11")
+def test_sends_the_change_of_a_step_under_a_schedule_that_began_later(tmp_path: Path) -> None:
+    """And under a compiled one."""
+    compiled: list[Any] = []
+
+    def step(model: Any, optimizer: Any) -> None:
+        if not compiled:
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+            compiled.append(torch.compile(lambda: optimizer.step(), backend="eager"))
+        model.w.grad = torch.full((3,), -1.0)
+        compiled[0]()
+
+    assert trained(tmp_path, KINDS["derived"], step) == RIGHT
+
+
+@pytest.mark.covers("X11")
+def test_a_step_that_fails_behind_its_parents_is_none(tmp_path: Path) -> None:
+    """w = 0 becomes 1 and stays there; then (1 + 1)/2 = 1."""
+
+    class Fails(Derived):
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                self.fails = False
+                SGD.step(self, closure)
+                raise ValueError("out of memory")
+            return super().step(closure)
+
+        fails = True
+
+    def step(model: Any, optimizer: Any) -> None:
+        model.w.grad = torch.full((3,), -1.0)
+        if optimizer.fails:
+            with pytest.raises(ValueError, match="out of memory"):
+                optimizer.step()
+        optimizer.step()
+
+    assert trained(tmp_path, lambda model: Fails(model.parameters(), lr=1.0), step) == [1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.covers("L2")
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_leaves_the_optimizer_as_it_was(tmp_path: Path, make: Callable[[nn.Module], Any]) -> None:
+    model = One()
+    optimizer = make(model)
+    before = dict(vars(optimizer))
+    with plain_server(tmp_path, One(), sites=1, rounds=2, **PLAIN_DILOCO) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            assert vars(optimizer)["step"] != before.get("step")
+    assert vars(optimizer) == before
