@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -55,15 +56,9 @@ def write(
         text: what the reader should know besides.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    machine = {
-        "cpu": platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "atoll": atoll.__version__,
-    }
     document = {
         "settings": {**settings, "command": command},
-        "machine": machine,
+        "machine": machine(),
         "figures": figures,
         "gates": [asdict(gate) for gate in gates],
     }
@@ -76,6 +71,26 @@ def write(
     if (folder / f"{name}.png").exists():
         lines += ["", f"![{title}]({name}.png)"]
     (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured with: the commit, torch, and what the CPU can do, which decides the bits."""
+    return {
+        "commit": _commit(),
+        "atoll": atoll.__version__,
+        "torch": torch.__version__,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _commit() -> str:
+    """The commit of the checkout, with a + if files differ from it; empty outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()[:12] + ("+" if changed.stdout else "") if found.returncode == 0 else ""
 
 
 def _row(cells: Sequence[Any]) -> str:

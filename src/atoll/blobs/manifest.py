@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from atoll.config.settings import CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, is_chunk
 from atoll.errors import BadRequest, PartCorrupt
+from atoll.format_text import where_different
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, blob_id
 
 MOST_PARTS = 200_000
@@ -153,8 +154,9 @@ class Manifest:
             PartCorrupt: the manifest's id is not the expected id.
         """
         if self.id != expected:
+            mine, wanted = where_different(self.id, expected)
             raise PartCorrupt(
-                f"{what} is not the expected one: its content has the id {self.id[:12]}, not {expected[:12]}.",
+                f"{what} is not the expected one: its content has the id {mine}, not {wanted}.",
                 "Use the same release of Atoll on both sides. Check which process answers at this address, and any "
                 "proxy in between.",
             )

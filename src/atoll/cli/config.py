@@ -13,7 +13,7 @@ import typer
 
 from atoll import registry
 from atoll.config import FIELDS, Settings, set_values, to_toml
-from atoll.config.run_file import source_of
+from atoll.config.run_file import meant_key, source_of
 from atoll.config.settings import GROUPS, collected
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on (network.port)
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the bearer token (network.token_file).", show_default=False)
 ]
+
+
+def setting_meant_by(word: str) -> str:
+    """Return the setting that a name from another release or framework means, or that has this name; empty if none."""
+    return meant_key(word, FIELDS)
 
 
 def read_settings(run_file: Path | None, sets: Sequence[str] | None = None, **flags: Any) -> Settings:

@@ -3,25 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 INTERRUPTED, TERMINATED = 130, 143
 """Exit codes after a signal: 128 + SIGINT and 128 + SIGTERM, as in shells."""
 
 try:
     import typer
+    from typer.core import TyperGroup
 
     from atoll.child_processes import Terminated
     from atoll.cli import audit, config, evaluate, export, new, server, simulate, status, worker
     from atoll.cli.text import print_line
-    from atoll.errors import AtollError, DiskFull, error_lines
+    from atoll.errors import AtollError, DiskFull, UsageError, error_lines
     from atoll.posix import FULL
 except KeyboardInterrupt:  # the imports take a while
     raise SystemExit(INTERRUPTED) from None
 
+_CommandLineError: Any = typer.BadParameter.__base__
+"""The base class of errors of a command line, in click or in typer's copy of click."""
+
+
+class Commands(TyperGroup):
+    """The subcommands. An unknown option is an error of one line that names the nearest option or setting."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand of a command line.
+
+        Raises:
+            UsageError: the subcommand does not have an option that was given.
+        """
+        try:
+            return super().invoke(ctx)
+        except _CommandLineError as error:
+            option = getattr(error, "option_name", None)
+            if option is None:
+                raise
+            raise _unknown_option(option, error.ctx) from None
+
+
+def _unknown_option(option: str, ctx: Any) -> UsageError:
+    """Return the error for an option that a command does not have."""
+    known = [each for parameter in ctx.command.params for each in parameter.opts if each.startswith("--")]
+    close = difflib.get_close_matches(option, known, n=1)
+    key = "" if close or "--set" not in known else config.setting_meant_by(option.lstrip("-"))
+    advice = f"Did you mean {close[0]}?" if close else f"Use --set {key}=VALUE." if key else ""
+    return UsageError(
+        f"{ctx.command_path} has no option {option}.",
+        f"{advice} `{ctx.command_path} --help` lists all options.".strip(),
+    )
+
+
 app = typer.Typer(
+    cls=Commands,
     name="atoll",
     help="Train one PyTorch model at several sites that keep their data and are connected by slow networks.",
     no_args_is_help=True,

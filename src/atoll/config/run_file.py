@@ -58,12 +58,56 @@ OTHER_NAMES = {"ATOLL_TOKEN_FILE": "network.token_file"}
 """Further environment variables for settings, with names that are not ATOLL_<GROUP>__<KEY>: name → `group.key`."""
 
 OTHER_KEYS = {
-    **dict.fromkeys(("clients", "num_clients", "workers", "num_sites"), "rounds.sites"),
-    **dict.fromkeys(("min_clients", "min_workers"), "rounds.min_sites"),
-    **dict.fromkeys(("num_rounds", "server_rounds"), "rounds.total"),
-    "server": "network.host",
+    other: key
+    for key, others in {
+        "rounds.total": "num_rounds server_rounds num_server_rounds n_rounds max_rounds comm_round outer_steps",
+        "rounds.sites": "clients num_clients n_clients workers num_workers num_sites num_supernodes "
+        "min_available_clients min_available_nodes expected_clients",
+        "rounds.min_sites": "min_clients min_workers min_fit_clients min_train_nodes min_responses min_replica_size",
+        "rounds.deadline_s": "round_timeout train_timeout round_deadline wait_time_after_min_received",
+        "rounds.sample_fraction": "fraction_fit fraction_train client_fraction sample_rate",
+        "rounds.best_metric": "key_metric",
+        "rounds.early_stop_after": "early_stop_rounds patience stop_patience",
+        "model.source": "model initial_model initial_parameters initial_arrays source_ckpt_file_full_name initial_ckpt",
+        "run.script": "client train_script",
+        "run.name": "job_name job_id",
+        "algorithm.name": "strategy aggregation_strategy federated_optimizer",
+        "algorithm.outer_optimizer": "outer_lr outer_momentum outer_options server_optimizer server_lr "
+        "server_learning_rate",
+        "algorithm.mu": "proximal_mu fedprox_mu fedproxloss_mu",
+        "aggregation.aggregator": "aggregator_id",
+        "aggregation.upload_codec": "codec compression quantization should_quantize",
+        "aggregation.download_codec": "downlink_codec",
+        "diloco.sync_every": "h local_steps inner_steps sync_interval min_sync_every",
+        "diloco.fragment_sync_delay": "tau",
+        "diloco.fragment_update_alpha": "alpha",
+        "diloco.dynamic_local_steps": "dylu",
+        "async.max_staleness": "staleness staleness_limit",
+        "async.buffer_size": "async_buffer fedbuff_buffer_size num_updates_to_aggregate",
+        "async.momentum_every": "dn_buffer_size",
+        "swarm.enabled": "placement",
+        "network.host": "server",
+        "network.port": "fed_learn_port",
+        "network.idle_timeout_s": "streaming_per_request_timeout per_request_timeout tensor_send_timeout read_timeout "
+        "streaming_read_timeout streaming_idle_timeout",
+        "network.heartbeat_interval_s": "heartbeat_interval",
+        "network.heartbeat_timeout_s": "heartbeat_timeout heart_beat_timeout client_timeout",
+        "network.part_bytes": "chunk_size streaming_chunk_size grpc_max_message_length",
+        "network.tls_cert": "certificates ssl_cert ssl_certfile server_cert",
+        "network.tls_key": "ssl_key ssl_keyfile server_key",
+        "workflow.tensor_part_bytes": "tensor_download_chunk_size",
+        "workflow.array_part_bytes": "np_download_chunk_size",
+        "workflow.payload_filters": "task_data_filters",
+        "workflow.result_filters": "task_result_filters",
+        "workflow.streamed_tasks": "stream_tasks",
+        "disk.state_dir": "workspace job_dir work_dir",
+        "disk.export_dir": "save_dir output_dir checkpoint_dir",
+        "disk.export_every": "save_every checkpoint_every save_interval",
+        "disk.in_files": "download_to_disk tensor_disk_offload",
+    }.items()
+    for other in others.split()
 }
-"""Names that other frameworks use for a setting → `group.key`."""
+"""Names of a setting in earlier releases and in other frameworks → `group.key`."""
 
 TRUTHS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -157,19 +201,23 @@ def nearest_key(key: str, fields: Fields, value: Any = None) -> str:
         fields: all settings.
         value: the value that was given. If it is a table, `key` may be the misspelt name of a group.
     """
+    meant = meant_key(key, fields, value)
+    return f"{f'Did you mean {meant}? ' if meant else ''}`atoll config schema` lists all settings."
+
+
+def meant_key(key: str, fields: Fields, value: Any = None) -> str:
+    """Return the setting or group that an unknown name probably means; empty if there is none. See `nearest_key`."""
     groups = [each.partition(".")[0] for each in fields] if isinstance(value, Mapping) and "." not in key else []
     group = difflib.get_close_matches(key.lower(), groups, n=1, cutoff=0.7)
     inside = [f"{each}.{name}" for each in group for name in value if f"{each}.{name}" in fields]
-    leaf = key.rpartition(".")[2].replace("-", "_")
+    leaf = key.rpartition(".")[2].replace("-", "_").lower()
     own = [each for each in fields if each.startswith(f"{key}.")] if "." not in key else []
     same = [each for each in fields if each.rpartition(".")[2] == leaf]
     same += [OTHER_KEYS[leaf]] if leaf in OTHER_KEYS else []
     alike = difflib.get_close_matches(key, list(fields), n=1, cutoff=0.7)
     leaves = {each.rpartition(".")[2]: each for each in fields}
     like = [leaves[each] for each in difflib.get_close_matches(leaf, list(leaves), n=1, cutoff=0.7)]
-    for found in (*inside, *group, *own[:1], *same, *alike, *like):
-        return f"Did you mean {found}? `atoll config schema` lists all settings."
-    return "`atoll config schema` lists all settings."
+    return next(iter((*inside, *group, *own[:1], *same, *alike, *like)), "")
 
 
 def value_of(key: str, text: str, fields: Fields) -> Any:
@@ -250,9 +298,11 @@ def require_known_variables(environ: Mapping[str, str], fields: Fields) -> None:
     known = NOT_SETTINGS | OTHER_NAMES.keys() | {variable_of(key) for key in fields}
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX) and variable not in known and not _key_of(variable, fields):
-            names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
-            close = difflib.get_close_matches(variable.removeprefix(ENV_PREFIX), names, n=1)
-            meant = f"Did you mean {ENV_PREFIX}{close[0]}? Otherwise, rename" if close else "Rename"
+            word = variable.removeprefix(ENV_PREFIX)
+            close = difflib.get_close_matches(word, [name.removeprefix(ENV_PREFIX) for name in sorted(known)], n=1)
+            key = OTHER_KEYS.get(word.lower()) or ("" if close else meant_key(word.lower(), fields))
+            name = variable_of(key) if key else "".join(f"{ENV_PREFIX}{each}" for each in close)
+            meant = f"Did you mean {name}? Otherwise, rename" if name else "Rename"
             raise ConfigError(
                 f"The environment variable {variable} is unknown to Atoll.",
                 f"{meant} your variable so that it does not begin with {ENV_PREFIX}, or remove it.",

@@ -92,7 +92,7 @@ class Simulation:
         script: the training code of each site: a function with one argument, the worker, at the top level of a file;
             the name of such a function (`train.py:train`, `my_package.module:train`); or a script (`train.py`). By
             default the setting `run.script`.
-        arguments: arguments of the script, which the script finds in `sys.argv`.
+        arguments: arguments of the script, which the script finds in `sys.argv`; None: those of this program.
         sites: the number of sites, with names `site-0000` and so on; or a list of names. By default the setting
             `rounds.sites`.
         processes: number of processes that train the sites; by default one for each core.
@@ -113,7 +113,7 @@ class Simulation:
         settings: Settings | Mapping[str, Any] | None = None,
         *,
         script: str | Callable[..., Any] | None = None,
-        arguments: Sequence[str] = (),
+        arguments: Sequence[str] | None = None,
         sites: int | Sequence[str] | None = None,
         processes: int | None = None,
         engine: str = "local",
@@ -140,7 +140,7 @@ class Simulation:
                 "Set run.script to 'train.py:train', a function that takes a worker, or to 'train.py', a "
                 "script that calls atoll.join.",
             )
-        self._script, self._arguments = name_of(script), tuple(arguments)
+        self._script, self._arguments = name_of(script), tuple(sys.argv[1:] if arguments is None else arguments)
         require_engine(engine, processes, address)
         self._processes = processes or cores()
         self._engine = _engine(engine, self._processes, address)

@@ -113,6 +113,7 @@ def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, 
         read_bytes: size of aiohttp's read buffer for a request.
         linger_s: maximum seconds to wait for open requests when the runner is stopped.
     """
+    app.on_response_prepare.append(_without_server_name)
     return web.AppRunner(
         app,
         access_log=None,
@@ -125,6 +126,11 @@ def runner_of(app: web.Application, logger: logging.Logger, *, read_bytes: int, 
         keepalive_timeout=KEEPALIVE_S,
         shutdown_timeout=linger_s,
     )
+
+
+async def _without_server_name(_: web.Request, response: web.StreamResponse) -> None:
+    """Remove the header in which aiohttp tells every caller its version and that of Python."""
+    response.headers.popall("Server", None)
 
 
 async def start_listener(

@@ -74,6 +74,12 @@ WRONG = [
     ("audit .", "There is no run in"),
     ("audit", "No state directory is given. Name the directory: atoll audit STATE_DIR."),
     ("audit a --dir b", "Both STATE_DIR and --dir are given."),
+    ("server --num-workers 3", "atoll server has no option --num-workers. Use --set rounds.sites=VALUE."),
+    ("simulate run.toml --num-rounds 3", "Did you mean --rounds?"),
+    ("server --sett rounds.total=1", "Did you mean --set? `atoll server --help` lists all options."),
+    ("status --servr http://h", "atoll status has no option --servr. Did you mean --server?"),
+    ("config show --streaming-per-request-timeout 9", "Use --set network.idle_timeout_s=VALUE."),
+    ("status --frobnicate", "atoll status has no option --frobnicate. `atoll status --help` lists all options."),
     ("new mine --algorithm fedproxy", "There is no algorithm 'fedproxy'. Did you mean 'fedprox'?"),
 ]
 

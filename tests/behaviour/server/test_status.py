@@ -73,6 +73,24 @@ def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
         assert TimeLeft(0, 1).of(run.state, 0.0) is None
 
 
+def test_the_time_left_leaves_out_the_first_round(tmp_path: Path) -> None:
+    """A first round of 60 s, in which sites start, says nothing once a second one has taken 5 s."""
+    from atoll.server.coordinator.roster import TimeLeft
+
+    with plain_server(tmp_path, START, rounds=10) as server:
+        run = server._run
+        assert run is not None
+        left = TimeLeft(10, 1)
+        left.committed(0.0, 60.0)
+        assert left.of(run.state, 60.0) == 600.0  # nothing better is known
+        left.committed(60.0, 65.0)
+        assert left.of(run.state, 65.0) == 50.0
+        streaming = TimeLeft(10, 2)
+        for now_s in (50.0, 60.0, 62.0, 64.0):  # two fragments, each in its first round and then in its second
+            streaming.committed(0.0, now_s)
+        assert streaming.of(run.state, 64.0) == 20.0
+
+
 @pytest.mark.covers("X4")
 def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
     tmp_path: Path, nursery: Nursery, caplog: pytest.LogCaptureFixture

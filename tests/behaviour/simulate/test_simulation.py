@@ -141,6 +141,19 @@ def test_a_script_in_the_functional_form_runs_for_one_after_the_other(tmp_path: 
         run(tmp_path / "raises", str(tmp_path / "script.py"), arguments=["raise"])
 
 
+def test_scripts_find_the_arguments_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script reads the same `sys.argv` at a simulated site as alone; arguments that are given replace it."""
+    note = "    (HERE / 'argv').write_text(' '.join(sys.argv[1:]))\n"
+    client = MOVES.replace("import os\n", "import os\nimport sys\n").replace(
+        "    model, number", note + "    model, number"
+    )
+    (tmp_path / "client.py").write_text(client)
+    monkeypatch.setattr(sys, "argv", ["program.py", "--rate", "0.1"])
+    for given, found in ({}, "--rate 0.1"), ({"arguments": ["--fast"]}, "--fast"), ({"arguments": []}, ""):
+        run(tmp_path / (found or "none"), f"{tmp_path / 'client.py'}:train", **given)
+        assert (tmp_path / "argv").read_text() == found
+
+
 # -- what goes wrong
 
 RAISES = CLIENT.replace(

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from atoll import Settings
 from atoll.config import FIELDS, NOT_SETTINGS, set_values, variable_of
+from atoll.config.run_file import OTHER_KEYS
 from atoll.config.settings import Async, Rounds
 from atoll.errors import ConfigError
 
@@ -257,6 +258,29 @@ def test_refuses_the_flat_form_in_one_line(tmp_path: Path) -> None:
     )
     assert "Did you mean rounds.min_sites?" in refusal(tmp_path, "min_clients = 1\n", {}, {}).remedy
     assert "Did you mean network.host?" in refusal(tmp_path, "[server]\nport = 1\n", {}, {}).remedy
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("ATOLL_NUM_ROUNDS", "ATOLL_ROUNDS__TOTAL"),
+        ("ATOLL_NUM_WORKERS", "ATOLL_ROUNDS__SITES"),
+        ("ATOLL_STREAMING_PER_REQUEST_TIMEOUT", "ATOLL_NETWORK__IDLE_TIMEOUT_S"),
+        ("ATOLL_SYNC_EVERY", "ATOLL_DILOCO__SYNC_EVERY"),
+        ("ATOLL_SERVR", "ATOLL_SERVER"),
+    ],
+)
+def test_names_the_variable_that_an_old_or_foreign_name_means(tmp_path: Path, variable: str, meant: str) -> None:
+    """A variable of an earlier release or of another framework leads to the one that Atoll reads."""
+    assert f"Did you mean {meant}?" in refusal(tmp_path, "", {}, {variable: "3"}).remedy
+
+
+def test_every_foreign_name_leads_to_a_setting() -> None:
+    """The list of foreign names cannot go stale: each points to a setting, or to an option of its table."""
+    options = {"algorithm.mu"}
+    assert set(OTHER_KEYS.values()) - options <= FIELDS.keys()
+    assert not OTHER_KEYS.keys() & FIELDS.keys()
 
 
 def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:

@@ -359,6 +359,8 @@ class Coordinator:
                 self.roster[message.site] = previous
             raise
         LOG.info("%s joined%s", message.site, " again" if previous else "")
+        if previous is None and (surplus := self.attendance.why_surplus(message.site, self.settings.rounds.sites)):
+            LOG.warning("%s", surplus)
         return messages.Joined(
             lease=Lease(message.site, self.state.members[message.site].lease, message.process, secret).header,
             due=self.state.due(message.site),

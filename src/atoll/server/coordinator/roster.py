@@ -20,6 +20,7 @@ from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
 from atoll.format_text import of_fragment, visible
 from atoll.protocol import messages, status_messages
+from atoll.registry import nearest
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import State
@@ -296,6 +297,22 @@ class Attendance:
         if not self.simulated and (warning := short_of(state, self._roster)):  # a simulation ends with an error instead
             log("%s", warning)
 
+    def why_surplus(self, site: str, sites: int) -> str:
+        """Return a warning if a new site is one more than the run has, so that its name may be misspelt; else empty.
+
+        Args:
+            site: name of the new site, which is in the roster.
+            sites: the setting `rounds.sites`.
+        """
+        if self.simulated or len(self._roster) <= sites:
+            return ""
+        away = [other for other in self._roster if other != site and not self._is_alive(other)]
+        meant = nearest(site, away)
+        return (
+            f"{site} is a new site, number {len(self._roster)} of a run with rounds.sites = {sites}. "
+            f"{meant + ' ' if meant else ''}If the name is a mistake, start its worker again under the right one."
+        )
+
     def closed(self, summary: status_messages.RoundSummary) -> None:
         """Warn if a round was closed without an update of some site.
 
@@ -485,7 +502,7 @@ class TimeLeft:
     """
 
     def __init__(self, rounds: int, fragments: int) -> None:
-        self._rounds = rounds
+        self._rounds, self._fragments, self._count = rounds, fragments, 0
         self._commits_s: deque[float] = deque(maxlen=ROUNDS * fragments + 1)
 
     def committed(self, opened_s: float, now_s: float) -> None:
@@ -497,7 +514,10 @@ class TimeLeft:
         """
         if not self._commits_s:
             self._commits_s.append(opened_s)
+        elif self._count == self._fragments:  # the first rounds are slower: sites start, and files are new
+            self._commits_s = deque([self._commits_s[-1]], maxlen=self._commits_s.maxlen)
         self._commits_s.append(now_s)
+        self._count += 1
 
     def of(self, state: State, now_s: float) -> float | None:
         """Return the estimated remaining seconds.

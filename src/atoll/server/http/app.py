@@ -21,12 +21,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel, ValidationError
 
-from atoll.errors import AtollError, BadRequest, StoreError, no_more_files, out_of_memory, transient_reason
+from atoll.errors import (
+    AtollError,
+    AuthError,
+    BadRequest,
+    StoreError,
+    is_transient,
+    no_more_files,
+    out_of_memory,
+    transient_reason,
+)
 from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, Operation, openapi
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.http.auth import Gate
+from atoll.server.http.auth import Gate, Refusals
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
 from atoll.store.journal import journal_failed
 from atoll.store.store import directory_gone
@@ -62,7 +71,7 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
     """
     app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
     owners = (
-        ServerPages(coordinator, version),
+        ServerPages(coordinator, version, gate.refusals),
         ByteRoutes(coordinator),
         PartReceiver(coordinator),
         coordinator,
@@ -72,14 +81,17 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
         method = next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
         handler = _adapt(operation, method, coordinator)
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
+        if operation.path == routes.HEALTH:  # load balancers ask with HEAD, too
+            app.router.add_route("HEAD", operation.path, handler, name=f"{operation.name}_head")
     return app
 
 
 class ServerPages:
     """Handlers of requests about the server itself: status, metrics, health and the OpenAPI document."""
 
-    def __init__(self, coordinator: Coordinator, version: str) -> None:
-        self._run, self._document = coordinator, functools.cache(lambda: openapi(version))  # most servers never need it
+    def __init__(self, coordinator: Coordinator, version: str, refusals: Refusals) -> None:
+        self._run, self._refusals = coordinator, refusals
+        self._document = functools.cache(lambda: openapi(version))  # most servers never need it
 
     async def get_openapi(self) -> web.Response:
         """Return the description of all requests in the OpenAPI format."""
@@ -92,7 +104,7 @@ class ServerPages:
     async def get_metrics(self) -> web.Response:
         """Return numbers about the run (`RunMetrics`) in the text format of Prometheus."""
         registry = CollectorRegistry()
-        registry.register(RunMetrics(self._run))
+        registry.register(RunMetrics(self._run, self._refusals))
         headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=generate_latest(registry), headers=headers)
 
@@ -176,14 +188,12 @@ def _hex(name: str, text: str, digits: int) -> str:
 
 
 def _guard(gate: Gate, coordinator: Coordinator) -> Any:
-    open_names = {operation.name for operation in OPERATIONS if operation.open}
+    open_names = {name for each in OPERATIONS if each.open for name in (each.name, f"{each.name}_head")}
 
     @web.middleware
     async def guard(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
         try:
-            gate.require_host(request.headers.getall("Host", []))
-            if request.match_info.route.name not in open_names:
-                gate.admit(request.headers.get("Authorization"))
+            _admit(gate, request, is_open=request.match_info.route.name in open_names)
             return await handler(request)
         except TimeoutError:
             raise
@@ -194,6 +204,8 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
         except web.HTTPException as refused:
             return _refused(request, refused)
         except Exception as error:
+            if request.path == routes.WORKERS and isinstance(error, AtollError) and not is_transient(error):
+                gate.refusals.note("join", f"refused to let a site join from {request.remote}: {error.message}")
             return _failed(coordinator, request, error)
         finally:
             interceptor = interceptor_of(request)
@@ -201,6 +213,23 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
                 interceptor.end_part()
 
     return guard
+
+
+def _admit(gate: Gate, request: web.Request, *, is_open: bool) -> None:
+    """Check the headers of a request. A refusal is counted and logged with the address of the caller.
+
+    Raises:
+        AuthError: the request is refused.
+    """
+    kind = "host"
+    try:
+        gate.require_host(request.headers.getall("Host", []))
+        kind = "token"
+        if not is_open:
+            gate.admit(request.headers.get("Authorization"))
+    except AuthError as error:
+        gate.refusals.note(kind, f"refused a request from {request.remote}: {error.message}")
+        raise
 
 
 def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResponse:
@@ -244,11 +273,11 @@ def _failed(coordinator: Coordinator, request: web.Request, error: Exception) ->
 class RunMetrics(Collector):
     """A Prometheus collector. At each request it computes its metrics from the run's status."""
 
-    def __init__(self, run: Coordinator) -> None:
-        self._run = run
+    def __init__(self, run: Coordinator, refusals: Refusals) -> None:
+        self._run, self._refusals = run, refusals
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the newest version's number, and counts of workers, bytes, deaths, refused updates and local steps."""
+        """Yield the newest version's number, and counts of workers, bytes, deaths, refusals and local steps."""
         status = status_of(self._run)
         yield GaugeMetricFamily("atoll_version", "Number of the newest version.", value=status.version)
         yield GaugeMetricFamily(
@@ -263,6 +292,10 @@ class RunMetrics(Collector):
         yield CounterMetricFamily("atoll_sent_bytes", "Bytes of versions sent.", value=status.bytes_down)
         yield CounterMetricFamily("atoll_deaths", "Workers declared dead.", value=status.deaths)
         yield CounterMetricFamily("atoll_refused", "Updates refused.", value=status.refused)
+        refused = CounterMetricFamily("atoll_refused_requests", "Requests refused, by reason.", labels=["reason"])
+        for reason, count in sorted(self._refusals.counts.items()):
+            refused.add_metric([reason], count)
+        yield refused
         per_worker = GaugeMetricFamily("atoll_worker_step", "Local step of a worker.", labels=["site"])
         for worker in status.workers:
             per_worker.add_metric([worker.site], worker.step)

@@ -3,13 +3,52 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import re
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from atoll.config import Settings
 from atoll.errors import AuthError, ConfigError
 from atoll.protocol import messages
 from atoll.transport.tls import is_loopback, read_token
+
+LOG = logging.getLogger("atoll.server")
+
+REPEAT_S = 60.0
+"""Seconds within which the log says the same refusal only once."""
+MOST_SAID = 100
+"""Number of different refusals of the last `REPEAT_S` seconds in the log; more are only counted."""
+
+
+class Refusals:
+    """Counts refused requests by kind, and logs them, but no text more than once in `REPEAT_S` seconds.
+
+    Args:
+        now_s: the clock, in seconds.
+
+    Attributes:
+        counts: kind of refusal, such as `token` → number of refused requests.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._now_s = now_s
+        self.counts: Counter[str] = Counter({"token": 0, "host": 0, "join": 0})
+        self._said_s: dict[str, float] = {}
+        self._unsaid: Counter[str] = Counter()
+
+    def note(self, kind: str, text: str) -> None:
+        """Count a refused request, and log `text` if it is due."""
+        self.counts[kind] += 1
+        now_s = self._now_s()
+        self._said_s = {said: at_s for said, at_s in self._said_s.items() if now_s - at_s < REPEAT_S}
+        if text in self._said_s or len(self._said_s) >= MOST_SAID:
+            self._unsaid[kind] += 1
+            return
+        more = self._unsaid.pop(kind, 0)
+        LOG.warning("%s%s", text, f" ({more} more since the last such line)" if more else "")
+        self._said_s[text] = now_s
 
 
 class Gate:
@@ -19,9 +58,13 @@ class Gate:
         token: token that every request must have; None if no token is required.
         local: whether the server listens on loopback only. If so, and if there is no token, the Host header of every
             request must name a loopback address.
+
+    Attributes:
+        refusals: counts and logs the requests that this server has refused.
     """
 
     def __init__(self, token: str | None, *, local: bool = False) -> None:
+        self.refusals = Refusals()
         self._token = token.encode() if token else None
         self._needs_local_name = local and self._token is None
 

@@ -482,13 +482,18 @@ class SwarmRounds:
     def _reassign_fragment(self, fragment: int, job: Assignment) -> None:
         if job.aggregator and (reason := self._why_lost(fragment, job)):
             self._lose(fragment, job, reason)
-        if not job.aggregator:
-            job.aggregator, job.since_s = self._aggregator_of(fragment, job), None
-            if job.aggregator:
-                self._wake()
-        if job.aggregator:
+        while job.aggregator or self._choose_aggregator(fragment, job):
             self._take_in(fragment, job)
-            self._watch(fragment, job)
+            if job.aggregator:  # else it could not download an update: choose another one
+                self._watch(fragment, job)
+                return
+
+    def _choose_aggregator(self, fragment: int, job: Assignment) -> bool:
+        """Choose an aggregator for a round that has none. Return whether a worker could be chosen."""
+        job.aggregator, job.since_s = self._aggregator_of(fragment, job), None
+        if job.aggregator:
+            self._wake()
+        return bool(job.aggregator)
 
     def _aggregator_of(self, fragment: int, job: Assignment) -> str:
         holders, order = self.view.holding(fragment, job.version), self.view.order(fragment, job.version)

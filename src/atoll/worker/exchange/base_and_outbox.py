@@ -220,9 +220,8 @@ class ScratchFile(TensorFile):
                     f"{self.path} would have {self.nbytes} bytes, more than this process may write to a file.",
                     "Raise the limit of the shell: ulimit -f unlimited.",
                 ) from error
-            gb = f"{self.nbytes / 1e9:.2f} GB"
             raise DiskFull(
-                f"The disk of {self.path.parent} does not have {gb} of free space ({error.strerror}).",
+                f"The disk of {self.path.parent} does not have {size(self.nbytes)} of free space ({error.strerror}).",
                 "Free disk space, or set ATOLL_DIR to a folder on a larger disk.",
             ) from error
 

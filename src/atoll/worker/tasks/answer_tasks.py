@@ -50,6 +50,7 @@ from atoll.errors import (
     public_api,
 )
 from atoll.filters.base import ByTask, for_tasks, with_cause
+from atoll.posix import require_writable_folder
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
 from atoll.tensors.payload import Packed, pack
@@ -599,6 +600,7 @@ def tasks(
     labels: dict[str, str] | None = None,
     request_task_tensors: bool = True,
     filters: ByTask = (),
+    folder: Path | str | None = None,
 ) -> TaskWorker:
     """Join a run as a worker that answers the tasks of the run's workflows.
 
@@ -610,6 +612,8 @@ def tasks(
             already download the tensors of the next task to disk. The payloads are the same.
         filters: filters that are applied to every answer of this site, in this order, before it is sent; or a mapping
             task name → filters.
+        folder: the folder for models that this site evaluates; by default `ATOLL_DIR`, else the folder for temporary
+            files. It is made if it does not exist.
 
     Returns:
         The worker. Use it as a context manager, which leaves the run at the end.
@@ -620,6 +624,7 @@ def tasks(
         PeerError: a web server that is not Atoll answers at the server's address.
         ServerUnreachable: the server's certificate is not accepted, or the address is https but the server has no TLS.
         VersionSkew: server and worker use different versions of the protocol.
+        StoreError: `folder` cannot be made or written.
     """
     ensure_lines()
     server = server_of(server)
@@ -630,10 +635,22 @@ def tasks(
     for_tasks(filters)  # check the filters before any request
     site = site_of(site)
     warn_of_overruled(server, site)
+    kept_in = _folder_for_models(folder)
     session = Session(http_to(server), site, labels=labels)
-    folder = Path(os.environ.get("ATOLL_DIR", ""))
-    kept_in = folder if os.environ.get("ATOLL_DIR") and folder.is_dir() else None
     worker = TaskWorker(site, session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)
     session.join()
     LOG.info("%s: takes part in run %s at %s", session.site, session.info.name, session.http.server)
     return worker
+
+
+def _folder_for_models(given: Path | str | None) -> Path | None:
+    """Return the folder in which models are stored for evaluation; None: the folder for temporary files.
+
+    Raises:
+        StoreError: the given folder cannot be made or written.
+    """
+    if given is not None:
+        require_writable_folder(Path(given), "Give a folder that this user may write.")
+        return Path(given)
+    of_site = os.environ.get("ATOLL_DIR", "")
+    return Path(of_site) if of_site and Path(of_site).is_dir() else None

@@ -1,0 +1,186 @@
+"""How a command ends: its exit code and its last line for each error and signal."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness.processes import Nursery, wait_until
+
+from atoll import errors
+from atoll.child_processes import Terminated
+from atoll.cli import simulate, worker
+from atoll.cli.main import run_command
+from atoll.simulate.simulation import Simulated
+
+
+def raises(error: BaseException) -> Callable[[], object]:
+    def command() -> None:
+        raise error
+
+    return command
+
+
+def code_of(error: BaseException) -> Any:
+    with pytest.raises(SystemExit) as ended:
+        run_command(raises(error))
+    return ended.value.code
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (Terminated(), 143),
+        (errors.ConfigError("It is wrong.", "Correct it."), 2),
+        (errors.ServerUnreachable("It is away.", "Wait."), 5),
+        (errors.RunFailed("It failed.", "Look."), 9),
+        (OSError(errno.ENOSPC, "No space left on device"), errors.DiskFull("", "").exit_code),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), errors.DiskFull("", "").exit_code),
+    ],
+    ids=["ctrl-c", "terminated", "settings", "unreachable", "failed", "full", "quota"],
+)
+def test_ends_a_command_with_its_documented_code(
+    error: BaseException, code: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signals end a command as in shells, and errors with the code of their class."""
+    monkeypatch.setattr("os.dup2", lambda *_: None)  # it would take this process's own output
+    assert code_of(error) == code
+    last = capfd.readouterr().err.splitlines()
+    assert len(last) == (0 if code in (130, 143) else 1)
+
+
+def test_another_error_of_the_system_is_not_called_a_full_disk() -> None:
+    """An error that is no full disk keeps its traceback: it is a bug."""
+    with pytest.raises(PermissionError):
+        run_command(raises(PermissionError(errno.EACCES, "Permission denied")))
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_simulation_with_the_code_of_shells(
+    nursery: Nursery, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """`atoll simulate` that is told to end while a site trains stops its processes and says how to go on."""
+    (tmp_path / "script.py").write_text(
+        "import pathlib, time, torch\n"
+        "def build():\n    return torch.nn.Linear(2, 1)\n"
+        "def train(worker):\n"
+        "    for fl_round in worker:\n"
+        "        pathlib.Path(__file__).with_name('trains').touch()\n"
+        "        time.sleep(60)\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        'model.source = "script.py:build"\nrun.script = "script.py:train"\nalgorithm.name = "fedavg"\n'
+        "rounds.total = 1\nrounds.sites = 1\n"
+    )
+    process = nursery.start("atoll", "simulate", "run.toml", cwd=tmp_path)
+    wait_until((tmp_path / "trains").exists, "the training")
+    process.send(number)
+    assert process.wait(60) == code, process.output()
+    assert "start the same command again" in process.output()
+
+
+# -- restarts of `atoll worker`
+
+
+def test_restarts_pause_twice_as_long_up_to_a_minute() -> None:
+    """1, 2, 4, 8, 16, 32 and 60 s, then always 60 s."""
+    assert [worker.restart_pause_s(attempt) for attempt in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The server answers `atoll worker` at once, and no time passes between restarts; the lines that it prints."""
+    lines: list[str] = []
+    monkeypatch.setattr(worker, "_require_server", lambda *_: "r")
+    monkeypatch.setattr(worker, "RESTART_PAUSE_S", 0.0)
+    monkeypatch.setattr(worker, "print_line", lines.append)
+    return lines
+
+
+def ran(script: str, restarts: int = 0) -> int:
+    environment = {"ATOLL_SERVER": "http://127.0.0.1:1", "PATH": "/usr/bin:/bin"}
+    return worker._run([sys.executable, "-c", script], environment, restarts)
+
+
+def test_a_command_killed_by_a_signal_has_the_code_of_shells(answered: list[str]) -> None:
+    """128 + 9, and a line that says what killed it."""
+    assert ran("import os; os.kill(os.getpid(), 9)") == 137
+    assert answered[-1] == "atoll: SIGKILL ended the command"
+
+
+def test_restarts_end_with_the_last_exit_code(answered: list[str], tmp_path: Path) -> None:
+    """A command that fails with 3, 4 and 5 has two restarts and ends with 5; each restart is numbered."""
+    tries = tmp_path / "tries"
+    script = f"import sys; t = open({str(tries)!r}, 'a+'); t.write('x'); t.seek(0); sys.exit(2 + len(t.read()))"
+    assert ran(script, restarts=2) == 5
+    assert tries.read_text() == "xxx"
+    restarts = [line for line in answered if "restart " in line]
+    assert restarts == [
+        "atoll: the command ended with exit code 3; restart 1 of 2",
+        "atoll: the command ended with exit code 4; restart 2 of 2",
+    ]
+
+
+def test_a_command_that_succeeds_is_not_started_again(answered: list[str], tmp_path: Path) -> None:
+    """An exit code of 0 ends the restarts."""
+    tries = tmp_path / "tries"
+    assert ran(f"open({str(tries)!r}, 'a').write('x')", restarts=5) == 0
+    assert tries.read_text() == "x"
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("no-such-command", "-- python train.py"), ("script", "-- python ")])
+def test_a_command_that_cannot_be_started_is_named(answered: list[str], tmp_path: Path, name: str, remedy: str) -> None:
+    """A program that is not there, and a file that is not executable, each with its own remedy."""
+    (tmp_path / "script").write_text("print()")
+    with pytest.raises(errors.UsageError, match=name) as refused:
+        worker._run([str(tmp_path / name)], {"ATOLL_SERVER": "http://127.0.0.1:1"}, 0)
+    assert remedy in refused.value.remedy
+
+
+# -- the last line of `atoll simulate`
+
+
+def simulated(**more: Any) -> Simulated:
+    given: dict[str, Any] = {
+        "version": 3,
+        "rounds": 3,
+        "worker_rounds": 12,
+        "seconds": 4.0,
+        "bytes_up": 12_000_000,
+        "bytes_down": 24_000_000,
+        "late": 0,
+        "refused": {},
+        "failed": {},
+        "metrics": {"loss": 0.5},
+        "model": Path("model.safetensors"),
+        "metrics_file": Path("metrics.jsonl"),
+    }
+    return Simulated(**given | more)
+
+
+def test_sums_up_a_simulation_in_one_line() -> None:
+    """12 worker-rounds in 4 s are 3 in a second; what went wrong is counted, and at most some sites are named."""
+    assert simulate.summary(simulated()) == (
+        "finished at version 3 after 4.0 s; 3 rounds, 12 worker-rounds, 3 worker-rounds/s; "
+        "a run with real sites would have sent 12.0 MB up and 24.0 MB down; loss 0.5; model.safetensors"
+    )
+    failed = {f"site-{number}": "ValueError" for number in range(simulate.NAMED + 2)}
+    line = simulate.summary(simulated(late=1, refused={"a": 2, "b": 1}, failed=failed))
+    assert "1 update too late to count; 3 updates refused: a, b; " in line
+    assert f"{simulate.NAMED + 2} simulated sites failed: " in line
+    assert " and 2 more" in line
+
+
+def test_a_finished_simulation_says_that_nothing_was_trained() -> None:
+    """The same command again trains nothing, and the line says so."""
+    line = simulate.summary(simulated(rounds=0, worker_rounds=0))
+    assert line == "the simulation was already finished, at version 3; nothing was trained; model.safetensors"
