@@ -19,7 +19,8 @@ KINDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "tr
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 WORKER = {
-    "ATOLL_SERVER": "Address of the server, `http://host:8512`; without it a script trains alone.",
+    "ATOLL_SERVER": "Address of the server, `http://host:8512`, with the path of a gateway if there is one; "
+    "without it a script trains alone.",
     "ATOLL_SITE": "Name of the site: letters, digits, `.`, `_`, `-`; by default made from host and process. "
     "Without a server, the default is `alone`.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
@@ -118,6 +119,9 @@ def settings_page() -> str:
         "| variable | meaning |",
         "|---|---|",
         *(_row([f"`{name}`", meaning]) for name, meaning in WORKER.items()),
+        "",
+        "Sites and commands reach the server through the proxy of `HTTPS_PROXY`, `HTTP_PROXY` or `ALL_PROXY`, except",
+        "the hosts of `NO_PROXY`: [proxies](../operations.md#sites-behind-an-http-proxy).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -222,7 +222,7 @@ def register(kind: str, name: str, object: Any) -> None:  # noqa: A002  # the ar
 
     Args:
         kind: `codecs`, `filters`, `reducers`, `algorithms`, `outer` (outer optimizers) or `staleness`.
-        name: the name. For an algorithm, its attribute `name`; for a codec, usually as well: a run whose server names
+        name: the name. For an algorithm, its attribute `name`; for a codec, usually as well: a server that names
             the codec by its path sends this attribute.
         object: the class or function that the name stands for; for `algorithms`, the algorithm.
 

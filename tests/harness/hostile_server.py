@@ -204,6 +204,3 @@ class HostileServer(Peer):
             elif self.ended.wait(piece):
                 return False
         return False
-
-
-__all__ = ["PATIENCE_S", "STAY_S", "HostileServer", "Recorder", "Strike", "Tape"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import encodings.unicode_escape  # noqa: F401 (text with control characters imports it when it is shown)
 import faulthandler
 import gc
 import io

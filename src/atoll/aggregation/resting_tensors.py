@@ -1,6 +1,6 @@
 """Find the parameters that no site trains, so that the outer optimizer does not move them.
 
-A weight decay moves a parameter whose pseudo-gradient is zero. That is right for a parameter that is trained, and wrong
+Weight decay moves a parameter of pseudo-gradient zero. That is right for a parameter that is trained, and wrong
 for one that all sites keep frozen. A parameter rests in a round if two things hold:
 
     updates        each update of the round has zeros in all its elements

@@ -223,7 +223,7 @@ class Cycles:
         self._is_counted, self._uncounted = False, 0  # whether this cycle's end was found; earlier cycles without one
 
     def count(self, optimizer: int) -> int:
-        """Record a step. Return the number of cycles that end with it, with earlier ones whose end was not found."""
+        """Record a step. Return the number of cycles that end with it, with earlier ones without a known end."""
         self._first = self._first or optimizer
         made = self._made.get(optimizer, 0)
         if optimizer == self._first and (self._is_counted or len(self._made) > 1):
@@ -392,7 +392,7 @@ class StepHooks:
         rule: the algorithm's local rule; None: steps are counted but not corrected.
         version: a function that reads tensors of the downloaded version, by name; None: all values are zeros.
         site_state: the tensors that the site keeps between rounds; None: all values are zeros.
-        own: names of parameters that the site keeps for itself, whose steps are not corrected.
+        own: names of parameters that the site keeps for itself. Their steps are not corrected.
 
     Attributes:
         steps: number of optimizer steps so far.

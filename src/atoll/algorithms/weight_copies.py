@@ -4,10 +4,10 @@ Examples are the fp32 masters of bf16 weights, and the slow weights of Lookahead
 starts from its copy, so without this file it would undo what was loaded.
 
     copies = WeightCopies(report)
-    copies.watch(optimizer)             # and before each of its steps: copies.before_step(optimizer)
-    with copies.loading(tensors):       # finds what equals the weights now
-        ...                             # other weights are loaded into the tensors
-                                        # and, at the end, into the copies
+    copies.watch(optimizer)                 # and before each of its steps: copies.before_step(optimizer)
+    with copies.loading(model, tensors):    # finds what equals the weights now
+        ...                                 # other weights are loaded into the tensors
+                                            # and, at the end, into the copies
 
 A copy is a float tensor of a parameter's shape: in the optimizer's state, in its attributes, or a parameter of its own.
 It is recognised by its values, which equal the parameter's, up to a cast. Tensors that are found at one place, such as
@@ -21,25 +21,28 @@ loaded weights. It is known by its name (`AVERAGES`), since it may equal the wei
 
 from __future__ import annotations
 
+import functools
+import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from atoll.errors import UsageError
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, run_of
-from atoll.tensors.module_tensors import Tensors, is_sharded, memory_of
+from atoll.tensors.module_tensors import PLAIN, Tensors, is_sharded, memory_of
 
 SAMPLED = 32
 """Elements of each tensor that are compared: random weights do not agree in so many by chance."""
 PARAMETERS = 8
-"""Parameters of each optimizer whose state is compared before a step, where the comparison has to be fast."""
+"""Parameters of each optimizer that have their state compared before a step, where that has to be fast."""
 STEPS = 64
 """Steps after each load before which Atoll looks whether it was undone."""
 FIRST = 2
@@ -63,8 +66,6 @@ OWN = ".params"
 
 Memory: TypeAlias = dict[tuple[object, ...], Tensor]
 """Tensors by their place in memory (`memory_of`)."""
-Samples: TypeAlias = dict[tuple[object, ...], Tensor]
-"""Some elements of tensors, in fp64 on the CPU, by the tensors' place in memory."""
 
 
 class Pair(NamedTuple):
@@ -88,7 +89,7 @@ class WeightCopies:
         self._tensors: Memory = {}
         self._followed: set[str] = set()  # places of tensors that were equal to the weights after these had moved
         self._left: set[str] = set()  # places of tensors that existed at the last load, and were not loaded
-        self._steps_left, self._load = 0, _Load({}, {})
+        self._steps_left, self._load = 0, _Load(_Sample({}), _Sample({}))
 
     def watch(self, optimizer: Any) -> None:
         """Look for copies in this optimizer, and in what it wraps, from now on.
@@ -114,7 +115,7 @@ class WeightCopies:
         if not self._tensors or optimizer in self._others:
             return
         if all(each() is not optimizer for each in self._watched):
-            if not any(each in self._tensors for each in map(_memory, _parameters_of(optimizer))):
+            if not _trains(optimizer, self._tensors):
                 self._others.add(optimizer)
                 return
             self.watch(optimizer)
@@ -122,25 +123,22 @@ class WeightCopies:
 
     def forget_model(self) -> None:
         """Free the model's tensors. The optimizers are still known at the next load."""
-        self._tensors, self._steps_left, self._load = {}, 0, _Load({}, {})
+        self._tensors, self._steps_left, self._load = {}, 0, _Load(_Sample({}), _Sample({}))
 
     def discover_all(self) -> None:
         """Call `discover` before every step of every optimizer of this process, as long as this object exists."""
-        this = weakref.ref(self)
-
-        def discover(optimizer: Optimizer, *_: Any) -> None:
-            copies = this()
-            if copies is not None:
-                copies.discover(optimizer)
-
-        handle = register_optimizer_step_pre_hook(torch.compiler.disable(discover))  # type: ignore[no-untyped-call]
-        weakref.finalize(self, handle.remove)
+        key = id(self)
+        _discovering[key] = weakref.ref(self, lambda _: _discovering.pop(key, None))
+        with _installing:
+            if not _installed:
+                _installed.append(register_optimizer_step_pre_hook(_discover))
 
     @contextmanager
-    def loading(self, tensors: Tensors, *, refuses: bool = True) -> Iterator[None]:
+    def loading(self, model: object, tensors: Tensors, *, refuses: bool = True) -> Iterator[None]:
         """If the `with` block changes the tensors, load their new values into the copies, too.
 
         Args:
+            model: the model. If it is a module, its buffers have no copies.
             tensors: the tensors of the model, by name.
             refuses: whether to raise an error if a copy cannot be loaded.
 
@@ -148,7 +146,10 @@ class WeightCopies:
             UsageError: a copy cannot be loaded, because it differs from the weights now.
         """
         self._look()
-        self._tensors = {_memory(each): each for each in tensors.values() if each.is_floating_point()}
+        self._tensors = {_memory(each): each for each in tensors.values() if _may_be_copied(each)}
+        if isinstance(model, nn.Module):
+            parameters = set(map(_memory, model.parameters()))
+            self._tensors = {key: each for key, each in self._tensors.items() if key in parameters}
         self._others = weakref.WeakSet()
         found = self._found()
         for place, pairs in found.items():
@@ -158,13 +159,13 @@ class WeightCopies:
         self._followed |= {place for place in copies if place.endswith(OWN)}
         if refuses:
             self._require_loadable(found.keys() - copies.keys())
-        before = _sample(self._tensors)
+        before = _Sample(self._tensors)
         try:
             yield
         finally:
             for pairs in copies.values():
                 _fill(pairs)
-            load = _Load(before, _sample(self._tensors))
+            load = _Load(before, _Sample(self._tensors))
             self._steps_left = STEPS
             if load.changed or not self._load.is_of(self._tensors):
                 self._load, self._left = load, found.keys() - copies.keys()
@@ -202,7 +203,7 @@ class WeightCopies:
                 self._followed.add(place)
                 if place in self._left:
                     self._undone(f"the steps since then started from the optimizer's copy of the weights, {place}")
-        if not self._load.is_decided and self._load.jumps_back(_sample(self._tensors)):
+        if not self._load.is_decided and self._load.jumps_back(_Sample(self._tensors).values):
             self._undone("the next step started from a copy of the weights that the optimizer or the script keeps")
         if not found and self._load.is_decided and self._steps_left < STEPS - FIRST:
             self._steps_left = 0
@@ -213,53 +214,93 @@ class WeightCopies:
             self._report(f"the global model was loaded, but {why}. So the load was undone, and the result is wrong.")
 
 
+_discovering: dict[int, weakref.ref[WeightCopies]] = {}
+_installing = threading.Lock()
+_installed: list[Any] = []
+"""The hook of all optimizers. It stays: another thread may be calling the hooks, which must not change then."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _discover(optimizer: Optimizer, *_: Any) -> None:
+    for each in list(_discovering.values()):
+        copies = each()
+        if copies is not None:
+            copies.discover(optimizer)
+
+
+class _Sample:
+    """Some elements of each tensor, as fp64 on the CPU.
+
+    Args:
+        tensors: the tensors, by their place in memory.
+    """
+
+    def __init__(self, tensors: Memory) -> None:
+        self._tensors = tensors
+        self.values = _together([_points(each) for each in tensors.values()])
+
+    @functools.cached_property
+    def _parts(self) -> dict[tuple[object, ...], slice]:
+        stops = itertools.accumulate(min(each.numel(), SAMPLED) for each in self._tensors.values())
+        return {
+            key: slice(begin, stop) for key, (begin, stop) in zip(self._tensors, pairwise([0, *stops]), strict=True)
+        }
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return the elements of one tensor; None if the tensor was not among them."""
+        part = self._parts.get(_memory(tensor))
+        return None if part is None else self.values[part]
+
+    def is_of(self, tensors: Memory) -> bool:
+        """Return whether these are elements of these tensors."""
+        return self._tensors.keys() == tensors.keys()
+
+
 class _Load:
     """One load of other weights into the model, and what the next steps tell of it.
 
     Args:
-        before: samples of the weights before the load, by their memory.
-        after: samples after it.
+        before: elements of the weights before the load.
+        after: the same elements after it.
 
     Attributes:
         changed: whether the load changed the weights.
         is_decided: whether it is known whether the next step jumped back to the weights before the load.
     """
 
-    def __init__(self, before: Samples, after: Samples) -> None:
+    def __init__(self, before: _Sample, after: _Sample) -> None:
         self._before, self._after = before, after
-        self.changed = not _same(before, after)
+        self.changed = not torch.equal(before.values, after.values)
         self.is_decided = not self.changed
-        self._first: Samples | None = None  # after the first step
+        self._first: Tensor | None = None  # after the first step
 
     def is_of(self, tensors: Memory) -> bool:
         """Return whether the load was into these tensors."""
-        return self._after.keys() == tensors.keys()
+        return self._after.is_of(tensors)
 
     def is_before(self, pairs: Sequence[Pair]) -> bool:
         """Return whether these tensors have the values from before the load."""
         return self.changed and _are_equal(pairs, self._before)
 
     def has_moved(self, pairs: Sequence[Pair]) -> bool:
-        """Return whether the steps since the load have changed parameters."""
-        moved = {_memory(each.parameter): each.parameter for each in pairs}
-        return not _same(_sample(moved), {each: self._after[each] for each in moved if each in self._after})
+        """Return whether the steps since the load have changed one of these parameters."""
+        loaded = [(self._after.of(each.parameter), each.parameter) for each in pairs]
+        return any(then is not None and not torch.equal(then, _together([_points(now)])) for then, now in loaded)
 
-    def jumps_back(self, now: Samples) -> bool:
+    def jumps_back(self, now: Tensor) -> bool:
         """Return whether the first step after the load started from the weights before it, judged by the second step.
 
         Args:
-            now: samples of the weights before a step, at every step until `is_decided`.
+            now: elements of the weights before a step, at every step until `is_decided`.
         """
-        if _same(now, self._first or self._after):
+        if torch.equal(now, self._after.values if self._first is None else self._first):
             return False  # nothing has moved
         if self._first is None:
             self._first = now
             return False
         self.is_decided = True
-        four = (self._before, self._after, self._first, now)
-        before, after, first, second = (torch.cat(list(each.values())) for each in four)
-        step = second - first
-        back, onward = (first - before - step).norm(), (first - after - step).norm()
+        before, after, step = self._before.values, self._after.values, now - self._first
+        back, onward = (self._first - before - step).norm(), (self._first - after - step).norm()
         return bool((after - before).norm() >= step.norm() and back < JUMPED * onward)
 
 
@@ -267,7 +308,7 @@ class _Load:
 
 
 def _memory(tensor: Tensor) -> tuple[object, ...]:
-    return memory_of(_local(tensor).detach())
+    return memory_of(_local(tensor))
 
 
 def _local(tensor: Any) -> Tensor:
@@ -278,45 +319,40 @@ def _local(tensor: Any) -> Tensor:
 
 def _points(tensor: Tensor) -> Tensor:
     """Return some elements of a tensor, in row-major order and evenly distributed."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED]
+    numel = tensor.numel()
+    step = numel // SAMPLED or 1
+    with torch.no_grad():
+        if tensor.is_contiguous():
+            return tensor.as_strided((min(numel, SAMPLED),), (step,))
+        return tensor.reshape(-1)[::step][:SAMPLED]
 
 
-def _together(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Return 1-D tensors as fp64 on the CPU, with one transfer for each device and dtype."""
-    kinds: dict[object, list[int]] = {}
-    for index, piece in enumerate(pieces):
-        kinds.setdefault((piece.device, piece.dtype), []).append(index)
-    found = list(pieces)
-    for indices in kinds.values():
-        whole = torch.cat([pieces[index] for index in indices]).cpu().double()
-        for index, part in zip(indices, torch.split(whole, [len(pieces[index]) for index in indices]), strict=True):
-            found[index] = part
-    return found
+def _together(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all pieces as fp64 on the CPU. From one device, they come in one transfer."""
+    if len({piece.device for piece in pieces}) > 1:
+        pieces = [piece.cpu() for piece in pieces]
+    if len({piece.dtype for piece in pieces}) > 1:
+        wide = torch.float64 if any(piece.dtype == torch.float64 for piece in pieces) else torch.float32
+        pieces = [piece.to(wide) for piece in pieces]
+    return torch.cat(list(pieces)).cpu().double() if pieces else torch.empty(0, dtype=torch.float64)
 
 
-def _sample(tensors: Memory) -> Samples:
-    return dict(zip(tensors, _together([_points(each) for each in tensors.values()]), strict=True))
-
-
-def _same(one: Samples, other: Samples) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[each], other[each]) for each in one)
-
-
-def _are_equal(pairs: Sequence[Pair], samples: Samples | None = None) -> bool:
+def _are_equal(pairs: Sequence[Pair], sample: _Sample | None = None) -> bool:
     """Return whether copies equal their parameters, up to a cast to the narrower dtype, and are not all zero.
 
     Args:
         pairs: the parameters and copies.
-        samples: earlier values of the parameters; None: compare with their current values.
+        sample: earlier elements of the parameters; None: compare with their current values.
     """
     copies, values = list[Tensor](), list[Tensor]()
     for parameter, copy in pairs:
         narrow = _narrow(parameter, copy)
-        points = _points(parameter) if samples is None else samples[_memory(parameter)].to(parameter.dtype)
+        points = _points(parameter) if sample is None else sample.of(parameter)
+        if points is None:
+            return False
         copies.append(_points(copy).to(narrow))
         values.append(points.to(narrow))
-    one, other = (torch.cat(_together(each)) if each else torch.empty(0) for each in (copies, values))
+    one, other = _together(copies), _together(values)
     return torch.equal(one, other) and bool(one.any())
 
 
@@ -342,18 +378,26 @@ def _fill(pairs: Sequence[Pair], *, from_copies: bool = False) -> None:
 
 
 def parameters_copied(optimizer: Optimizer, parameters: Iterable[Tensor]) -> set[int]:
-    """Return `id(parameter)` for each parameter of a model whose copy is a parameter of the optimizer.
-
-    Parameters that are equal, but none of a wider dtype, are of another model that was built with the same values.
-    """
-    found = _tensors_in(optimizer, {_memory(each): each for each in parameters if each.is_floating_point()})
+    """Return `id(parameter)` for each parameter of a model with a copy that is a parameter of the optimizer."""
+    found = _tensors_in(optimizer, {_memory(each): each for each in parameters if _may_be_copied(_local(each))})
     pairs = [pair for place, each in found.items() if place.endswith(OWN) for pair in each]
-    is_wider = any(pair.copy.element_size() > pair.parameter.element_size() for pair in pairs)
-    return {id(pair.parameter) for pair in pairs} if is_wider and _are_equal(pairs) else set()
+    return {id(pair.parameter) for pair in pairs} if _are_equal(pairs) else set()
+
+
+def _may_be_copied(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1 and tensor.layout == torch.strided
 
 
 def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
+
+
+def _trains(optimizer: Any, model: Memory) -> bool:
+    """Return whether an optimizer holds one of the model's tensors, or a copy of one as its parameter."""
+    parameters = list(_parameters_of(optimizer))
+    if any(type(each) not in PLAIN and not is_sharded(each) for each in parameters):  # it may have no memory
+        return False
+    return any(_memory(each) in model for each in parameters) or any(_tensors_in(optimizer, model).values())
 
 
 def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[str, list[Pair]]:
@@ -370,7 +414,7 @@ def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[
         each = waiting.pop()
         if each is not None and id(each) not in seen:
             seen.add(id(each))
-            waiting += [value for value in vars(each).values() if hasattr(value, "param_groups")]
+            waiting += [value for value in _own_attributes(each).values() if hasattr(value, "param_groups")]
             _search(each, model, most, found)
     return found
 
@@ -380,14 +424,17 @@ def _search(optimizer: Any, model: Memory, most: int | None, found: dict[str, li
     name, parameters = type(optimizer).__name__, list(_parameters_of(optimizer))
     keys = [_memory(each) for each in parameters]
     mine = [model[each] for each in keys if each in model]
-    own = [each for each, key in zip(parameters, keys, strict=True) if key not in model]
-    if own and most is None:
-        found.setdefault(name + OWN, []).extend(_aligned(own, model.values()))
+    if len(mine) < len(parameters) and most is None:
+        own = [each for each, key in zip(parameters, keys, strict=True) if key not in model]
+        held = set(keys)
+        pairs = _aligned(own, [model[key] for key in model if key not in held])
+        if any(pair.copy.element_size() > pair.parameter.element_size() for pair in pairs):  # else another model's
+            found.setdefault(name + OWN, []).extend(pairs)
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return
     unowned: dict[str, list[Tensor]] = {}
     for place, owner, tensor in _leaves(_attributes(optimizer, most), name, DEPTH):
-        if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        if not _may_be_copied(tensor):
             continue
         if owner is None:
             unowned.setdefault(place, []).append(tensor)
@@ -397,8 +444,14 @@ def _search(optimizer: Any, model: Memory, most: int | None, found: dict[str, li
         found.setdefault(place, []).extend(_aligned(tensors, mine or model.values()))
 
 
+def _own_attributes(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
 def _attributes(optimizer: Any, most: int | None) -> dict[str, Any]:
-    values = {key: value for key, value in vars(optimizer).items() if key not in ("defaults", "param_groups")}
+    values = {
+        key: value for key, value in _own_attributes(optimizer).items() if key not in ("defaults", "param_groups")
+    }
     if isinstance(values.get("state"), Mapping):
         values["state"] = dict(islice(values["state"].items(), most))
     groups = getattr(optimizer, "param_groups", ())

@@ -29,8 +29,7 @@ from atoll.store.journal_tables import RUNS, VERSIONS, VersionRow
 from atoll.tensors.fragments import split_of
 from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.schema import Schema
-from atoll.transport.http_client import Http, ask, server_address
-from atoll.transport.tls import read_token
+from atoll.transport.http_client import Http, ask, http_to, server_address
 
 if TYPE_CHECKING:
     from atoll.transport.object_server import UnnamedFile
@@ -315,9 +314,7 @@ def from_server(server: str, out: Path, version: int | None = None) -> int:
         UsageError: the run has no model.
         Gone: the server has deleted the version.
     """
-    token_file = os.environ.get("ATOLL_TOKEN_FILE")
-    token = read_token(Path(token_file) if token_file else None)
-    http = Http(server, token=token, ca=os.environ.get("ATOLL_TLS_CA"))
+    http = http_to(server)
 
     def attempt() -> int:
         heads = [each.version for each in http.get(routes.STATUS, status_messages.Status).fragments]

@@ -300,7 +300,7 @@ class AtollCallback(Callback):
         for optimizer in optimizers:
             copies.watch(optimizer)
         tensors = named_tensors(module)[0]
-        with torch.inference_mode(mode=False), copies.loading(tensors):
+        with torch.inference_mode(mode=False), copies.loading(module, tensors):
             found = bool(ranks.from_rank0(lambda: self.driver.load_into(module)))
             if found:
                 ranks.spread_(tensors.values())

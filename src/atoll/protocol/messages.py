@@ -294,7 +294,7 @@ class SchemaMessage(Message):
         Raises:
             VersionSkew: the fragments do not cover every tensor, or their numbers are not 0, 1, 2, ….
         """
-        return _split(map(_spec, self.tensors), [_pair(each) for each in self.aliases], self.fragments)
+        return _split(map(_spec, self.tensors), [*map(_pair, self.aliases)], self.fragments)
 
     @classmethod
     def split_in(cls, body: bytes | bytearray) -> Split:

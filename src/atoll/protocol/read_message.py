@@ -63,7 +63,7 @@ _OPEN = re.compile(rb"\s*+\{")
 
 
 def lists_in(body: bytes | bytearray) -> Iterator[tuple[str, bytes]]:
-    """Yield (key, element) of every list in a JSON object whose values are lists of flat objects or numbers.
+    """Yield (key, element) of every list in a JSON object of lists of flat objects or numbers.
 
     Each element is JSON text.
 

@@ -65,11 +65,11 @@ ANSWER_BYTES: dict[str, int] = {
     TASKS: INLINE_BYTES,
     SWARM: REPORT_BODY_BYTES,
     STATUS: 16 * 2**20,
-    EVALUATION: 64 * 2**20,
+    EVALUATION: 16 * 2**20,
 }
 """Path → maximum size of an answer, in bytes, if it is not `CONTROL_BODY_BYTES`.
 
-The same limit holds for a body whose length is not known before it is read. A client decodes no compressed answer, so
+The same limit holds for a body of unknown length. A client decodes no compressed answer, so
 this is the size before and after decoding. Answers with an error have at most `PROBLEM_BYTES`.
 """
 

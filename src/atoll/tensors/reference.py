@@ -1,6 +1,8 @@
 """References: the address of a published object, its digest, and the secret that is needed to pull the object.
 
-    atoll-ref://HOST:PORT/OBJECT?expires=SECONDS#SECRET.DIGEST        with TLS: atoll-refs://
+    atoll-ref://HOST:PORT/PATH/OBJECT?expires=SECONDS#SECRET.DIGEST        with TLS: atoll-refs://
+
+PATH is that of the server's address; most addresses have none.
 
 Every program that has the reference can pull the object, and no other program can. `str` returns the whole reference,
 for sending. `repr` and error messages omit the secret.
@@ -18,9 +20,12 @@ from blake3 import blake3
 
 from atoll.errors import AuthError, UsageError, public_api
 
+_CHARACTER = r"(?:[0-9A-Za-z._~@+=:,-]|%(?!2[eEfF]|5[cC]|[01])[0-9A-Fa-f]{2})"
+PATH = re.compile(rf"(?=.{{0,128}}\Z)(?:/(?!\.){_CHARACTER}+)*")
+"""The path of a server's address, without a slash at its end: at most 128 characters, no part begins with a dot."""
 _TEXT = re.compile(
     r"atoll-(?P<scheme>refs?)://(?P<host>\[[0-9a-fA-F:.]{2,45}\]|[0-9A-Za-z](?:[0-9A-Za-z._-]{0,251}[0-9A-Za-z])?)"
-    r":(?P<port>[1-9][0-9]{0,4})/(?P<object>[0-9a-f]{32})\?expires=(?P<expires>[0-9]{1,12})"
+    r":(?P<port>[1-9][0-9]{0,4})(?P<path>(?:/[^/?#]+)*)/(?P<object>[0-9a-f]{32})\?expires=(?P<expires>[0-9]{1,12})"
     r"#(?P<secret>[0-9a-f]{32})\.(?P<digest>[0-9a-f]{64})"
 )
 
@@ -40,6 +45,7 @@ class TensorRef:
         digest: digest of the object's bytes, to check the pulled bytes.
         expires_at: expiry time in seconds since 1970, by the publisher's clock. For display only: the serving process
             decides when the object expires.
+        path: path of the server's address, such as `/fl/run1` behind a gateway; empty for most.
     """
 
     host: str
@@ -49,9 +55,10 @@ class TensorRef:
     secret: str = field(repr=False)
     digest: str
     expires_at: int
+    path: str = ""
 
     def __post_init__(self) -> None:
-        if not _TEXT.fullmatch(str(self)) or self.port > 65535:
+        if not _TEXT.fullmatch(str(self)) or self.port > 65535 or not PATH.fullmatch(self.path):
             raise UsageError(
                 "A TensorRef was built from invalid values.", "Use a reference that atoll.objects.publish returned."
             )
@@ -63,7 +70,7 @@ class TensorRef:
         Raises:
             UsageError: the text is not a reference.
         """
-        match = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= 512 else None
+        match = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= 640 else None
         if match is None:
             raise UsageError(
                 "The text is not a reference to tensors.",
@@ -78,12 +85,13 @@ class TensorRef:
             match["secret"],
             match["digest"],
             int(match["expires"]),
+            match["path"],
         )
 
     @property
     def server(self) -> str:
-        """Address of the process that serves the object: http://host:port, or https with TLS."""
-        return address_of(self.host, self.port, secure=self.secure)
+        """Address of the process that serves the object: http://host:port and its path, or https with TLS."""
+        return address_of(self.host, self.port, secure=self.secure) + self.path
 
     @property
     def name(self) -> str:
@@ -97,19 +105,21 @@ class TensorRef:
 
     def __str__(self) -> str:
         scheme = "atoll-refs" if self.secure else "atoll-ref"
-        return f"{scheme}://{self._authority}/{self.object}?expires={self.expires_at}#{self.secret}.{self.digest}"
+        where = f"{scheme}://{self._authority}{self.path}/{self.object}"
+        return f"{where}?expires={self.expires_at}#{self.secret}.{self.digest}"
 
     @property
     def _authority(self) -> str:
-        return _authority(self.host, self.port)
+        return authority_of(self.host, self.port)
 
 
 def address_of(host: str, port: int, *, secure: bool) -> str:
     """Return a URL: http://host:port, or https if `secure`. An IPv6 address gets brackets."""
-    return f"{'https' if secure else 'http'}://{_authority(host, port)}"
+    return f"{'https' if secure else 'http'}://{authority_of(host, port)}"
 
 
-def _authority(host: str, port: int) -> str:
+def authority_of(host: str, port: int) -> str:
+    """Return host:port. An IPv6 address gets brackets."""
     return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import http.client
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -41,7 +42,9 @@ from atoll.errors import (
 from atoll.format_text import visible
 from atoll.protocol import messages, routes
 from atoll.protocol.read_message import read_message
+from atoll.tensors.reference import PATH, TensorRef
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
+from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
 from atoll.transport.tls import client_context, read_token
 
 # -- A watch that ends calls on a network that silently drops packets. On such a network, a connection reports no error,
@@ -211,6 +214,8 @@ CONNECT_TIMEOUT_S = 10.0
 _JSON = {"Content-Type": "application/json"}
 NETWORK_ERRORS = (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
 """All that is raised for a broken connection or a malformed answer. `network_error` makes an error of Atoll of it."""
+THROUGH = "through "
+"""What begins the name of the proxy in messages."""
 TLS = "\x15\x03"
 """The first bytes of a server with TLS that answers a request without TLS."""
 
@@ -295,11 +300,24 @@ class _HeldResponse(Response):
             _waiting.call.set_socket(sock)
 
 
-class _Connection(urllib3.connection.HTTPConnection):
+class _ThroughProxy(urllib3.connection.HTTPConnection):
+    """Opens its sockets through a proxy, if there is one. urllib3's own proxies use unlimited answers."""
+
+    def __init__(self, *args: Any, proxy_on_the_way: Proxy | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._proxy_on_the_way = proxy_on_the_way
+
+    def _new_conn(self) -> socket.socket:
+        if self._proxy_on_the_way is None:
+            return super()._new_conn()
+        return self._proxy_on_the_way.connect(self.timeout)
+
+
+class _Connection(_ThroughProxy):
     response_class = _HeldResponse
 
 
-class _SecureConnection(urllib3.connection.HTTPSConnection):
+class _SecureConnection(_ThroughProxy, urllib3.connection.HTTPSConnection):
     response_class = _HeldResponse
 
 
@@ -307,12 +325,17 @@ class Http:
     """A client that sends requests to one server.
 
     Args:
-        server: address of the server, as `http://host:port` or `https://host:port`.
+        server: address of the server, as `http://host:port` or `https://host:port`, with the path of a gateway if the
+            server is behind one: `https://host/fl/run1`.
         token: bearer token, sent with every request, never logged; None if the server needs none.
         ca: path of a PEM file with the certificate authority of the server; None: trust the system's authorities.
+        environ: environment with HTTPS_PROXY and the like; if it has none, connect directly.
 
     Attributes:
         server: address of the server.
+        path: path of the server's address; empty if it has none.
+        proxy: the proxy between this machine and the server; None if there is none.
+        where: the server's address and the proxy, for messages.
         secure: TLS context; None for plain HTTP.
         counters: counts of bytes and retries.
         lease: text of the lease (the right to act for a site) to send with every request; empty if there is none.
@@ -321,20 +344,28 @@ class Http:
         patience_s: upper bound of every timeout of a call or a transfer, whatever the server asks for.
     """
 
-    def __init__(self, server: str, *, token: str | None = None, ca: str | None = None) -> None:
-        try:
-            url = urllib3.util.parse_url(server)
-        except urllib3.exceptions.LocationParseError:
-            url = urllib3.util.Url()
-        if url.scheme not in ("http", "https") or not url.host:
-            raise UsageError(
-                f"{server!r} is not a valid server address.",
-                "Use the form http://host:8512 or https://host:8512.",
-            )
-        self.host = url.host.strip("[]")
-        self.port = url.port or (443 if url.scheme == "https" else 80)
-        self.server = f"{url.scheme}://{url.host}:{self.port}"
-        self.secure = client_context(ca) if url.scheme == "https" else None
+    def __init__(
+        self,
+        server: str,
+        *,
+        token: str | None = None,
+        ca: str | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        url = _parsed_address(server)
+        secure = url.scheme == "https"
+        self.host = (url.host or "").strip("[]")
+        self.port = url.port or (443 if secure else 80)
+        self.path = (url.path or "").rstrip("/")
+        origin = f"{url.scheme}://{url.host}:{self.port}"
+        self.where = self.server = origin + self.path
+        self.proxy = proxy_of(self.host, self.port, secure=secure, environ=environ)
+        self._root, self._proxy_headers = self.path, {}
+        if self.proxy is not None:
+            self.where = f"{self.server} ({THROUGH}{self.proxy})"
+            if not self.proxy.tunnels:
+                self._root, self._proxy_headers = self.server, dict(self.proxy.headers)
+        self.secure = client_context(ca) if secure else None
         self.counters = Counters()
         self.lease = self.secret = ""
         self.patience_s = math.inf
@@ -353,8 +384,10 @@ class Http:
         self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
-        secure = {"ssl_context": self.secure} if self.secure else {}
-        pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **secure)
+        options: dict[str, Any] = {"ssl_context": self.secure} if self.secure else {}
+        if self.proxy is not None:
+            options["proxy_on_the_way"] = self.proxy
+        pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **options)
         pool.ConnectionCls = _SecureConnection if self.secure else _Connection
         return pool
 
@@ -367,7 +400,26 @@ class Http:
         """Return the headers of a request: `more`, and token, lease and object's secret if they are set."""
         lease = {routes.LEASE_HEADER: self.lease} if self.lease else {}
         secret = {routes.SECRET_HEADER: self.secret} if self.secret else {}
-        return {**self._headers, **lease, **secret, **(more or {})}
+        return {**self._headers, **self._proxy_headers, **lease, **secret, **(more or {})}
+
+    def target(self, path: str) -> str:
+        """Return what the first line of a request names: `path` behind the path of the server's address.
+
+        If a proxy passes requests on, it is the whole address.
+        """
+        return self._root + path
+
+    def reference(self, object_id: str, secret: str, digest: str, expires_at: int) -> TensorRef:
+        """Return a reference to an object that this server keeps."""
+        return TensorRef(
+            self.host, self.port, self.secure is not None, object_id, secret, digest, expires_at, self.path
+        )
+
+    def problem_of(self, status: int, body: bytes | bytearray) -> AtollError:
+        """Return the error to raise for an answer with an error status, of the server or of the proxy before it."""
+        if self.proxy is not None and self.proxy.answered_itself(status) and not _is_problem(body):
+            return self.proxy.refusal(status).error()
+        return problem_of(status, body)
 
     def get(self, path: str, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
         """GET a path, and parse the answer as a message of class `reply`."""
@@ -423,17 +475,18 @@ class Http:
                 status, answer = self._answer(call, method, path, body, headers, timeout_s)
         except NETWORK_ERRORS as error:
             if call.is_given_up:
-                raise unanswered(self.server) from error
+                raise unanswered(self.where) from error
             if path in (routes.HEARTBEAT, routes.HEALTH):
                 self.drop_idle()
-            raise self._named(path, network_error(self.server, timeout_s, error)) from error
+            raise self._named(path, network_error(self.where, timeout_s, error)) from error
         finally:
             _waiting.call = call.response = None
             call.set_socket(None)
-        if path in (routes.RUN, routes.STATUS):
-            require_atoll(self.server, status, answer)
+        is_passed_on = self.proxy is None or not self.proxy.answered_itself(status)
+        if path in (routes.RUN, routes.STATUS) and is_passed_on:
+            require_atoll(self.where, status, answer)
         if status >= 400:
-            raise problem_of(status, answer)
+            raise self.problem_of(status, answer)
         return answer
 
     def _answer(
@@ -448,7 +501,7 @@ class Http:
         """Make a request, and return status and body of the answer. Keep the connection for later requests."""
         response = self._pool.request(
             method,
-            path,
+            self.target(path),
             body=body,
             headers=self.headers(headers),
             timeout=urllib3.Timeout(connect=min(CONNECT_TIMEOUT_S, timeout_s), read=timeout_s),
@@ -477,11 +530,47 @@ class Http:
         except ValueError as error:
             raise damaged(
                 VersionSkew(
-                    f"The answer of {self.server} is not a valid {what}: {error}.",
+                    f"The answer of {self.where} is not a valid {what}: {error}.",
                     "Check that the address is that of an Atoll server, and use the same version of Atoll on both "
                     "sides.",
                 )
             ) from None  # it may quote the answer, which may be a lease
+
+
+def _parsed_address(server: str) -> urllib3.util.Url:
+    """Return the parts of a server's address.
+
+    Raises:
+        UsageError: it is not an address, or has a part that an address of a server cannot have.
+    """
+    try:
+        url = urllib3.util.parse_url(server)
+    except urllib3.exceptions.LocationParseError:
+        url = urllib3.util.Url()
+    surplus = {
+        "a user name or password": url.auth,
+        "a query (?…)": url.query,
+        "a fragment (#…)": url.fragment,
+    }
+    if url.scheme not in ("http", "https") or not url.host:
+        # what looks like a password is not shown
+        raise UsageError(
+            f"{re.sub('//[^/]*@', '//…@', server)!r} is not a valid server address.",
+            "Use the form http://host:8512 or https://host:8512, and behind a gateway https://host/path.",
+        )
+    clean = url._replace(auth=None, query=None, fragment=None).url
+    for what, value in surplus.items():
+        if value is not None:
+            raise UsageError(
+                f"The server address has {what}, which a server address cannot have.",
+                f"Use {clean}." + (" A token comes from ATOLL_TOKEN_FILE or ATOLL_TOKEN." if value == url.auth else ""),
+            )
+    if not PATH.fullmatch((url.path or "").rstrip("/")):
+        raise UsageError(
+            f"The path of the server address {server!r} is not valid.",
+            "A path has at most 128 characters: letters, digits and ._~@+=:,-%, and no part of it begins with a dot.",
+        )
+    return url
 
 
 def damaged(error: Error) -> Error:
@@ -529,11 +618,13 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
     else `ServerUnreachable`.
 
     Args:
-        server: address of the server.
+        server: address of the server, and the proxy if there is one.
         timeout_s: the timeout in seconds, for the message.
         error: one of `NETWORK_ERRORS`.
     """
     for cause in _chain(error):
+        if isinstance(cause, ProxyFailed):
+            return cause.error()
         if isinstance(cause, NoHttp):
             tls = cause.first_line.startswith(TLS) and server.startswith("http://")
             remedy = "A server with TLS needs https:// in its address." if tls else cause.remedy
@@ -607,14 +698,16 @@ def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
 
     Args:
         server: address of the server.
-        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA. ATOLL_TOKEN is always read from `os.environ`.
+        environ: environment with ATOLL_TOKEN_FILE, ATOLL_TLS_CA and proxies. ATOLL_TOKEN is always read from
+            `os.environ`.
 
     Raises:
         UsageError: `server` is not an address.
         ConfigError: the token or the certificate authority cannot be read.
     """
     token_file = environ.get("ATOLL_TOKEN_FILE")
-    return Http(server, token=read_token(Path(token_file) if token_file else None), ca=environ.get("ATOLL_TLS_CA"))
+    token = read_token(Path(token_file) if token_file else None)
+    return Http(server, token=token, ca=environ.get("ATOLL_TLS_CA"), environ=environ)
 
 
 def ask(
@@ -627,7 +720,7 @@ def ask(
         path: path of the request.
         reply: class of the answer.
         timeout_s: seconds to wait for the answer.
-        environ: environment with ATOLL_TOKEN_FILE and ATOLL_TLS_CA.
+        environ: environment with ATOLL_TOKEN_FILE, ATOLL_TLS_CA and proxies.
 
     Raises:
         UsageError: `server` is not an address.
@@ -640,7 +733,7 @@ def ask(
     try:
         return http.get(path, reply, timeout_s=timeout_s)
     except TransferStalled as error:
-        raise unreachable(server, "", f"no answer within {timeout_s:g} s") from error
+        raise unreachable(http.where, "", f"no answer within {timeout_s:g} s") from error
     finally:
         http.close()
 
@@ -668,7 +761,7 @@ def require_atoll(server: str, status: int, body: bytes | bytearray) -> None:
         return
     text = body.strip()
     is_object = text.startswith(b"{") and text.endswith(b"}")
-    if not is_object or (status >= 400 and not (b'"code"' in text and b'"message"' in text)):
+    if not is_object or (status >= 400 and not _is_problem(body)):
         other = PeerError(
             f"There is no Atoll server at {server}: a web server there answered with HTTP status {status}, "
             "and not in Atoll's format.",
@@ -677,16 +770,22 @@ def require_atoll(server: str, status: int, body: bytes | bytearray) -> None:
         raise damaged(other) if status < 400 else other
 
 
+def _is_problem(body: bytes | bytearray) -> bool:
+    return body.lstrip().startswith(b"{") and b'"code"' in body and b'"message"' in body
+
+
 def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
     """Return the error to raise if a server cannot be reached, with the reason and a remedy.
 
     Args:
-        server: address of the server.
+        server: address of the server, and the proxy if there is one.
         text: full error text of the failed connection.
         why: the reason in a few words.
     """
+    has_proxy = f"({THROUGH}" in server
     if "CERTIFICATE_VERIFY_FAILED" in text:
         remedy = next((remedy for part, remedy in _CERTIFICATES.items() if part in text), _NO_AUTHORITY)
+        remedy += " A proxy that opens TLS shows its own certificate, of an authority of its own." if has_proxy else ""
         return _wrong_server(f"{server} cannot prove its identity: {why}.", remedy)
     if "WRONG_VERSION_NUMBER" in text:
         return _wrong_server(
@@ -697,6 +796,7 @@ def unreachable(server: str, text: str, why: str) -> ServerUnreachable:
     return ServerUnreachable(
         f"{server} does not answer ({why}).",
         "Check that the server runs and that the address is right (--server, ATOLL_SERVER)."
+        + (" The proxy may have ended the connection; NO_PROXY exempts a host." if has_proxy else "")
         + (
             " A server with TLS needs https://." if server.startswith("http://") and "Remote end closed" in text else ""
         ),

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import ChunkSizes, Contents, Cut, Stored, cut_of, pack_object
-from atoll.config import IDLE_TIMEOUT_S, Settings, variable_of
+from atoll.config import FIELDS, IDLE_TIMEOUT_S, Settings, variable_of
+from atoll.config.run_file import value_of
 from atoll.config.settings import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.errors import (
     AtollError,
@@ -94,7 +95,7 @@ def _setting(key: str, default: Any) -> Any:
     variable = variable_of(key)
     if variable not in os.environ:
         return default
-    return Settings.build({key: os.environ[variable]}, {key: variable}).at(key)
+    return Settings.build({key: value_of(key, os.environ[variable], FIELDS)}, {key: variable}).at(key)
 
 
 class Abort(Protocol):
@@ -105,12 +106,16 @@ class Abort(Protocol):
         ...
 
 
-def object_http(ref: TensorRef) -> Http:
+def object_http(ref: TensorRef, *, is_peer: bool = False) -> Http:
     """Return a client for the server that a reference names.
 
     The client sends the reference's secret, but not ATOLL_TOKEN: the reference may name a server that is not trusted.
+
+    Args:
+        ref: the reference.
+        is_peer: whether it is one of a swarm's workers, which connect to each other without a proxy.
     """
-    http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"))
+    http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"), environ={} if is_peer else os.environ)
     http.secret = ref.secret
     return http
 
@@ -328,9 +333,7 @@ def send(
         parts.close()
         http.close()
     expires_at = int(time.time() + opened.expires_s)
-    return TensorRef(
-        http.host, http.port, http.secure is not None, opened.object, opened.secret, manifest.id, expires_at
-    )
+    return http.reference(opened.object, opened.secret, manifest.id, expires_at)
 
 
 @public_api
@@ -349,7 +352,7 @@ def withdraw(ref: TensorRef | str) -> bool:
         return True
     http = object_http(ref)
     try:
-        http.delete(routes.OBJECT.format(object=ref.object))
+        http.delete(routes.OBJECT.format(object=ref.object), timeout_s=min(30.0, idle_timeout(None)))
         return True
     except AtollError as error:
         if error.code != "gone":

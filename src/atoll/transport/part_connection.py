@@ -20,6 +20,7 @@ from urllib3.util.wait import wait_for_read
 from atoll.protocol.routes import PROBLEM_BYTES
 from atoll.tensors.chunks import CHUNK_BYTES
 from atoll.transport.answer import BadAnswer, Pace, Response
+from atoll.transport.http_proxy import Proxy
 
 
 class PartConnection:
@@ -30,20 +31,28 @@ class PartConnection:
         port: port of the server.
         secure: TLS context; None for plain HTTP.
         idle_timeout_s: seconds without a byte after which a call raises `TimeoutError`.
+        proxy: the proxy to connect through; None: connect to the server.
 
     Attributes:
         is_cut: whether `cut` was called.
         on_move: callback each time that bytes of a body were sent or received.
     """
 
-    def __init__(self, host: str, port: int, secure: ssl.SSLContext | None, idle_timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secure: ssl.SSLContext | None,
+        idle_timeout_s: float,
+        proxy: Proxy | None = None,
+    ) -> None:
         self._connection = (
             http.client.HTTPSConnection(host, port, timeout=idle_timeout_s, context=secure)
             if secure
             else http.client.HTTPConnection(host, port, timeout=idle_timeout_s)
         )
         self._connection.response_class = Response
-        self._secure, self._idle_timeout_s = secure, idle_timeout_s
+        self._secure, self._idle_timeout_s, self._proxy = secure, idle_timeout_s, proxy
         self._scratch = bytearray(CHUNK_BYTES)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None  # the connection's socket; set before it connects
@@ -77,7 +86,7 @@ class PartConnection:
         """PUT a byte range of a file, followed by `trailer`.
 
         Args:
-            path: path of the request.
+            path: path of the request, or with a proxy the whole address.
             headers: headers of the request, without Content-Length.
             fd: descriptor of the file; it must stay open until this method returns.
             span: the byte range [start, stop) of the file.
@@ -115,7 +124,7 @@ class PartConnection:
         """GET a path, and return the body of the answer piece by piece.
 
         Args:
-            path: path of the request.
+            path: path of the request, or with a proxy the whole address.
             headers: headers of the request.
             most_bytes: maximum size of the body.
             room: function that chooses the buffer for the next bytes of the body. Its argument is the connection's
@@ -177,24 +186,17 @@ class PartConnection:
 
     def _connect(self) -> None:
         """Connect as http.client does, but store the socket first, so that `cut` can end an attempt that hangs."""
-        host, port = self._connection.host, self._connection.port
-        error: OSError | None = None
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            sock = socket.socket(family, kind, protocol)
-            try:
-                self._hold(sock)
-                sock.connect(address)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                break
-            except OSError as refused:
-                sock.close()
-                error = refused
-            except BaseException:
-                sock.close()
-                raise
-        else:
-            raise error or OSError(f"{host} has no address")
+        host = self._connection.host
+        proxy = self._proxy
         try:
+            sock = self._connected(*(proxy.host, proxy.port) if proxy else (host, self._connection.port))
+        except OSError as error:
+            if proxy is None or self.is_cut:
+                raise
+            raise proxy.away(error) from error
+        try:
+            if proxy is not None:
+                proxy.open_tunnel(sock)
             if self._secure:
                 sock = self._secure.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
                 self._hold(sock)
@@ -203,6 +205,23 @@ class PartConnection:
             sock.close()
             raise
         self._connection.sock = sock
+
+    def _connected(self, host: str, port: int) -> socket.socket:
+        error: OSError | None = None
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                self._hold(sock)
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return sock
+            except OSError as refused:
+                sock.close()
+                error = refused
+            except BaseException:
+                sock.close()
+                raise
+        raise error or OSError(f"{host} has no address")
 
     def _hold(self, sock: socket.socket) -> None:
         sock.settimeout(self._idle_timeout_s)

@@ -27,7 +27,7 @@ from atoll.errors import AtollError, BadRequest, PartCorrupt, ServerUnreachable,
 from atoll.posix import Descriptor
 from atoll.runtime import failpoint
 from atoll.tensors.layout import Part
-from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, network_error, problem_of, unanswered
+from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, network_error, unanswered
 from atoll.transport.part_connection import PartConnection
 
 P = ParamSpec("P")
@@ -319,7 +319,7 @@ class HttpTransfer:
 
         def fetch(connection: PartConnection, _: Part) -> None:
             body.clear()
-            status, problem, runs = connection.get(path, self._http.headers(), most_bytes)
+            status, problem, runs = connection.get(self._http.target(path), self._http.headers(), most_bytes)
             self._require(status, 200, problem)
             for run in runs:
                 body.extend(run)
@@ -364,12 +364,12 @@ class HttpTransfer:
         def fetch(connection: PartConnection, part: Part) -> None:
             arriving = PulledPart(delivery, part)
             headers = self._http.headers({"Range": f"bytes={part.start}-{part.stop - 1}"})
-            status, problem, runs = connection.get(path, headers, part.nbytes, arriving.room)
+            status, problem, runs = connection.get(self._http.target(path), headers, part.nbytes, arriving.room)
             self._require(status, 206, problem)
             for run in runs:
                 arriving.take(run)
             arriving.finish(
-                f"Part {part.index} from {self._http.server} arrived damaged {PART_ATTEMPTS} times in a row.",
+                f"Part {part.index} from {self._http.where} arrived damaged {PART_ATTEMPTS} times in a row.",
                 DAMAGED,
             )
 
@@ -431,7 +431,7 @@ class HttpTransfer:
                 yield pushing
                 pool.wait()
         if pool.is_given_up:
-            pushing.error = pushing.error or unanswered(self._http.server)
+            pushing.error = pushing.error or unanswered(self._http.where)
 
     def _send(
         self,
@@ -448,7 +448,9 @@ class HttpTransfer:
 
         headers = self._http.headers({"Content-Type": "application/octet-stream"})
         with file.used() as fd:
-            status, problem = connection.put(path, headers, fd, (part.start, part.stop), digest, count)
+            status, problem = connection.put(
+                self._http.target(path), headers, fd, (part.start, part.stop), digest, count
+            )
         self._require(status, 204, problem)
         failpoint("push.part")
 
@@ -461,13 +463,13 @@ class HttpTransfer:
             problem: body of the answer if it is an error.
         """
         if status >= 300:
-            raise problem_of(status, problem)
+            raise self._http.problem_of(status, problem)
         if expected == 206 and status == 200:
-            raise BadRequest(f"{self._http.server} ignores the header Range.", "Check for a proxy that drops it.")
+            raise BadRequest(f"{self._http.where} ignores the header Range.", "Check for a proxy that drops it.")
         if status not in (200, expected):
             raise damaged(
                 BadRequest(
-                    f"{self._http.server} answered with HTTP status {status}, not {expected}.",
+                    f"{self._http.where} answered with HTTP status {status}, not {expected}.",
                     "Check which program answers at this address, and any proxy in between.",
                 )
             )
@@ -511,9 +513,9 @@ class HttpTransfer:
             with self._lock:
                 self._pools.discard(pool)
         if self._broken:
-            raise TransferAborted(f"The transfer with {self._http.server} was aborted.")
+            raise TransferAborted(f"The transfer with {self._http.where} was aborted.")
         if pool.is_given_up:
-            raise unanswered(self._http.server)
+            raise unanswered(self._http.where)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
         """Transfer one part in at most `PART_ATTEMPTS` attempts.
@@ -558,7 +560,8 @@ class HttpTransfer:
         """Make one attempt to transfer a part. If it succeeds, keep the connection for later parts."""
         connection, losses = self._idle_connection(), self._http.watch.losses
         if connection is None:
-            connection = PartConnection(self._http.host, self._http.port, self._http.secure, self._idle_timeout_s)
+            http = self._http
+            connection = PartConnection(http.host, http.port, http.secure, self._idle_timeout_s, http.proxy)
         try:
             connection.on_move = on_move
             with pool.using(connection):
@@ -566,7 +569,7 @@ class HttpTransfer:
             pool.moved()
         except NETWORK_ERRORS as error:
             connection.close()
-            raise network_error(self._http.server, self._idle_timeout_s, error) from error
+            raise network_error(self._http.where, self._idle_timeout_s, error) from error
         except BaseException:
             connection.close()
             raise

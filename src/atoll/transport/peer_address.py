@@ -20,6 +20,7 @@ from atoll.transport.tls import is_loopback
 CHECK_S = 5.0
 """Timeout of one attempt to check an address, in seconds."""
 ATTEMPTS = 2
+NO_PATH = "the address of a worker has no path"
 
 
 _THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")
@@ -66,10 +67,10 @@ def why_unproven(proof: TensorRef) -> str:
     Args:
         proof: the reference, from a message.
     """
-    why = why_no_peer(proof.host, loopback=True)
+    why = why_no_peer(proof.host, loopback=True) or (NO_PATH if proof.path else "")
     for _ in range(ATTEMPTS if not why else 0):
         try:
-            with contextlib.closing(object_http(proof)) as http:
+            with contextlib.closing(object_http(proof, is_peer=True)) as http:
                 path = routes.OBJECT.format(object=proof.object)
                 manifest = http.get(path, messages.BlobManifest, timeout_s=CHECK_S).manifest()
             return "" if manifest.id == proof.digest else "another process answers there"

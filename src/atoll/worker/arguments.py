@@ -201,11 +201,8 @@ def takes_part_in_swarms(given: bool) -> bool:
     """
     listens = any(value for name, value in os.environ.items() if name.startswith("ATOLL_PEER_"))
     is_set = bool(os.environ.get("ATOLL_SWARM", "").strip())
-    return (
-        given
-        or flag("ATOLL_SWARM", "let this site take part in swarms, or to 0 to forbid it")
-        or (not is_set and listens)
-    )
+    allows = flag("ATOLL_SWARM", "let this site take part in swarms, or to 0 to forbid it")
+    return given or allows or (not is_set and listens)
 
 
 def flag(variable: str, what: str) -> bool:

@@ -133,7 +133,7 @@ def test_new_files_train_alone_with_a_valid_run_file(atoll_command, tmp_path: Pa
     assert outcome.returncode == 0, outcome.stderr
     assert "atoll server run.toml" in outcome.stdout
     settings = Settings.read(tmp_path / "mine" / "run.toml", environ={})
-    assert (settings.run.name, settings.algorithm.target, settings.model.source) == ("mine", algorithm, "train:build")
+    assert (settings.run.name, settings.algorithm.name, settings.model.source) == ("mine", algorithm, "train:build")
     trained = subprocess.run([sys.executable, "train.py"], cwd=tmp_path / "mine", capture_output=True, text=True)
     assert trained.returncode == 0, trained.stderr
     assert "loss" in trained.stdout

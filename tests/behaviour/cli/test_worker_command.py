@@ -245,7 +245,7 @@ def test_a_program_that_does_not_exist_is_named_before_the_server_is_asked(
 
 @pytest.mark.slow
 @pytest.mark.covers("X3")
-def test_a_worker_whose_site_another_process_has_taken_is_not_restarted(nursery: Nursery, tmp_path: Path) -> None:
+def test_does_not_restart_a_worker_of_a_taken_site(nursery: Nursery, tmp_path: Path) -> None:
     """Else the two would take the site from each other in turn."""
     script = tmp_path / "train.py"
     script.write_text(

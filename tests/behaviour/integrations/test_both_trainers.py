@@ -19,6 +19,7 @@ from engine_here import simulate_here
 from harness.processes import Nursery, wait_until
 from kit import FederatedSites, ForkedServer, exported, ticket_states
 from kit.results import Result
+from kit.servers import plain_server
 from lightning_world import DILOCO, Tiny, data, driver_of, fit_rounds, patched
 from safetensors.torch import load_file
 from transformers_world import STEPS, TARGETS, callback_of, descend, trainer_of
@@ -223,3 +224,54 @@ def test_a_transformers_trainer_goes_on(nursery: Nursery, tmp_path: Path, algori
     assert trainer.model.w.item() == pytest.approx(x, rel=1e-5)
     assert trainer.state.global_step == ROUNDS * STEPS
     assert callback_of(trainer).rounds == ROUNDS
+
+
+# -- optimizers that keep a copy of the weights
+
+
+class Masters(torch.optim.SGD):
+    """Works on after its parent's step: what this moved starts from a copy of the weights instead."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for value in (each for group in self.param_groups for each in group["params"]):
+                if "master" in self.state[value]:
+                    value.copy_(self.state[value]["master"].sub_(value.grad, alpha=self.param_groups[0]["lr"]))
+                else:
+                    self.state[value]["master"] = value.detach().clone()
+        return loss
+
+
+class TinyMasters(Tiny):
+    def configure_optimizers(self) -> Any:
+        return Masters([self.w], lr=self.lr)
+
+
+def fit_lightning(server: atoll.Server, folder: Path) -> None:
+    fit_rounds(patched(server, folder), TinyMasters())
+
+
+def train_transformers(server: atoll.Server, folder: Path) -> None:
+    trainer = trainer_of(server, folder)
+    trainer.optimizer = Masters(trainer.model.parameters(), lr=0.1)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)
+    trainer.train()
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize(
+    ("train", "model"),
+    [(fit_lightning, lightning_world.One), (train_transformers, transformers_world.One)],
+    ids=["lightning", "transformers"],
+)
+def test_copies_of_the_weights_follow_the_synchronisations_of_a_trainer(
+    tmp_path: Path, train: Callable[[atoll.Server, Path], None], model: Callable[[], torch.nn.Module]
+) -> None:
+    """Half of three steps of rate 0.1, twice: 1 − w shrinks by (1 + 0.9³)/2 each time."""
+    torch.optim.SGD(model().parameters(), lr=0.1)  # from here on torch's hooks are in SGD's own step, too
+    settings = DILOCO | {"algorithm.outer_optimizer.lr": 0.5}
+    with plain_server(tmp_path, model(), algorithm="diloco", sites=1, rounds=2, **settings) as server:
+        train(server, tmp_path)
+        server.run()
+    assert exported(tmp_path)["w"].item() == pytest.approx(1 - ((1 + 0.9**3) / 2) ** 2)

@@ -32,6 +32,7 @@ from object_world import PART, through_proxy
 
 import atoll
 from atoll import Settings, TensorRef, resolve
+from atoll.config import FIELDS, set_values
 from atoll.errors import ConfigError, TransferStalled, UsageError
 
 # -- sizes of parts
@@ -105,7 +106,7 @@ def test_every_source_has_the_same_effect(tmp_path: Path, source: str) -> None:
     path.write_text("".join(f"{key} = {value}\n" for key, value in given.items()) if source == "file" else "")
     variables = (*PART_SIZE_VARIABLES, "ATOLL_NETWORK__IDLE_TIMEOUT_S")
     environ = dict(zip(variables, map(str, given.values()), strict=True)) if source == "variable" else {}
-    flags = {key: str(value) for key, value in given.items()} if source == "flag" else {}
+    flags = set_values([f"{key}={value}" for key, value in given.items()], FIELDS) if source == "flag" else {}
     settings = new_server(**given).settings if source == "keyword" else Settings.read(path, flags, environ)
     assert settings.network.idle_timeout_s == 7.5
     assert sizes_both_ways(tmp_path, settings) == [CASES["torch inline"][2]] * 2
@@ -172,7 +173,7 @@ def test_a_size_that_cannot_be_is_refused_by_its_source(
     with pytest.raises(ConfigError, match=rf"command line: {key} = "):
         Settings.read(None, {key: value}, {})
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=rf"{variable}: {key} = '{value}': .*\. {key}: "):
+    with pytest.raises(ConfigError, match=rf"{variable}: {key} = {value}: .*\. {key}: "):
         atoll.objects.publish({})
     path = tmp_path / "run.toml"
     path.write_text(f"{key} = 65600\n")  # a multiple of 64, and no less than 64 KiB

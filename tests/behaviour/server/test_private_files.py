@@ -57,7 +57,7 @@ def fragments(folder: Path) -> None:
 
 def swarm(folder: Path) -> None:
     with serve(folder, **{"swarm.enabled": True}) as server:
-        run_to_end(server, FederatedSites(server.url, folder))
+        run_to_end(server, FederatedSites(server.url, folder, swarm=True))
     assert list((folder / "workers").glob("*/model.safetensors"))
 
 

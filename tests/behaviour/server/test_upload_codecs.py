@@ -177,7 +177,7 @@ def move(worker: Iterable[atoll.Round]) -> None:
         ("own_codec:Thousandth", {}, "Did you mean 'Thousandths'"),
         ("own_codec:Thousandths", {"per": 0}, r"aggregation.upload_codec = .*per is not above zero"),
         ("own_codec:Thousandths", {"per": [4]}, "aggregation.upload_codec"),
-        ("own_codec:Thousandths", {"per": True}, "per = True.*a string or a finite number"),
+        ("own_codec:Thousandths", {"per": True}, "per is True, but must be a number"),
         ("own_codec:Thousandths", {"bits": 4}, "aggregation.upload_codec = .*bits"),
     ],
 )

@@ -31,7 +31,7 @@ from atoll.errors import ConfigError, UsageError
         (4, {"sharded": "hybrid"}, "over a mesh of (2, 2) ranks, but the worker has 4 ranks"),
         (2, {"sharded": "replicated"}, "wide.weight has the placements ('R',) over a mesh of (2,) ranks"),
         (2, {"otherwise": "publish"}, "payload['wide.weight'] is of type DTensor, which Atoll cannot send."),
-        (1, {"otherwise": "join"}, "is a sharded tensor (DTensor), which is not allowed here. Train sharded models"),
+        (1, {"otherwise": "join"}, "but this script trains round by round (atoll.join)"),
         (2, {"filters": True}, "filters need whole tensors, and this model is sharded over ranks (FSDP2)."),
     ],
     ids=["another-number", "columns", "hybrid", "replicated", "published", "federated", "filters"],

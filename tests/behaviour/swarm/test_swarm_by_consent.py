@@ -82,7 +82,7 @@ def with_value(message: Any, at: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.covers("X8")
-@pytest.mark.parametrize("swarm", [False, True], ids=["plain", "swarm"])
+@pytest.mark.parametrize("swarm", [False, pytest.param(True, marks=pytest.mark.long)], ids=["plain", "swarm"])
 def test_no_plan_of_a_server_runs_code_at_a_site(nursery: Nursery, tmp_path: Path, swarm: bool) -> None:
     """Every value of the plan is a path to code once, and settings are sent in place of the plan."""
     (tmp_path / "planted.py").write_text(PLANTED)
@@ -184,8 +184,8 @@ def test_an_address_that_is_not_the_sites_own_is_told_to_no_other_site(tmp_path:
     ):
         proof = own.prove()
 
-        def at(host: str, port: int) -> str:
-            return str(TensorRef(host, port, False, proof.object, proof.secret, proof.digest, proof.expires_at))
+        def at(host: str, port: int, path: str = "") -> str:
+            return str(TensorRef(host, port, False, proof.object, proof.secret, proof.digest, proof.expires_at, path))
 
         good = WireSite(server.url, "good", peer=str(others.prove()))
         there = TensorRef.parse(str(others.prove()))
@@ -194,6 +194,7 @@ def test_an_address_that_is_not_the_sites_own_is_told_to_no_other_site(tmp_path:
             at(there.host, there.port),
             at("169.254.169.254", 80),
             at("0.0.0.0", 80),
+            at("127.0.0.1", trap.port, "/path"),
         ):
             status, problem = post(server.url, "/v1/workers", {"protocol": 1, "site": "bad", "peer": place})
             assert (status, problem["code"]) == (400, "config"), problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import stat
@@ -85,7 +86,8 @@ def test_a_training_thread_that_hangs_while_heartbeats_go_on_is_reported(tmp_pat
 
 @pytest.mark.covers("L9")
 def test_a_site_takes_part_though_its_lease_cannot_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "gone" / "leases"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ATOLL_LEASES", str(tmp_path / "file" / "leases"))
     with serve(tmp_path, **AT_ONCE) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
             assert state_of(server) == "alive"
@@ -111,10 +113,29 @@ def test_heartbeats_go_on_when_a_new_lease_cannot_be_noted(tmp_path: Path, nurse
         site.send(signal.SIGSTOP)
         wait_until(lambda: state_of(server) == "dead", "its lease is over")
         shutil.rmtree(leases.parent)
+        leases.parent.touch()
         site.send(signal.SIGCONT)
         wait_until(is_heard_again_and_again, "heartbeats under the new lease")
         site.send(signal.SIGTERM)
         site.wait()
+
+
+def test_the_note_of_a_lease_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the incomplete note nor the complete one, nor through a link in place of the folder."""
+    leases, victim = tmp_path / "leases", tmp_path / "victim"
+    leases.mkdir()
+    victim.write_text("mine")
+    (leases / "a").symlink_to(victim)
+    (leases / f".a.{os.getpid()}").symlink_to(victim)
+    monkeypatch.setenv("ATOLL_LEASES", str(leases))
+    with serve(tmp_path, **AT_ONCE) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
+            assert (leases / "a").read_text().startswith(server.url)
+        (tmp_path / "elsewhere").mkdir()
+        leases.symlink_to(tmp_path / "elsewhere")
+        with atoll.join(server.url, site="a", folder=tmp_path / "workers"):
+            assert not any((tmp_path / "elsewhere").iterdir())
+    assert victim.read_text() == "mine"
 
 
 def test_a_process_that_leaves_keeps_the_note_of_a_newer_one_that_only_the_user_can_read(

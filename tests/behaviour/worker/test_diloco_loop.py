@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -329,3 +330,19 @@ def test_labels_that_are_no_texts_are_refused(tmp_path: Path) -> None:
     with plain_server(tmp_path, nn.Linear(2, 1), rounds=1) as server:
         with pytest.raises(UsageError, match=r"labels is \{'gpu': 1\}: input should be a valid string"):
             atoll.join(server.url, site="a", folder=tmp_path / "w", labels={"gpu": 1})
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("interval_s", [0.0, 0.5])
+@pytest.mark.parametrize(("steps", "said"), [(0, "nothing was trained"), (1, "this worker never synchronised")])
+def test_the_status_and_the_servers_log_say_that_training_is_not_in_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int, said: str, interval_s: float
+) -> None:
+    """With and without heartbeats."""
+    caplog.set_level(logging.WARNING)
+    beats = {"network.heartbeat_interval_s": interval_s, "network.heartbeat_timeout_s": 100 * interval_s}
+    with serve(tmp_path, **DILOCO, **beats) as server:
+        with diloco(server, tmp_path, "a") as loop:
+            take_steps(loop, steps, "a")
+        assert [text for text in server.status().warnings if text.startswith(f"a: {said}")]
+    assert [each.name for each in caplog.records if said in each.getMessage()] == ["atoll", "atoll.server"]

@@ -50,6 +50,7 @@ def tried(nursery: Nursery, folder: Path, which: str, url: str = "", **environme
 
 
 @pytest.mark.covers("X8")
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_text_of_an_answer_is_imported_opened_or_run(tmp_path: Path, nursery: Nursery) -> None:
     """From the description of the run to the receipt of an update."""
@@ -72,8 +73,8 @@ def test_no_text_of_a_task_is_imported_opened_or_run(tmp_path: Path, nursery: Nu
         assert tried(nursery, tmp_path, "tasks", proxy.url) >= 60
 
 
-@pytest.mark.xfail(strict=True, reason="the plan of a swarm is still made of settings", raises=AssertionError)
 @pytest.mark.covers("X8")
+@pytest.mark.long
 @pytest.mark.slow
 def test_no_setting_in_a_message_is_imported_opened_or_run(tmp_path: Path, nursery: Nursery) -> None:
     with plain_server(tmp_path, {"w": torch.zeros(3)}, sites=1, rounds=0) as server, planting(server) as proxy:

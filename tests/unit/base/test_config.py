@@ -338,8 +338,6 @@ def test_a_wrong_value_names_its_source_and_itself(
         ("network.insecure", "1", "boolean"),
         ("swarm.enabled", "0.0", "boolean"),
         ("run.name", "3", "string"),
-        ("model.buffers", '"bn.*"', "tuple"),
-        ("model.buffers", "[1]", "string"),
         ("algorithm.outer_lr_of", '{"head.*" = "0.3"}', "number"),
         ("algorithm.outer_lr_of", '{"head.*" = true}', "number"),
         ("aggregation.reducer", "{name = 3}", "string"),

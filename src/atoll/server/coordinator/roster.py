@@ -100,10 +100,7 @@ class Presence:
             before: the record of the site so far; None for a new site.
         """
         secret = new_id()
-        kept = (
-            *("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival"),
-            "told",
-        )
+        kept = ("rounds", "bases", "refused_in_a_row", "bytes_up", "bytes_down", "gradient_bytes", "displaced", "rival")
         joined = cls(
             site=message.site,
             host=message.host,
@@ -111,6 +108,7 @@ class Presence:
             sealed=hash_of_secret(secret),
             joined_at=utc_text(),
             labels=dict(message.labels),
+            told=before.told if before is not None else set(),
             **{name: getattr(before, name) for name in kept if before is not None},
         )
         if before and before.state == "alive" and before.process and before.process != message.process:

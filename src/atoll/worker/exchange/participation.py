@@ -16,7 +16,7 @@ from atoll.protocol.messages import RunInfo
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.tensors.fsdp_shards import Shard, Shards
 from atoll.tensors.schema import Schema
-from atoll.transport.http_client import http_to
+from atoll.transport.http_client import Http, http_to
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.arguments import require_labels, takes_part_in_swarms
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
@@ -113,6 +113,7 @@ def take_part(
     filters, http, terms = require_filters(filters), http_to(server), loop or LoopTerms()
     if terms.ranks.is_first:
         warn_of_overruled(server, site)
+        say_proxy(http, site)
     session = Session(http, site, labels=require_labels(labels), ranks=terms.ranks)
     info, opened = session.info, session.cleanup
     try:
@@ -156,6 +157,12 @@ def warn_of_overruled(server: str, site: str) -> None:
         of_command = os.environ.get(variable) if LEASES in os.environ else None
         if of_command and of_command.rstrip("/") != used.rstrip("/"):
             LOG.warning("the script's %s %r is used, not %r (%s)", what, used, of_command, variable)
+
+
+def say_proxy(http: Http, site: str) -> None:
+    """Log the proxy between the site and the server, if there is one."""
+    if http.proxy is not None:
+        LOG.info("%s: reaches %s", site, http.where)
 
 
 def _no_swarm(session: Session) -> ConfigError:

@@ -38,7 +38,7 @@ from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.transport.peer_address import leads_here, why_no_peer
+from atoll.transport.peer_address import NO_PATH, leads_here, why_no_peer
 from atoll.transport.tls import is_loopback
 from atoll.worker.arguments import flag
 from atoll.worker.exchange.base_and_outbox import Outbox
@@ -137,9 +137,14 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
 
     Yields:
         The parsed reference, and the connections.
+
+    Raises:
+        Gone: the address has a path, as that of no worker.
     """
     ref = TensorRef.parse(text)
-    http = object_http(ref)
+    if ref.path:
+        raise Gone(f"The reference to {ref.server} is not followed: {NO_PATH}.", "Ask another worker.")
+    http = object_http(ref, is_peer=True)
     http.counters = counters
     parts = HttpTransfer(http, CONNECTIONS, idle_timeout_s)
     try:
@@ -329,7 +334,7 @@ class PeerServer:
                 wait(sum(AGAIN_S))
                 return why
             try:
-                with contextlib.closing(Http(address, ca=self._ca)) as http:
+                with contextlib.closing(Http(address, ca=self._ca, environ={})) as http:
                     http.reach(routes.HEALTH, timeout_s=PROBE_S)
                 return ""
             except AtollError as error:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from atoll.errors import Superseded
+from atoll.posix import no_sync, own_folder, read_own, replace_file
 
 if TYPE_CHECKING:
     from atoll.transport.http_client import Http
@@ -383,12 +384,10 @@ def note_lease(site: str, server: str, lease: str) -> None:
     global _is_warned
     if not (folder := os.environ.get(LEASES)):
         return
-    temporary = Path(folder, f".{site}.{os.getpid()}")
+    target, temporary = Path(folder, site), Path(folder, f".{site}.{os.getpid()}")
     try:
-        temporary.parent.mkdir(0o700, exist_ok=True)
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write(f"{server}\n{lease}\n")
-        temporary.replace(Path(folder, site))
+        own_folder(target.parent, target.parent.parent)
+        replace_file(target, [f"{server}\n{lease}\n".encode()], temporary=temporary, sync=no_sync)
     except OSError as error:
         if not _is_warned:
             LOG.warning(
@@ -404,10 +403,15 @@ def forget_lease(site: str, lease: str) -> None:
     """
     if folder := os.environ.get(LEASES):
         path = Path(folder, site)
-        if path.exists() and path.read_text().splitlines()[1:] == [lease]:
-            path.unlink()
-            with contextlib.suppress(OSError):  # the folder has other leases
+        with contextlib.suppress(OSError, ValueError):  # there is no file; or the folder has other leases
+            if _noted_in(path)[1:] == [lease]:
+                path.unlink()
                 path.parent.rmdir()
+
+
+def _noted_in(path: Path) -> list[str]:
+    """Return the lines of a lease's file: the server's address and the lease."""
+    return read_own(path).decode().splitlines()
 
 
 def keep_last_status(http: Http) -> None:
@@ -421,9 +425,7 @@ def keep_last_status(http: Http) -> None:
 
     if path := os.environ.get(LAST_STATUS):
         text = http.get(routes.STATUS, Status).model_dump_json()
-        temporary = Path(f"{path}.{os.getpid()}")  # several processes may write the file at the same time
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
+        replace_file(Path(path), [text.encode()], sync=no_sync)
 
 
 def leave_for(folder: Path, why: str) -> list[str]:
@@ -441,7 +443,7 @@ def leave_for(folder: Path, why: str) -> list[str]:
     names = []
     for path in sorted(folder.glob("[!.]*")):
         try:
-            server, lease = path.read_text().splitlines()
+            server, lease = _noted_in(path)
             with contextlib.closing(http_to(server)) as http:
                 http.lease = lease
                 http.send(routes.LEAVE, messages.Leave(error=why), timeout_s=GOODBYE_S)

@@ -241,8 +241,8 @@ class Session:
         ranks: RankGroup = ALONE,
     ) -> None:
         self.site, self.http, self.ranks = site, http, ranks
-        self.silence, self.counters = OutageTimer(http.server), http.counters
-        http.patience_s = max(LEAST_PATIENCE_S, give_up_s())
+        self.silence, self.counters = OutageTimer(http.where), http.counters
+        http.patience_s = max(LEAST_PATIENCE_S, self.silence.most_s)
         self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
@@ -263,14 +263,8 @@ class Session:
         self.info, self.split = self._read_run()
         self.schema = self.split.schema
 
-    @property
-    def _first_s(self) -> float:
-        """Timeout of the calls before the heartbeats begin, in seconds: not much longer than the worker's patience."""
-        return min(30.0, max(1.0, self.silence.most_s))
-
     def _read_run(self) -> tuple[messages.RunInfo, Split]:
-        timeout_s = self._first_s
-        info = self.patiently(partial(self.http.get, routes.RUN, messages.RunInfo, timeout_s=timeout_s), None, "join")
+        info = self.patiently(partial(self.http.get, routes.RUN, messages.RunInfo), None, "join")
         if info.protocol != routes.PROTOCOL:
             older = "this worker" if info.protocol > routes.PROTOCOL else "the server"
             raise VersionSkew(
@@ -278,7 +272,7 @@ class Session:
                 f"Upgrade Atoll at {older}.",
             )
         read = messages.SchemaMessage.split_in
-        ask = partial(self.http.fetch, routes.SCHEMA, read, "SchemaMessage", timeout_s=timeout_s)
+        ask = partial(self.http.fetch, routes.SCHEMA, read, "SchemaMessage")
         split = self.patiently(ask, None, "read the schema")
         info.require_split(split)
         return info, split
@@ -433,7 +427,7 @@ class Session:
             peer=self.peer_proof,
             **self.state_fields(),
         )
-        ask = partial(self.http.post, routes.WORKERS, message, messages.Joined, timeout_s=self._first_s)
+        ask = partial(self.http.post, routes.WORKERS, message, messages.Joined)
         joined = self.patiently(ask, max_retries, "join")
         self.http.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.http.server, joined.lease)
@@ -494,7 +488,7 @@ class Session:
         silent = self._beat is not None and self._beat.is_alive()  # a heartbeat is unanswered: the server is silent
         try:
             if self._fatal is None and not silent:
-                if self._beat is not None:
+                if self._beat is not None or self.heartbeat.warnings:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 keep_last_status(self.http)
@@ -752,7 +746,7 @@ class _Attempts:
                 raise session._fatal
             try:
                 if not session.http.watch.is_back():
-                    raise unanswered(session.http.server)
+                    raise unanswered(session.http.where)
                 if self._stale:
                     session.rejoin(self._stale)
                     self._stale = ""

@@ -59,7 +59,7 @@ from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle
 from atoll.transport.object_server import UnpublishedObject, written
 from atoll.worker.arguments import require_joined, site_of
 from atoll.worker.exchange.encode_update import AnswerFilters
-from atoll.worker.exchange.participation import warn_of_overruled
+from atoll.worker.exchange.participation import say_proxy, warn_of_overruled
 from atoll.worker.log_lines import LOG, ensure_lines, error_text
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import keep_ranks_waiting
@@ -636,7 +636,9 @@ def tasks(
     site = site_of(site)
     warn_of_overruled(server, site)
     kept_in = _folder_for_models(folder)
-    session = Session(http_to(server), site, labels=labels)
+    http = http_to(server)
+    say_proxy(http, site)
+    session = Session(http, site, labels=labels)
     worker = TaskWorker(site, session, filters, pulls_ahead=not request_task_tensors, folder=kept_in)
     session.join()
     LOG.info("%s: takes part in run %s at %s", session.site, session.info.name, session.http.server)

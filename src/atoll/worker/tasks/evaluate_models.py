@@ -188,8 +188,7 @@ def uploaded(connection: Session, draft: UnpublishedObject, what: str) -> Tensor
 
 def reference_to(connection: Session, key: tm.ObjectKey) -> TensorRef:
     """Return the reference with which an object at the server can be downloaded, made from the object's key."""
-    http, secret = connection.http, key.secret
-    return TensorRef(http.host, http.port, http.secure is not None, key.object, secret, key.digest, key.expires_at)
+    return connection.http.reference(key.object, key.secret, key.digest, key.expires_at)
 
 
 def key_of(ref: TensorRef) -> tm.ObjectKey:

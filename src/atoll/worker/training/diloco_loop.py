@@ -350,7 +350,7 @@ class DiLoCo:
             site = self._ranks.from_rank0(lambda: site_of(self._site))
             for layers in self._layers:
                 self._copies.watch(layers[0])
-            with self._copies.loading(self._tensors):
+            with self._copies.loading(self.model, self._tensors):
                 self._learn(self._over_ranks(lambda: self._join(site), SyncProgress))
             self._hook()
         except BaseException as error:
@@ -467,7 +467,7 @@ class DiLoCo:
         else:
             self._stopped = True
             self._note_step(time.monotonic())
-        with self._copies.loading(self._tensors, refuses=False):
+        with self._copies.loading(self.model, self._tensors, refuses=False):
             if joined is not None and sync is not None:
                 self._end(joined, sync, error)
             if error is None and self._progress is not None:
@@ -740,7 +740,7 @@ class DiLoCo:
         require_joined(False, self._named, "atoll.DiLoCo", self._process)
         self._require_own_thread(is_due=True)
         self._note_step(begin)
-        with self._copies.loading(self._tensors_now()):
+        with self._copies.loading(self.model, self._tensors_now()):
             now = self._over_ranks(self._act, SyncProgress | None)
             if now is None:
                 return

@@ -117,7 +117,7 @@ class Round:
         if self._hooks is not None:
             self._hooks.close()
             self._hooks = None
-        with self._copies.loading(tensors):
+        with self._copies.loading(model, tensors):
             self._pull(tensors)
             _finish_load_(self._backend, model, tensors)
         return model
@@ -401,6 +401,7 @@ class Worker(TaskWorker):
         if not self._has_ended and self._process == os.getpid():
             self._has_ended = True
             self._answer_no_more()
+            self._copies.forget_model()
             self._backend.leave(error)
 
     @public_api
@@ -417,7 +418,7 @@ class Worker(TaskWorker):
         self._require_joined()
         keep = self._round.base if self._round is not None and not self._round.done else None
         tensors = self._backend.tensors_of(model)
-        with self._copies.loading(tensors, refuses=False):  # for example to evaluate
+        with self._copies.loading(model, tensors, refuses=False):  # for example to evaluate
             self._backend.load_newest(tensors, keep)
             _finish_load_(self._backend, model, tensors)
         return model
