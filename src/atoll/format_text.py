@@ -55,7 +55,8 @@ def where_different(one: str, other: str, shown: int = 12) -> tuple[str, str]:
     """Return two long ids, each cut to `shown` characters around the first place where they differ."""
     place = next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
     start = max(0, place - shown // 2) if place >= shown else 0
-    return tuple(f"{'…' * (start > 0)}{each[start : start + shown]}" for each in (one, other))  # type: ignore[return-value]
+    before = "…" if start else ""
+    return before + one[start : start + shown], before + other[start : start + shown]
 
 
 def visible(text: str, most: int | None = None) -> str:

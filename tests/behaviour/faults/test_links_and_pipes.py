@@ -29,7 +29,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Halfway]:
-    """Runs in whose middle every kind of file lies in the folders of the server and of its sites."""
+    """Runs that stop when the folders of server and sites have every kind of file."""
     return {name: halfway_run(tmp_path_factory.mktemp(name), **settings) for name, settings in RUNS.items()}
 
 

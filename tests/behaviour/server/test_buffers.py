@@ -585,7 +585,7 @@ def test_a_changed_shape_of_a_shared_buffer_is_refused_with_the_remedy(tmp_path:
 
 
 class Noisy(nn.Module):
-    """A module whose extra state is a tensor that it makes anew whenever it is asked."""
+    """A module that makes a new tensor of its extra state at each request."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a simulation's scheduler treats sites whose scripts do not return, come too late, or are refused."""
+"""How a simulation's scheduler treats sites with scripts that do not return, and sites that fail or are refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def answers(here: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[JobRe
 def test_gives_up_a_site_after_three_slow_tries_in_a_row(
     tmp_path: Path, answers: dict[str, list[JobResult | None]]
 ) -> None:
-    """A site whose script did not return three times takes no further part, and the others go on without it."""
+    """After three times without a return of its script, a site takes no further part; the others go on."""
     answers["site-0001"] = [STUCK, STUCK, STUCK]
     done = simulation(tmp_path, **{"rounds.min_sites": 1}).run()
     assert list(done.failed) == ["site-0001"]

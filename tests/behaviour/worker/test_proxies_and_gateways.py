@@ -54,7 +54,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @contextmanager
 def one_round(folder: Path, **settings: Any) -> Iterator[atoll.Server]:
-    """A run of one site and one round, whose updates have six parts."""
+    """A run of one site and one round, with updates of six parts."""
     with serve(folder, wide_model(), sites=1, rounds=1, codec="none", **settings) as server:
         yield server
 
