@@ -132,7 +132,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1_377,
+    ".": 1_378,
     "aggregation": 1_258,
     "algorithms": 1_276,
     "blobs": 459,

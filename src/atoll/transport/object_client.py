@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from atoll.blobs.manifest import Manifest
 from atoll.blobs.object_file import ChunkSizes, Contents, Cut, Stored, cut_of, pack_object
-from atoll.config import FIELDS, IDLE_TIMEOUT_S, Settings, variable_of
-from atoll.config.run_file import value_of
+from atoll.config import IDLE_TIMEOUT_S, Settings, variable_of
 from atoll.config.settings import CHUNK_BYTES, CHUNK_STEP_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES
 from atoll.errors import (
     AtollError,
@@ -95,7 +94,7 @@ def _setting(key: str, default: Any) -> Any:
     variable = variable_of(key)
     if variable not in os.environ:
         return default
-    return Settings.build({key: value_of(key, os.environ[variable], FIELDS)}, {key: variable}).at(key)
+    return Settings.read(environ={variable: os.environ[variable]}).at(key)
 
 
 class Abort(Protocol):

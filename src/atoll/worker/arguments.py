@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from atoll.config.run_file import TRUTHS
 from atoll.errors import ConfigError, UsageError
 from atoll.protocol import messages
 from atoll.worker.log_lines import LOG
@@ -216,10 +217,8 @@ def flag(variable: str, what: str) -> bool:
         ConfigError: the variable is neither true nor false.
     """
     text = os.environ.get(variable, "").strip().lower()
-    if text in ("", "0", "false", "no", "off"):
-        return False
-    if text in ("1", "true", "yes", "on"):
-        return True
+    if not text or text in TRUTHS:
+        return TRUTHS.get(text, False)
     raise ConfigError(f"{variable} is {text!r}.", f"Set it to 1 to {what}.")
 
 
