@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -33,10 +32,10 @@ from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation
 from atoll.tensors.reference import TensorRef
 from atoll.testing.run import serve
 from harness import hostile_site
-from harness.fork_server import end_with_test
 from harness.hostile_answers import FORGED, OPERATION_NAMED, Truth, answers
 from harness.hostile_lies import Lie, about_object, about_schema, object_lies, schema_lies
 from harness.hostile_server import PATIENCE_S, HostileServer, Recorder, Strike, Tape
+from harness.processes import Nursery, Process, wait_until
 
 MOST_MB = 64.0
 """Memory that a run may take, the model included: it has 0.1 MB."""
@@ -278,7 +277,8 @@ class SiteProcess:
 
     def __init__(self, folder: Path, learn: Sequence[Recorded]) -> None:
         self._folder, self._learn, self._number = folder, learn, 0
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._nursery = Nursery()
+        self._process: Process | None = None
         self._channel: socket.socket
         self._left = 0
         self.log, self.margin_s = folder / "output", MARGIN_S
@@ -286,21 +286,18 @@ class SiteProcess:
 
     def _start(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
-        environment |= {"ATOLL_GIVE_UP_S": f"{PATIENCE_S:g}", "ATOLL_NETWORK__IDLE_TIMEOUT_S": f"{PATIENCE_S:g}"}
+        environment = {"ATOLL_GIVE_UP_S": f"{PATIENCE_S:g}", "ATOLL_NETWORK__IDLE_TIMEOUT_S": f"{PATIENCE_S:g}"}
         environment |= {"TMPDIR": str(self._folder / "tmp")}
         (self._folder / "tmp").mkdir(exist_ok=True)
-        with theirs, self.log.open("wb") as log:
-            self._popen = subprocess.Popen(
-                [sys.executable, hostile_site.__file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+        self.log.unlink(missing_ok=True)
+        with theirs:
+            self._process = self._nursery.start(
+                hostile_site.__file__,
+                str(theirs.fileno()),
                 cwd=self._folder,
                 env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=end_with_test,
+                log=self.log,
+                pass_fds=[theirs.fileno()],
             )
         self._left = self.RUNS
         for recorded in self._learn:
@@ -318,15 +315,14 @@ class SiteProcess:
 
     def close(self) -> None:
         """End the process."""
-        if self._popen is not None:
-            self._popen.kill()
-            self._popen.wait()
+        if self._process is not None:
+            self._process.kill()
             self._channel.close()
-            self._popen = None
+            self._process = None
 
     def run(self, plan: Plan, recorded: Recorded) -> Verdict:
         """Run a plan, and judge how it ended."""
-        if self._popen is None or not self._left:
+        if self._process is None or not self._left:
             self.close()
             self._start()
         self._left -= 1
@@ -373,14 +369,17 @@ class SiteProcess:
 
     def _end_of(self) -> str:
         """Return what holds the process, or how it ended."""
-        assert self._popen is not None
-        code = self._popen.poll()
-        if code is not None:
-            return f"the process ended with {code}: {self.log.read_text(errors='replace')[-1500:]}"
-        self._popen.send_signal(signal.SIGUSR1)
-        time.sleep(0.3)
-        stacks = self.log.read_text(errors="replace")
-        return f"still runs: {_own_frames(stacks)}"
+        assert self._process is not None
+        if (code := self._process.poll()) is not None:
+            return f"the process ended with {code}: {self._process.output()[-1500:]}"
+        self._process.send(signal.SIGUSR1)
+        with contextlib.suppress(TimeoutError):
+            wait_until(lambda: _ENDS_IN_MAIN in self.log.read_text(errors="replace"), "the stacks", 10.0)
+        return f"still runs: {_own_frames(self._process.output())}"
+
+
+_ENDS_IN_MAIN = " in main\n"
+"""What `faulthandler` prints last: the outermost frames of the main thread."""
 
 
 def _own_frames(stacks: str) -> str:
@@ -428,6 +427,7 @@ def run_all(
     on_verdict: Callable[[Verdict], None],
 ) -> None:
     """Run plans in several processes at a time. `on_verdict` is called in the threads that run them."""
+    subprocess.run([sys.executable, "-c", ""], check=True)  # a fork server ends with the thread that starts it
     queue: SimpleQueue[Plan] = SimpleQueue()
     for plan in todo:
         queue.put(plan)

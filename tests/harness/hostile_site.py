@@ -233,7 +233,7 @@ class Watch:
         self._known: set[str] = set()
         sys.addaudithook(self._hook)
 
-    def learn(self, folder: Path) -> None:
+    def learn(self) -> None:
         """The modules that an undisturbed run imports are no surprise."""
         self._known |= {*sys.modules}
 
@@ -354,7 +354,8 @@ def main() -> None:
     while data := channel.recv(JOB_BYTES):
         job = json.loads(data)
         if job.get("learn"):
-            watch.learn(Path())
+            watch.learn()
+            gc.freeze()  # or each run would visit the objects of all modules
             channel.send(b"{}")
             continue
         channel.send(json.dumps(run(job, watch)).encode())

@@ -116,6 +116,7 @@ class Nursery:
         failpoints: str = "",
         log: Path | None = None,
         errors: Path | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Process:
         """Start `atoll ARGS`, or a Python script with arguments.
 
@@ -125,6 +126,7 @@ class Nursery:
             failpoints: see `atoll.testing.run`.
             log: file to which its output is appended; by default one in `cwd`.
             errors: file for its standard error, where that is to be apart.
+            pass_fds: descriptors that it gets.
         """
         environment = {key: value for key, value in os.environ.items() if not key.startswith("ATOLL_")}
         environment |= dict(env or {}) | ({"ATOLL_FAILPOINTS": failpoints} if failpoints else {})
@@ -134,6 +136,7 @@ class Nursery:
                 [str(Path(sys.executable).with_name("atoll")), *argv[1:]]
                 if argv[0] == "atoll"
                 else [sys.executable, *argv],
+                pass_fds=pass_fds,
                 cwd=cwd,
                 env=environment,
                 stdin=subprocess.DEVNULL,

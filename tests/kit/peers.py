@@ -51,10 +51,14 @@ class Connection:
         head = f"HTTP/1.1 {status} So\r\nContent-Length: {len(body) if nbytes is None else nbytes}\r\n\r\n"
         self.sock.sendall(head.encode() + body)
 
+    def close_file(self) -> None:
+        """Close what reads from the socket: it would keep the socket open after its end."""
+        self._file.close()
+
     def reset(self) -> None:
         """End the connection with RST."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._file.close()
+        self.close_file()
         self.sock.close()
 
 
@@ -121,8 +125,10 @@ class Peer:
 
     def _run(self, sock: socket.socket) -> None:
         with sock, contextlib.suppress(OSError):
-            self.connections.append(Connection(sock))
+            connection = Connection(sock)
+            self.connections.append(connection)
             try:
-                self._serve(self.connections[-1])
+                self._serve(connection)
             finally:
-                sock.shutdown(socket.SHUT_RDWR)  # its file would keep the connection open
+                connection.close_file()
+                sock.shutdown(socket.SHUT_RDWR)

@@ -18,13 +18,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import atoll
-from atoll.protocol import routes
 from atoll.protocol.openapi import OPERATIONS
 
 Place = Sequence[str | int]
 KEY = "a key that no message has"
 """Place in a table: the text becomes a further key of it."""
-PLAN = "get_swarm_plan"
 
 
 def places(value: Any, where: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], bool]]:
@@ -78,16 +76,6 @@ class Planter(ThreadingHTTPServer):
             self._next = what
             return [(name, where, text) for name, them in self._found.items() for where, text in them.items()]
 
-    def own_answer(self, path: str) -> tuple[int, Any] | None:
-        """If the plan of a swarm is planted: the plan, and a refusal of the join after it; else None."""
-        with self._guard:
-            if self._next is None or self._next[0] != PLAN or path not in (routes.SWARM_PLAN, routes.WORKERS):
-                return None
-            if path == routes.WORKERS:
-                return 400, {"code": "config", "message": "The plan was a trial.", "remedy": ""}
-            self.count += 1
-            return 200, self._next[2]
-
     def changed(self, method: str, path: str, body: bytes) -> bytes:
         """The server's answer, with what is to be planted there."""
         operation, reply = _operation(method, path.partition("?")[0])
@@ -96,8 +84,6 @@ class Planter(ThreadingHTTPServer):
         answer = reply.model_validate_json(body).model_dump(mode="json")  # with every field that the server left out
         with self._guard:
             self._found.setdefault(operation, {}).update(places(answer))
-            if operation == "get_run" and self._next is not None and self._next[0] == PLAN:
-                return json.dumps(answer | {"placement": "swarm"}).encode()
             if self._next is None or self._next[0] != operation:
                 return body
             try:
@@ -115,7 +101,7 @@ def _operation(method: str, path: str) -> tuple[str, Any]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True  # else each answer waits for an ACK of its head
     server: Planter
 
     def log_message(self, *_: Any) -> None:
@@ -125,8 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.path == "/plant":
             return self._answer(200, {}, json.dumps(self.server.plant(json.loads(body))).encode())
-        if (own := self.server.own_answer(self.path)) is not None:
-            return self._answer(own[0], {"Content-Type": "application/json"}, json.dumps(own[1]).encode())
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.port)
         upstream.request(self.command, self.path, body or None, dict(self.headers.items()))
         reply = upstream.getresponse()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,17 @@ from pydantic import ValidationError
 
 import atoll
 from atoll.config import FIELDS
-from atoll.config.settings import Choice
 from atoll.errors import AtollError
-from atoll.protocol.messages import Message
+from atoll.protocol import routes
+from atoll.protocol.messages import Message, SchemaMessage
+from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.registry import REGISTRABLE, ReceivedName, resolve_received
 from atoll.tensors.payload import unpack
-from kit.planting import PLAN, Place, plant
+from atoll.transport.http_client import Http
+from atoll.worker.peer.agent import plan_of
+from kit.planting import Place, places, plant, planted
 
-RAN = "planted_ran"
+RAN, TEXTS = "planted_ran", "texts.json"
 PLANTED = f"open({RAN!r}, 'w').close()\nclass Thing: pass\n"
 """A module that says that it was imported."""
 
@@ -79,57 +82,94 @@ class Watch:
         self.seen.append(f"{event} {what[:200]}")
 
 
-def a_round(url: str, own: Path) -> None:
-    with atoll.join(url, site="a", folder=own) as worker:
+class Joined:
+    """A site that trains, or answers tasks. It joins again only if it has to: most of a trial is the join."""
+
+    def __init__(self, url: str, own: Path) -> None:
+        self._url, self._own, self._exit = url, own, contextlib.ExitStack()
+        self._worker: Any = None
+
+    def leave(self) -> None:
+        """Let the next call join again."""
+        self._worker = None
+        self._exit.close()
+
+    def _join(self, join: Callable[..., Any], **options: Any) -> Any:
+        if self._worker is None:
+            self._worker = self._exit.enter_context(join(self._url, site="a", **options))
+        return self._worker
+
+    def a_round(self) -> None:
+        worker = self._join(atoll.join, folder=self._own)
         if (fl_round := worker.next_round(5.0)) is not None:
             model = fl_round.load_into({"w": torch.zeros(3)})
             worker._backend.participation.session.beat()
             fl_round.submit({"w": model["w"] + 1})
 
-
-def a_task(url: str, own: Path) -> None:
-    with atoll.tasks(url, site="a") as worker:
+    def a_task(self) -> None:
+        worker = self._join(atoll.tasks)
         assert next(iter(worker.tasks())).payload["note"]  # not answered: the server sends it again
 
 
 WARMS = "not a\nname"
 """Is no hostile text; the first at each place: it imports what an error needs."""
+AT_THE_JOIN = ("get_run", "get_schema", "join", "get_ticket")
 
 Trial = tuple[str, Callable[[], object]]
 """The text, and a function that lets the site read it."""
 
 
-def trials_of_answers(url: str, folder: Path, take_part: Callable[[str, Path], None]) -> Iterator[Trial]:
-    """Each place of each answer with each text; where the site is in a round or task already, with four in turn."""
+def trials_of_answers(url: str, folder: Path, *, tasks: bool) -> Iterator[Trial]:
+    """Each place of each answer with three texts in turn, or with one where no text can be right."""
+    joined = Joined(url, folder / "sites")
+    take_part = joined.a_task if tasks else joined.a_round
     for _ in range(3):
-        take_part(url, folder / "sites")
+        take_part()
+        joined.leave()
     texts = hostile(folder / "home")
     found = plant(url, None)
-    if take_part is a_task:
+    if tasks:
         found = [each for each in found if each[0] in ("request_task", "get_object")]  # the others are those of a round
     for turn, (operation, where, is_text) in enumerate(found):
-        first = 4 * turn % len(texts)
-        some = (texts[first:] + texts[:first])[: 4 if is_text else 1]
-        for text in [WARMS, *(texts if is_text and operation in ("get_run", "get_schema", "join") else some)]:
-            yield text, partial(with_planted, take_part, url, folder, (operation, where, text))
+        first = 3 * turn % len(texts)
+        for text in [WARMS, *(texts + texts)[first : first + (3 if is_text else 1)]]:
+            yield text, partial(with_planted, joined, take_part, url, (operation, where, text))
+    joined.leave()
 
 
-def with_planted(take_part: Callable[[str, Path], None], url: str, folder: Path, what: tuple[str, Place, Any]) -> None:
+def with_planted(joined: Joined, take_part: Callable[[], None], url: str, what: tuple[str, Place, Any]) -> None:
+    if what[0] in AT_THE_JOIN:
+        joined.leave()
     plant(url, what)
-    take_part(url, folder / "sites")
+    try:
+        take_part()
+    except Exception:
+        joined.leave()
+        raise
 
 
-def trials_of_settings(url: str, folder: Path) -> Iterator[Trial]:
-    """Each setting in the plan of a swarm that switches itself off, for a site that may take part in a swarm."""
-    for key, field in FIELDS.items():
+def changed_plans(plan: dict[str, Any], texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """The text, and a plan with it: each key of the settings is a further key once, alone and in its table, and each
+    place of the plan has each text."""
+    for turn, key in enumerate(FIELDS):
         group, _, name = key.partition(".")
-        is_choice = isinstance(field.annotation, type) and issubclass(field.annotation, Choice)
-        for text in [WARMS, *hostile(folder / "home")[:3]]:
-            for value in [{"path": text, "cmd": f"touch {RAN}"}, {"name": text}] if is_choice else [text]:
-                settings: dict[str, Any] = {"swarm": {"enabled": False}, "algorithm": {"name": "fedavg"}}
-                settings["rounds"] = {"total": 1}
-                settings[group] = {**settings.get(group, {}), name: value}
-                yield text, partial(with_planted, a_round, url, folder, (PLAN, [], {"settings": settings}))
+        for text in [texts[turn % len(texts)], texts[(turn + 1) % len(texts)]]:
+            code = {"path": text, "cmd": f"touch {RAN}"}
+            yield text, plan | {group: {name: text}, "swarm": {"enabled": False}}
+            yield text, plan | {group: {name: code}}
+            yield text, {"settings": {group: {name: code}, "swarm": {"enabled": False}}}
+    for where, _ in places(plan):
+        for text in texts:
+            yield text, planted(plan, where, text)
+
+
+def trials_of_plans(url: str, folder: Path) -> Iterator[Trial]:
+    """What a worker of a swarm makes of each plan that the server has: the texts in them are in a file."""
+    http = Http(url)
+    split = http.fetch(routes.SCHEMA, SchemaMessage.split_in, "SchemaMessage")
+    for text in json.loads((folder / TEXTS).read_text()):
+        yield text, lambda: plan_of(http.get(routes.SWARM_PLAN, SwarmPlan), split)
+    http.close()
 
 
 def trials_of_lookups(_: str, folder: Path) -> Iterator[Trial]:
@@ -159,9 +199,9 @@ def looked_up(kind: str, text: str) -> None:
 
 
 TRIALS: dict[str, Callable[[str, Path], Iterator[Trial]]] = {
-    "rounds": partial(trials_of_answers, take_part=a_round),
-    "tasks": partial(trials_of_answers, take_part=a_task),
-    "settings": trials_of_settings,
+    "rounds": partial(trials_of_answers, tasks=False),
+    "tasks": partial(trials_of_answers, tasks=True),
+    "plans": trials_of_plans,
     "lookups": trials_of_lookups,
 }
 

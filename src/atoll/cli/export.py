@@ -392,7 +392,7 @@ def _pull_from_workers(
             if refused := why_no_peer(TensorRef.parse(source).host, loopback=leads_here(http.host)):
                 why = f"{refused}."
                 continue
-            with connected(source, info.idle_timeout_s, http.counters) as (ref, parts):
+            with connected(source, info.idle_timeout_s, http.counters, loopback=leads_here(http.host)) as (ref, parts):
                 path = routes.OBJECT_DATA.format(object=ref.object)
                 return parts.pull(path, digests, layout.parts, [file])
         except AtollError as error:

@@ -71,6 +71,8 @@ IDLE_TIMEOUT_S = 60.0
 MOST_RANKS, MOST_CONNECTIONS = 4096, 64
 MAX_WEIGHT = 1e300
 """Largest weight of an update: sums of such weights are finite."""
+MOST_FRAGMENTS, MOST_STEPS = 1024, 10**12
+"""Largest number of fragments, for each of which a site keeps files open; and of steps between synchronisations."""
 CHUNK_BYTES = 8 * 2**20
 """Default part size of published objects, in bytes. Decision 0012: 2 and 4 MiB are slower, 16 MiB is not faster."""
 LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES, CHUNK_STEP_BYTES = 2**16, 2**24, 64
@@ -244,19 +246,30 @@ class Algorithm(Choice):
 class DiLoCo(Group):
     """DiLoCo: when workers synchronise the model, as a whole or fragment by fragment (streaming)."""
 
-    sync_every: int = Field(500, ge=1, description="Local optimizer steps between two synchronisations (H).")
+    sync_every: int = Field(
+        500, ge=1, le=MOST_STEPS, description="Local optimizer steps between two synchronisations (H)."
+    )
     num_fragments: int = Field(
         1,
         ge=1,
+        le=MOST_FRAGMENTS,
         description="Number of fragments of the model. One is synchronised every sync_every/num_fragments steps.",
     )
     fragment_sync_delay: int = Field(
-        0, ge=0, description="Local steps between forming a fragment's update and merging the result (τ)."
+        0,
+        ge=0,
+        le=MOST_STEPS,
+        description="Local steps between forming a fragment's update and merging the result (τ).",
     )
     fragment_update_alpha: float = Field(
         0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps (α); 0: take the global ones."
     )
-    max_inflight: int = Field(1, ge=1, description="Fragments for which a worker may have unfinished updates at once.")
+    max_inflight: int = Field(
+        1,
+        ge=1,
+        le=MOST_FRAGMENTS,
+        description="Fragments for which a worker may have unfinished updates at once.",
+    )
     dynamic_local_steps: bool = Field(
         False,
         description="DyLU: in an asynchronous run, give slower workers fewer local steps: H × their speed / the "

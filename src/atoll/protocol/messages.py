@@ -32,9 +32,12 @@ from pydantic import (
 from atoll.blobs import manifest as blobs
 from atoll.config.settings import (
     LEAST_CHUNK_BYTES,
+    MAX_WEIGHT,
     MOST_CHUNK_BYTES,
     MOST_CONNECTIONS,
+    MOST_FRAGMENTS,
     MOST_RANKS,
+    MOST_STEPS,
 )
 from atoll.errors import BadRequest, PartCorrupt, VersionSkew
 from atoll.format_text import size, visible
@@ -68,6 +71,9 @@ LONGEST_RETRY_S = 300.0
 """Longest pause before a retry that an answer can ask for, in seconds."""
 MOST_PARTS, MOST_SHARES = 120_000, 4_000_000
 """Maximum number of parts of a version, and of tensors times ranks: a site keeps a few values for each in memory."""
+MOST_LISTED = 250_000
+"""Maximum length of a list or a table in an answer."""
+LONGEST_ESTIMATE_S = 1e12
 MOST_DIMS = 64
 """Maximum number of dimensions of a tensor, as in torch."""
 
@@ -95,9 +101,26 @@ Metrics = Annotated[dict[MetricName, float], Field(max_length=METRICS)]
 Labels = Annotated[dict[LabelName, Label], Field(max_length=32)]
 Count = Annotated[int, Field(ge=0, lt=NUMBER_BELOW)]
 T = TypeVar("T")
-Many = Annotated[list[T], FailFast()]
+Many = Annotated[list[T], FailFast(), Field(max_length=MOST_LISTED)]
 """A list in an answer. Its validation ends at the first error: a list of all errors would need much memory."""
+Table = Annotated[dict[Shown, T], Field(max_length=MOST_LISTED)]
+"""A table in an answer: name, as text to show, → value."""
+Steps = Annotated[int, Field(ge=0, le=MOST_STEPS)]
+Fragments = Annotated[int, Field(ge=1, le=MOST_FRAGMENTS)]
 
+OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
+Scalar = (
+    bool
+    | Annotated[int, Field(gt=-NUMBER_BELOW, lt=NUMBER_BELOW)]
+    | Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+    | Annotated[str, StringConstraints(max_length=256)]
+)
+Option = Scalar | Annotated[list[Scalar], Field(max_length=16)]
+Options = Annotated[dict[OptionName, Option], Field(max_length=64)]
+"""Keyword arguments of a codec, a reducer or an outer optimizer."""
+
+Estimate = Annotated[float, AfterValidator(lambda number: min(max(number, 0.0), LONGEST_ESTIMATE_S))]
+"""A measured or estimated time in seconds, or a rate. A number out of bounds is read as the nearest one within."""
 Seconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
 Interval = Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)]
 
@@ -158,27 +181,21 @@ class RunInfo(Message):
         description="rebase: the local steps of a missed round are carried over to the next version; reset: lost."
     )
     rounds: Count = Field(description="Number of rounds; 0: until stopped.")
-    sync_every: Count = Field(description="Local steps between two synchronisations; 0: the worker decides.")
+    sync_every: Steps = Field(description="Local steps between two synchronisations; 0: the worker decides.")
     mode: Literal["sync", "async"] = Field("sync", description="async: a round does not wait for all expected workers.")
     sync_rounds_first: Count = Field(0, description="Number of synchronous rounds at the start of an asynchronous run.")
     barrier: bool = Field(True, description="Whether a round waits for all its sites, for as long as they take part.")
     schema_digest: Hex32
-    fragments: int = Field(ge=1, lt=NUMBER_BELOW, description="Number of fragments of the model.")
-    tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
+    fragments: Fragments = Field(description="Number of fragments of the model.")
+    tau: Steps = Field(0, description="Local steps between forming a fragment's update and merging the result.")
     alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
-    max_inflight: int = Field(
-        1, ge=1, lt=NUMBER_BELOW, description="Fragments for which a worker may have unfinished updates at once."
-    )
+    max_inflight: Fragments = Field(1, description="Fragments for which a worker may have unfinished updates at once.")
     codec: ReceivedName = Field(description="Codec of `params` in an update.")
-    codec_options: dict[str, str | int | float] = Field(
-        default_factory=dict, description="The codec's keyword arguments."
-    )
+    codec_options: Options = Field(default_factory=dict, description="The codec's keyword arguments.")
     downlink_codec: ReceivedName = Field(
         ReceivedName("none"), description="Codec of version differences; none: whole versions."
     )
-    downlink_codec_options: dict[str, str | int | float] = Field(
-        default_factory=dict, description="The downlink codec's keyword arguments."
-    )
+    downlink_codec_options: Options = Field(default_factory=dict, description="The downlink codec's keyword arguments.")
     part_bytes: int = Field(ge=LEAST_CHUNK_BYTES, le=MOST_CHUNK_BYTES, description="Largest size of a part, in bytes.")
     placement: Literal["server", "swarm"] = Field("server", description="Where rounds are aggregated.")
     ranks: int = Field(
@@ -272,10 +289,12 @@ class Alias(Message):
 class SchemaMessage(Message):
     """The schema of the model: its tensors in storage order. Its digest is `RunInfo.schema_digest`."""
 
-    tensors: list[TensorEntry]
-    aliases: list[Alias] = Field(description="Further names of tied tensors.")
+    tensors: Annotated[list[TensorEntry], Field(max_length=MOST_SHARES)]
+    aliases: list[Alias] = Field(max_length=MOST_SHARES, description="Further names of tied tensors.")
     fragments: list[Count] = Field(
-        default_factory=list, description="Fragment number of each tensor; empty if the run has one fragment."
+        default_factory=list,
+        max_length=MOST_SHARES,
+        description="Fragment number of each tensor; empty if the run has one fragment.",
     )
 
     @classmethod
@@ -370,7 +389,7 @@ class Counted(Message):
 class Join(Message):
     """A worker's request to take part in the run."""
 
-    protocol: int = Field(description="Protocol version of the worker.")
+    protocol: Count = Field(description="Protocol version of the worker.")
     site: Site
     run: str = Field("", max_length=64, description="Id of the run to join, or empty; another run refuses the worker.")
     host: Host = Field("", description="Name of the worker's host, for the status.")
@@ -427,7 +446,7 @@ class Heartbeat(Message):
     """A worker's sign of life, with its progress."""
 
     step: Count = 0
-    steps_per_s: float = Field(0.0, ge=0)
+    steps_per_s: Estimate = 0.0
     version: Count = Field(0, description="Version that the worker trains from.")
     retries: Count = 0
     reconnections: Count = 0
@@ -499,7 +518,7 @@ class Ticket(Message):
     base_version: Count
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Digest of the update's layout.")
-    local_steps: Count = Field(0, description="Number of local steps (DyLU); 0: the run's sync_every.")
+    local_steps: Steps = Field(0, description="Number of local steps (DyLU); 0: the run's sync_every.")
 
     @property
     def base(self) -> VersionRef:
@@ -530,7 +549,7 @@ class TicketReply(Message):
     waiting_for: Many[Site] = Field(default_factory=list, description="Sites that the round still waits for.")
     reason: Shown = ""
     tasks: bool = Field(False, description="Whether tasks come now, before or after the rounds.")
-    left_s: float | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
+    left_s: Estimate | None = Field(None, description="Estimated seconds until the end of the run; see the status.")
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

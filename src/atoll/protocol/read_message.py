@@ -7,6 +7,7 @@ surrogates are refused by the parser.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import TypeVar
@@ -25,6 +26,9 @@ _COSTS = {":": 1000, "{": 600, "[": 300, ",": 40, '"': 100}
 """Sign → bytes that what it stands for can take: a key with its error, an object, a list, a value, a string. Measured
 with pydantic 2.14, rounded up."""
 
+_TOKEN = re.compile(rb'(?P<key>"(?:[^"\\]++|\\.)*+")\s*+:|"(?:[^"\\]++|\\.)*+"|[{}]', re.DOTALL)
+"""A key, another string, or the begin or end of an object. In valid JSON, other signs belong to no key."""
+
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
@@ -42,9 +46,34 @@ def read_message(kind: type[Kind], body: bytes | bytearray) -> Kind:
     if len(body) > SMALL_BYTES:
         require_light(body, _COSTS)
     try:
-        return kind.model_validate_json(body)
+        message = kind.model_validate_json(body)
     except ValidationError as error:
         raise ValueError(reason(error)) from None
+    require_keys_once(body)
+    return message
+
+
+def require_keys_once(body: bytes | bytearray) -> None:
+    """Check that no object in a valid JSON text has a key twice: programs disagree about which of the values counts.
+
+    Raises:
+        ValueError: there is such an object. The text of the error is short and printable.
+    """
+    objects: list[set[bytes]] = []
+    for token in _TOKEN.finditer(body):
+        if token.lastgroup == "key":
+            key = (
+                token["key"]
+                if b"\\" not in token["key"]
+                else json.dumps(json.loads(token["key"]), ensure_ascii=False).encode()
+            )
+            if key in objects[-1]:
+                raise ValueError(f"the key {visible(key.decode(), 80)} occurs twice in an object")
+            objects[-1].add(key)
+        elif token[0] == b"{":
+            objects.append(set())
+        elif token[0] == b"}":
+            objects.pop()
 
 
 def reason(error: ValidationError) -> str:
@@ -71,9 +100,12 @@ def lists_in(body: bytes | bytearray) -> Iterator[tuple[str, bytes]]:
         ValueError: the text has another form.
     """
     begin = _OPEN.match(body)
-    at = begin.end() if begin else -1
+    at, names = begin.end() if begin else -1, set[str]()
     while at >= 0 and (key := _KEY.match(body, at)):
         name, at, more = key[1].decode(), key.end(), not key[2]
+        if name in names:
+            raise ValueError(f"the key {visible(name, 80)} occurs twice in an object")
+        names.add(name)
         while more:
             element = _ELEMENT.match(body, at)
             if element is None or len(element[1]) > SMALL_BYTES:

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from atoll.format_text import counted, numbers, of_fragment, size
-from atoll.protocol.messages import Count, Many, Message, Shown
+from atoll.protocol.messages import Count, Estimate, Many, Message, Shown, Steps, Table
 
 KEPT = "status.json"
 """Name of the file in the state directory with the last saved status.
@@ -25,14 +25,16 @@ class WorkerStatus(Message):
     state: Shown = Field("", description="alive, dead, left or failed")
     doing: Shown = ""
     joined_at: Shown = ""
-    last_heartbeat_s: float = Field(0.0, description="Seconds since the last request, or since the server restarted.")
+    last_heartbeat_s: Estimate = Field(
+        0.0, description="Seconds since the last request, or since the server restarted."
+    )
     heard: bool = Field(True, description="Whether the site sent a request since the server restarted.")
     step: Count = Field(0, description="Local steps of the site's newest process; 0: it has reported none.")
-    steps_per_s: float = 0.0
+    steps_per_s: Estimate = 0.0
     rounds: Count = Field(0, description="Number of the site's counted updates.")
     version: Count = 0
     staleness: Count = Field(0, description="Rounds between the site's version and the head.")
-    local_steps: Count = Field(0, description="Steps between synchronisations under DyLU; 0: the run's sync_every.")
+    local_steps: Steps = Field(0, description="Steps between synchronisations under DyLU; 0: the run's sync_every.")
     bytes_up: Count = Field(0, description="Bytes received from the site since the server started.")
     bytes_down: Count = Field(0, description="Bytes sent to the site since the server started.")
     gradient_bytes: Count = Field(
@@ -40,8 +42,8 @@ class WorkerStatus(Message):
     )
     retries: Count = 0
     reconnections: Count = 0
-    metrics: dict[Shown, float] = Field(default_factory=dict)
-    labels: dict[Shown, Shown] = Field(default_factory=dict)
+    metrics: Table[float] = Field(default_factory=dict)
+    labels: Table[Shown] = Field(default_factory=dict)
     error: Shown = ""
 
 
@@ -49,7 +51,7 @@ class Missing(Message):
     """A site that a round waits for, and how long it has waited."""
 
     site: Shown
-    for_s: float = Field(description="Seconds that the round has waited for this site.")
+    for_s: Estimate = Field(description="Seconds that the round has waited for this site.")
 
 
 class RoundSummary(Message):
@@ -60,11 +62,11 @@ class RoundSummary(Message):
     version: Count
     workers: Many[Shown]
     weights: Many[float]
-    metrics: dict[Shown, float] = Field(description="Weighted mean over the workers that reported the metric.")
-    counts: dict[Shown, Count] = Field(description="Number of workers that reported each metric.")
-    seconds: float
+    metrics: Table[float] = Field(description="Weighted mean over the workers that reported the metric.")
+    counts: Table[Count] = Field(description="Number of workers that reported each metric.")
+    seconds: Estimate
     grad_norm: float | None = Field(
-        None, description="L2 norm of the reduced pseudo-gradient, before the outer step; null: not finite."
+        None, ge=0, description="L2 norm of the reduced pseudo-gradient, before the outer step; null: not finite."
     )
     bytes_up: Count
     staleness: Many[Count] = Field(
@@ -132,9 +134,9 @@ class TaskStatus(Message):
     way: Shown = Field(description="How the payload is sent: streamed, inline, or skipped if it has no tensors.")
     sites: Many[Shown]
     missing: Many[Shown] = Field(description="Sites that have not answered yet.")
-    answers: dict[Shown, Count] = Field(description="Way of sending → number of answers; failed: errors.")
+    answers: Table[Count] = Field(description="Way of sending → number of answers; failed: errors.")
     open: bool
-    seconds: float
+    seconds: Estimate
 
 
 class WorkflowStatus(Message):
@@ -143,8 +145,8 @@ class WorkflowStatus(Message):
     name: Shown
     kind: Shown = Field(description="train, another registered kind, or empty for a user's function.")
     state: Literal["to come", "running", "done", "failed"]
-    seconds: float = Field(0.0, description="Seconds since the start of the workflow; after its end, its duration.")
-    quiet_s: float = Field(0.0, description="Seconds without any progress while it runs.")
+    seconds: Estimate = Field(0.0, description="Seconds since the start of the workflow; after its end, its duration.")
+    quiet_s: Estimate = Field(0.0, description="Seconds without any progress while it runs.")
     detail: Shown = Field("", description="The workflow's progress in words.")
 
 
@@ -155,15 +157,15 @@ class Status(Message):
     name: Shown = "a run"
     algorithm: Shown = ""
     policy: Shown = Field("", description="The closing policy in words.")
-    protocol: int
+    protocol: Count
     epoch: Count = 0
     rounds: Count = 0
     finished: bool = False
     stopped: Shown = Field("", description="Why the run ended before its last round; else empty.")
     address: Shown = Field("", description="Address of the server; empty for a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
-    uptime_s: float = 0.0
-    left_s: float | None = Field(
+    uptime_s: Estimate = 0.0
+    left_s: Estimate | None = Field(
         None,
         description="Estimated seconds until all rounds are done, from the duration of the last rounds. Null: no round "
         "was measured yet, too few sites take part, or the run is finished or has no number of rounds.",
@@ -172,9 +174,9 @@ class Status(Message):
     codec: Shown = "none"
     outer: Shown = Field("", description="The outer optimizer and its options, in words.")
     downlink_codec: Shown = Field("none", description="Codec of version differences; none: whole versions.")
-    sync_every: Count = 0
-    tau: Count = Field(0, description="Local steps between forming a fragment's update and merging the result.")
-    alpha: float = Field(0.0, description="Share of the local parameters that a merge keeps.")
+    sync_every: Steps = 0
+    tau: Steps = Field(0, description="Local steps between forming a fragment's update and merging the result.")
+    alpha: float = Field(0.0, ge=0, le=1, description="Share of the local parameters that a merge keeps.")
     dylu: bool = Field(False, description="Whether slower workers take fewer local steps.")
     fragments: Many[FragmentStatus] = Field(default_factory=list)
     workers: Many[WorkerStatus] = Field(default_factory=list)
@@ -183,11 +185,11 @@ class Status(Message):
     bytes_down: Count = Field(0, description="Bytes of versions sent since the server started.")
     deaths: Count = Field(0, description="Workers declared dead during the run.")
     refused: Count = Field(0, description="Updates refused during the run.")
-    staleness: dict[Shown, Count] = Field(
+    staleness: Table[Count] = Field(
         default_factory=dict,
         description="Staleness in versions → number of counted updates with it, since the server started.",
     )
-    tasks: dict[Shown, Count] = Field(
+    tasks: Table[Count] = Field(
         default_factory=dict,
         description="Way of sending (streamed, inline, or skipped: no tensors) → number of payloads.",
     )

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field, StringConstraints
 
 from atoll.config.settings import MAX_WEIGHT
-from atoll.protocol.messages import NUMBER_BELOW, Count, Hex32, Message, Reference, Site, Text
+from atoll.protocol.messages import Count, Estimate, Hex32, Message, OptionName, Options, Reference, Site, Text
 from atoll.protocol.routes import DIGEST_BYTES
 from atoll.protocol.values import FrozenRound
 from atoll.registry import ReceivedName
@@ -35,21 +35,11 @@ Digests = Annotated[str, StringConstraints(max_length=2**22, pattern=r"^[A-Za-z0
 """Concatenated BLAKE3 digests in base64."""
 
 
-OptionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-Scalar = (
-    bool
-    | Annotated[int, Field(gt=-NUMBER_BELOW, lt=NUMBER_BELOW)]
-    | Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
-    | Annotated[str, StringConstraints(max_length=256)]
-)
-Option = Scalar | Annotated[list[Scalar], Field(max_length=16)]
-
-
 class Choice(Message):
     """A codec, a reducer or an outer optimizer: its name, which each site looks up, and its keyword arguments."""
 
     name: ReceivedName
-    options: Annotated[dict[OptionName, Option], Field(max_length=64)] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
 
 
 class SwarmPlan(Message):
@@ -108,8 +98,8 @@ class ReducedRound(Message):
     digest: Hex32 | None = None
     part_digests: Digests = ""
     state_digests: Digests = ""
-    grad_norm: float | None = None
-    seconds: float = Field(0.0, ge=0)
+    grad_norm: float | None = Field(None, ge=0)
+    seconds: Estimate = 0.0
     failed: Text = ""
     overflows: bool = Field(False, description="Whether the round failed because its result overflows its dtype.")
 

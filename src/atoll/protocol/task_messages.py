@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from atoll.config.settings import MOST_CHUNK_BYTES
-from atoll.protocol.messages import Count, Hex16, Hex32, Many, Message, Metrics, Text
+from atoll.protocol.messages import SHOWN_CHARS, Count, Estimate, Hex16, Hex32, Many, Message, Metrics, Text
 
 TaskName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")]
 """Name of a task: `train`, `validate`, `submit_model`, or a name that the user chose."""
@@ -75,36 +75,38 @@ class TaskAnswer(Message):
 
 
 NOT_FINITE = "not finite"
+Cut = Annotated[str, AfterValidator(lambda text: text[:SHOWN_CHARS])]
+"""Text that a longer one is cut to; what shows it makes it harmless."""
 
 
 class EvaluatedModel(Message):
     """A model of a cross-site evaluation: one row of the matrix."""
 
-    name: str = Field(description="Readable name: `version 12`, `best (version 9)`, a file, or a site.")
+    name: Cut = Field(description="Readable name: `version 12`, `best (version 9)`, a file, or a site.")
     kind: Literal["site", "version", "file"]
     version: Count | None = Field(None, description="Version number, if the model is a version.")
-    digest: str = Field("", description="Digest of the object that sites pulled; empty if none.")
-    error: str = Field("", description="Why no site could evaluate the model; else empty.")
+    digest: Cut = Field("", description="Digest of the object that sites pulled; empty if none.")
+    error: Cut = Field("", description="Why no site could evaluate the model; else empty.")
 
 
 class Cell(Message):
     """The result of one model on the data of one site: one cell of the matrix."""
 
-    model: str
-    site: str
+    model: Cut
+    site: Cut
     metrics: Metrics = Field(default_factory=dict)
-    not_finite: Many[str] = Field(default_factory=list, description="Metrics that were NaN or infinite.")
-    error: str = Field("", description="Why there is no result; empty if there is one.")
-    seconds: float = 0.0
+    not_finite: Many[Cut] = Field(default_factory=list, description="Metrics that were NaN or infinite.")
+    error: Cut = Field("", description="Why there is no result; empty if there is one.")
+    seconds: Estimate = 0.0
 
 
 class Evaluation(Message):
     """The matrix of a cross-site evaluation (rows: models, columns: sites), complete or partial."""
 
-    run: str
-    name: str = Field(description="Name of the run.")
+    run: Cut
+    name: Cut = Field(description="Name of the run.")
     finished: bool
-    sites: Many[str] = Field(description="Columns: the sites with the data.")
+    sites: Many[Cut] = Field(description="Columns: the sites with the data.")
     models: Many[EvaluatedModel] = Field(description="Rows: the models.")
     cells: Many[Cell]
 

@@ -12,9 +12,10 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import Field
 
+from atoll.config.settings import MAX_WEIGHT
 from atoll.errors import AtollError, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages
-from atoll.protocol.messages import Count, Hex32, Message, Site, Ticket, VersionRef
+from atoll.protocol.messages import Count, Hex32, Many, Message, Metrics, Site, Ticket, VersionRef
 
 T = TypeVar("T")
 
@@ -167,9 +168,7 @@ class FrozenUpdate(Message):
     norm: float = Field(ge=0)
     scale: float = Field(gt=0, description="Factor for the update's weight because of staleness.")
     staleness: Count = Field(0, description="Versions between the update's base and the round's base.")
-    metrics: dict[str, float] = Field(
-        default_factory=dict, exclude=True, description="Not sent: metrics stay at the server."
-    )
+    metrics: Metrics = Field(default_factory=dict, exclude=True, description="Not sent: metrics stay at the server.")
     nbytes: Count = Field(0, exclude=True)
 
 
@@ -180,11 +179,13 @@ class FrozenRound(Message):
     number: Count = Field(description="Number of the round.")
     base_version: Count
     version: Count = Field(description="Number of the new version.")
-    updates: list[FrozenUpdate]
+    updates: Many[FrozenUpdate]
     expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")
     population: Count = Field(0, description="Number of sites that had joined the run.")
     population_weight: float = Field(0.0, ge=0, description="Estimated weight of all sites; 0: not needed.")
-    population_scale: float = Field(1.0, description="Previous round's population weight, divided by this round's.")
+    population_scale: float = Field(
+        1.0, ge=0, le=MAX_WEIGHT, description="Previous round's population weight, divided by this round's."
+    )
 
     @property
     def tickets(self) -> list[int]:

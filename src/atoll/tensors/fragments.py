@@ -45,12 +45,14 @@ class Split:
         """The schema of each fragment. With one fragment, this is the model's own schema."""
         if self.count == 1:
             return (self.schema,)
-        return tuple(self._part(fragment) for fragment in range(self.count))
-
-    def _part(self, fragment: int) -> Schema:
-        specs = tuple(spec for spec, place in zip(self.schema.tensors, self.places, strict=True) if place == fragment)
-        owners = {spec.name for spec in specs}
-        return Schema(specs, tuple(pair for pair in self.schema.aliases if pair[1] in owners))
+        specs: list[list[TensorSpec]] = [[] for _ in range(self.count)]
+        pairs: list[list[tuple[str, str]]] = [[] for _ in specs]
+        place_of = {spec.name: place for spec, place in zip(self.schema.tensors, self.places, strict=True)}
+        for spec in self.schema.tensors:
+            specs[place_of[spec.name]].append(spec)
+        for alias, owner in self.schema.aliases:
+            pairs[place_of[owner]].append((alias, owner))
+        return tuple(Schema(tuple(some), tuple(ties)) for some, ties in zip(specs, pairs, strict=True))
 
 
 def split(schema: Schema, count: int) -> Split:

@@ -303,14 +303,26 @@ class _HeldResponse(Response):
 class _ThroughProxy(urllib3.connection.HTTPConnection):
     """Opens its sockets through a proxy, if there is one. urllib3's own proxies use unlimited answers."""
 
-    def __init__(self, *args: Any, proxy_on_the_way: Proxy | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        proxy_on_the_way: Proxy | None = None,
+        require_ip: Callable[[str], None] = lambda _: None,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
-        self._proxy_on_the_way = proxy_on_the_way
+        self._proxy_on_the_way, self._require_ip = proxy_on_the_way, require_ip
 
     def _new_conn(self) -> socket.socket:
-        if self._proxy_on_the_way is None:
-            return super()._new_conn()
-        return self._proxy_on_the_way.connect(self.timeout)
+        if self._proxy_on_the_way is not None:
+            return self._proxy_on_the_way.connect(self.timeout)
+        sock = super()._new_conn()
+        try:
+            self._require_ip(sock.getpeername()[0])
+        except BaseException:
+            sock.close()
+            raise
+        return sock
 
 
 class _Connection(_ThroughProxy):
@@ -330,9 +342,12 @@ class Http:
         token: bearer token, sent with every request, never logged; None if the server needs none.
         ca: path of a PEM file with the certificate authority of the server; None: trust the system's authorities.
         environ: environment with HTTPS_PROXY and the like; if it has none, connect directly.
+        require_ip: called with the IP address that a connection has reached, before the first byte is sent. If it
+            raises an error, the connection is closed: a host name may lead elsewhere than when it was checked.
 
     Attributes:
         server: address of the server.
+        require_ip: as the argument.
         path: path of the server's address; empty if it has none.
         proxy: the proxy between this machine and the server; None if there is none.
         where: the server's address and the proxy, for messages.
@@ -351,8 +366,10 @@ class Http:
         token: str | None = None,
         ca: str | None = None,
         environ: Mapping[str, str] = os.environ,
+        require_ip: Callable[[str], None] = lambda _: None,
     ) -> None:
         url = _parsed_address(server)
+        self.require_ip = require_ip
         secure = url.scheme == "https"
         self.host = (url.host or "").strip("[]")
         self.port = url.port or (443 if secure else 80)
@@ -385,6 +402,7 @@ class Http:
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
         options: dict[str, Any] = {"ssl_context": self.secure} if self.secure else {}
+        options["require_ip"] = self.require_ip
         if self.proxy is not None:
             options["proxy_on_the_way"] = self.proxy
         pool = urllib3.connection_from_url(self.server, maxsize=16, retries=False, **options)

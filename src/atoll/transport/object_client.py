@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -105,16 +105,18 @@ class Abort(Protocol):
         ...
 
 
-def object_http(ref: TensorRef, *, is_peer: bool = False) -> Http:
+def object_http(ref: TensorRef, *, require_ip: Callable[[str], None] | None = None) -> Http:
     """Return a client for the server that a reference names.
 
     The client sends the reference's secret, but not ATOLL_TOKEN: the reference may name a server that is not trusted.
 
     Args:
         ref: the reference.
-        is_peer: whether it is one of a swarm's workers, which connect to each other without a proxy.
+        require_ip: for one of a swarm's workers, the check of its IP address (see `Http`). They connect to each other
+            without a proxy. None: another server.
     """
-    http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"), environ={} if is_peer else os.environ)
+    ca = os.environ.get("ATOLL_TLS_CA")
+    http = Http(ref.server, ca=ca) if require_ip is None else Http(ref.server, ca=ca, environ={}, require_ip=require_ip)
     http.secret = ref.secret
     return http
 

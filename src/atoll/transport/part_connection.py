@@ -32,6 +32,7 @@ class PartConnection:
         secure: TLS context; None for plain HTTP.
         idle_timeout_s: seconds without a byte after which a call raises `TimeoutError`.
         proxy: the proxy to connect through; None: connect to the server.
+        require_ip: called with the server's IP address before a direct connection; it raises an error to prevent it.
 
     Attributes:
         is_cut: whether `cut` was called.
@@ -45,6 +46,7 @@ class PartConnection:
         secure: ssl.SSLContext | None,
         idle_timeout_s: float,
         proxy: Proxy | None = None,
+        require_ip: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._connection = (
             http.client.HTTPSConnection(host, port, timeout=idle_timeout_s, context=secure)
@@ -53,9 +55,11 @@ class PartConnection:
         )
         self._connection.response_class = Response
         self._secure, self._idle_timeout_s, self._proxy = secure, idle_timeout_s, proxy
+        self._require_ip = require_ip
         self._scratch = bytearray(CHUNK_BYTES)
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None  # the connection's socket; set before it connects
+        self._answer_begun: Response | None = None  # it keeps the socket open after the connection has closed
         self.is_cut = False
         self.on_move: Callable[[], None] = lambda: None
 
@@ -64,6 +68,9 @@ class PartConnection:
         with self._lock:
             self._socket = None
         self._connection.close()
+        if self._answer_begun is not None:
+            self._answer_begun.close()
+            self._answer_begun = None
 
     def cut(self) -> None:
         """End the connection, from any thread. A running `put` or `get` fails at once."""
@@ -173,6 +180,7 @@ class PartConnection:
     def _response(self) -> Response:
         response = self._connection.getresponse()
         assert isinstance(response, Response)
+        self._answer_begun = response
         return response
 
     def _ready(self) -> http.client.HTTPConnection:
@@ -209,6 +217,8 @@ class PartConnection:
     def _connected(self, host: str, port: int) -> socket.socket:
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            if self._proxy is None:
+                self._require_ip(str(address[0]))
             sock = socket.socket(family, kind, protocol)
             try:
                 self._hold(sock)

@@ -561,7 +561,9 @@ class HttpTransfer:
         connection, losses = self._idle_connection(), self._http.watch.losses
         if connection is None:
             http = self._http
-            connection = PartConnection(http.host, http.port, http.secure, self._idle_timeout_s, http.proxy)
+            connection = PartConnection(
+                http.host, http.port, http.secure, self._idle_timeout_s, http.proxy, http.require_ip
+            )
         try:
             connection.on_move = on_move
             with pool.using(connection):

@@ -2,7 +2,8 @@
 
 A worker that joins names an address, and the others connect to it. Without a check, a site could make all other sites
 call any address. So the server checks each address before it names it to others (`why_unproven`), and every process
-that connects checks its class (`why_no_peer`).
+that connects checks its class (`why_no_peer`). The name of a host may lead elsewhere a moment later. So the IP address
+that a connection has reached is checked again, before the first byte is sent (`require_peer`).
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+from collections.abc import Callable
+from functools import partial
 
-from atoll.errors import AtollError
+from atoll.errors import AtollError, ServerUnreachable
 from atoll.protocol import messages, routes
 from atoll.tensors.reference import TensorRef
 from atoll.transport.object_client import object_http
@@ -45,6 +48,16 @@ def why_no_peer(host: str, *, loopback: bool) -> str:
     return ""
 
 
+def require_peer(ip: str, *, loopback: bool) -> None:
+    """Raise an error if the IP address that a connection has reached cannot be that of a worker of a swarm.
+
+    Raises:
+        ServerUnreachable: it cannot.
+    """
+    if why := why_no_peer(ip, loopback=loopback):
+        raise ServerUnreachable(f"{why}.", "Check the names of hosts in the swarm, and ATOLL_PEER_HOST.")
+
+
 def leads_here(host: str) -> bool:
     """Return whether a host is loopback: only processes of the same machine can connect to it."""
     return is_loopback(host) or any(address.is_loopback for address in _addresses_of(host))
@@ -59,6 +72,10 @@ def _addresses_of(host: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Addre
     return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
 
 
+ANY_PEER: Callable[[str], None] = partial(require_peer, loopback=True)
+"""The check of a process that may have workers of a swarm on its own machine."""
+
+
 def why_unproven(proof: TensorRef) -> str:
     """Return why the process that made a reference does not answer at its address; an empty text if it does.
 
@@ -70,7 +87,7 @@ def why_unproven(proof: TensorRef) -> str:
     why = why_no_peer(proof.host, loopback=True) or (NO_PATH if proof.path else "")
     for _ in range(ATTEMPTS if not why else 0):
         try:
-            with contextlib.closing(object_http(proof, is_peer=True)) as http:
+            with contextlib.closing(object_http(proof, require_ip=ANY_PEER)) as http:
                 path = routes.OBJECT.format(object=proof.object)
                 manifest = http.get(path, messages.BlobManifest, timeout_s=CHECK_S).manifest()
             return "" if manifest.id == proof.digest else "another process answers there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import urllib.error
@@ -24,6 +25,8 @@ pytestmark = pytest.mark.covers("X9")
 PATIENCE_S = 1.0
 MOST_REQUESTS = 40
 """Requests in the seconds of a test: a loop without pauses makes hundreds."""
+
+OTHER_IDS = itertools.count(1000)
 
 Answer = tuple[int, bytes]
 Lie = Callable[[Connection, Request, Answer], Answer | None]
@@ -84,7 +87,7 @@ def train(url: str, folder: Path) -> int:
     return count
 
 
-def always(path: str, status: int, **body: Any) -> Lie:
+def always(path: str, status: int, **body: Any) -> Callable[[Connection, Request, Answer], Answer]:
     """Answer every request for a path like this."""
 
     def lie(_: Connection, request: Request, answer: Answer) -> Answer:
@@ -114,6 +117,35 @@ def with_ticket(**fields: Any) -> Lie:
         if reply["ticket"] is not None:
             reply["ticket"] |= fields
         return 200, json.dumps(reply | {"head_version": 2**61, "head_digest": "0" * 64}).encode()
+
+    return lie
+
+
+def numbered_tickets(_: Connection, request: Request, answer: Answer) -> Answer:
+    """Give each ticket an id that no ticket has."""
+    if request.path != "/v1/tickets" or answer[0] != 200:
+        return answer
+    reply = json.loads(answer[1])
+    if reply["ticket"] is not None:
+        reply["ticket"]["id"] += next(OTHER_IDS)
+    return 200, json.dumps(reply).encode()
+
+
+def one_after_another(*lies: Callable[[Connection, Request, Answer], Answer]) -> Lie:
+    def lie(connection: Connection, request: Request, answer: Answer) -> Answer:
+        for each in lies:
+            answer = each(connection, request, answer)
+        return answer
+
+    return lie
+
+
+def replayed(path: str) -> Lie:
+    """Answer every request for a path, and for what is below it, as the first one."""
+    first: dict[str, Answer] = {}
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        return first.setdefault(request.path, answer) if request.path.startswith(path) else answer
 
     return lie
 
@@ -152,6 +184,14 @@ LIES: dict[str, tuple[Lie, type[AtollError], str]] = {
     "manifest of other parts": (changed(MANIFEST, part_digests=["0" * 64]), PartCorrupt, "is not the expected one"),
     "manifest of another version": (changed(MANIFEST, version=9), ServerLost, "could not pull a version"),
     "ticket of another fragment": (with_ticket(fragment=1), VersionSkew, "ticket for fragment 1, not 0"),
+    "tickets closed at once": (
+        one_after_another(numbered_tickets, always("/v1/tickets/", 409, code="ticket_closed", message="too late")),
+        ServerLost,
+        "could not make progress, although .* answers: too late",
+    ),
+    "the same ticket again and again": (replayed("/v1/tickets"), ServerLost, "could not submit its update again"),
+    "wrong ids of tickets": (numbered_tickets, ServerLost, "could not make progress"),
+    "first fragment out of range": (changed("/v1/workers", due=1), VersionSkew, "asks for fragment 1"),
     "another schema": (changed("/v1/schema", tensors=[]), VersionSkew, "does not match the digest"),
     "lease of two lines": (changed("/v1/workers", lease="a:1:x\r\nHost: evil"), VersionSkew, "Joined: lease: "),
     "endless timeout": (changed("/v1/run", idle_timeout_s=1e308), VersionSkew, "idle_timeout_s: "),
@@ -200,6 +240,25 @@ def test_a_server_that_says_wait_at_once_is_not_asked_all_the_time(lying: LyingS
     with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
         assert worker.next_round(wait_s=2.0) is None
     assert 2 <= lying.count("/v1/tickets") < 12
+
+
+def test_a_task_that_comes_again_and_again_is_not_answered_all_the_time(lying: LyingServer) -> None:
+    """The server takes each answer, and sends the same task again."""
+    body = {"plain": "null", "object": None}
+    sizes = {"streamed": False, "tensor_chunk_bytes": 0, "np_chunk_bytes": 0}
+    reply = {"status": "task", "task": {"task": "0" * 32, "name": "echo", "body": body} | sizes}
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        if request.path.startswith("/v1/tasks"):
+            return 200, json.dumps(reply if request.path == "/v1/tasks" else {}).encode()
+        return answer
+
+    lying.lie = lie
+    with atoll.tasks(lying.url, site="a") as worker:
+        worker.task("echo")(lambda payload: payload)
+        with pytest.raises(ServerLost, match="could not make progress, although"):
+            worker.run()
+    assert lying.count("/v1/tasks") < MOST_REQUESTS
 
 
 @pytest.mark.parametrize("status", ["wait", "rounds"])

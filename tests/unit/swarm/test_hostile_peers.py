@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from pydantic import ValidationError
 from atoll import Settings
 from atoll.aggregation.plan import AggregationPlan
 from atoll.blobs.manifest import Manifest
-from atoll.errors import AtollError, Gone, VersionSkew
+from atoll.errors import AtollError, Gone, ServerUnreachable, VersionSkew
+from atoll.protocol import routes
 from atoll.protocol.messages import BlobManifest
 from atoll.protocol.swarm_messages import MOST_PEERS, Collect, Hold, PeerWork, Source, SwarmPlan
 from atoll.protocol.values import FrozenRound, FrozenUpdate
@@ -28,7 +31,9 @@ from atoll.server.startup import plan_of
 from atoll.store.file_slots import SPOOL
 from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
-from atoll.transport.peer_address import why_no_peer
+from atoll.transport.object_client import object_http
+from atoll.transport.part_transfer import HttpTransfer
+from atoll.transport.peer_address import require_peer, why_no_peer
 from atoll.worker.peer.agent import require_fitting
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers
@@ -176,6 +181,34 @@ def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: P
         served.learn([])  # it has left
         assert served.in_order([ref]) == []
         assert len(peer.requests) == 1
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.parametrize("way", ["message", "part"])
+def test_nothing_is_sent_where_the_name_of_a_worker_leads_elsewhere_by_now(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The name led to another machine when it was checked; it leads to this machine itself when it is connected to."""
+    honest, elsewhere = socket.getaddrinfo, ["192.0.2.1"]
+
+    def lookup(host: str, *args: Any, **options: Any) -> Any:
+        if host == "worker.test":
+            host = elsewhere.pop() if elsewhere else "127.0.0.1"
+        return honest(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
+        assert why_no_peer("worker.test", loopback=False) == ""
+        ref = TensorRef("worker.test", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1)
+        http = object_http(ref, require_ip=partial(require_peer, loopback=False))
+        transfer = HttpTransfer(http, 1, IDLE_S)
+        with ExitStack() as stack:
+            stack.callback(http.close)
+            stack.callback(transfer.close)
+            ask = partial(http.reach, timeout_s=IDLE_S) if way == "message" else partial(transfer.read, most_bytes=100)
+            with pytest.raises(ServerUnreachable, match="leads to this machine itself"):
+                ask(routes.HEALTH)
+        assert peer.requests == []
 
 
 @pytest.mark.covers("X9", "P10")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
@@ -28,12 +30,14 @@ from atoll.errors import (
 )
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.protocol.messages import VersionManifest
+from atoll.protocol.openapi import OPERATIONS
 from atoll.protocol.read_message import read_message
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Part
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.transport import object_client
 from atoll.transport.http_client import Http
+from atoll.transport.part_connection import PartConnection
 from atoll.transport.part_transfer import HttpTransfer
 
 pytestmark = pytest.mark.covers("X9")
@@ -276,6 +280,12 @@ def test_a_schema_is_read_as_it_is_written() -> None:
 
 
 BAD_SCHEMAS = {
+    "tensors twice": (b'{"tensors":[],"tensors":[]}', VersionSkew, "the key tensors occurs twice"),
+    "a name twice": (
+        schema_body(1, entry=ENTRY.replace("{{", '{{"name":"x",', 1)),
+        VersionSkew,
+        'key "name" occurs twice',
+    ),
     "a million tensors": (schema_body(1_000_000), BadRequest, "at most 16777216 are allowed"),
     "unknown dtype": (schema_body(1, entry=ENTRY.replace("BF16", "X\\n99")), VersionSkew, "dtype 'X.*99' is not"),
     "name of two lines": (schema_body(1, entry=ENTRY.replace("model", "a\\nb")), VersionSkew, "unprintable"),
@@ -373,8 +383,12 @@ FIELDS: list[tuple[type[BaseModel], dict[str, object], str, list[object]]] = [
     (messages.RunInfo, RUN_INFO, "connections", [0, 2**40]),
     (messages.RunInfo, RUN_INFO, "part_bytes", [1, 2**40]),
     (messages.RunInfo, RUN_INFO, "ranks", [0, 2**40]),
-    (messages.RunInfo, RUN_INFO, "fragments", [0, 2**70]),
-    (messages.RunInfo, RUN_INFO, "max_inflight", [0, 2**70]),
+    (messages.RunInfo, RUN_INFO, "fragments", [0, 1025, 2**70]),
+    (messages.RunInfo, RUN_INFO, "max_inflight", [0, 1025, 2**70]),
+    (messages.RunInfo, RUN_INFO, "sync_every", [-1, 10**13]),
+    (messages.RunInfo, RUN_INFO, "tau", [-1, 10**13]),
+    (messages.RunInfo, RUN_INFO, "codec_options", [{"a b": 1}, {"k": "x" * 2000}, {"k": 1e301}, {"k": [[1]]}]),
+    (messages.Ticket, TICKET, "local_steps", [-1, 10**13]),
     (messages.RunInfo, RUN_INFO, "protocol", [-1, 2**70]),
     (messages.RunInfo, RUN_INFO, "local", [{"k" * 65: 1.0}, {str(key): 1.0 for key in range(65)}]),
     (messages.RunInfo, RUN_INFO, "run", ["../x", "a\nb", ""]),
@@ -398,6 +412,45 @@ def test_a_value_out_of_bounds_is_refused_where_it_is_read(
     for value in values:
         with pytest.raises(ValueError, match=r"\w"):
             read_message(kind, json.dumps(others | {name: value}).encode())
+
+
+REPLIES = {each.reply for each in OPERATIONS if isinstance(each.reply, type) and issubclass(each.reply, BaseModel)}
+
+
+@pytest.mark.parametrize("kind", sorted(REPLIES, key=lambda kind: kind.__name__))
+def test_every_number_list_and_table_of_an_answer_has_a_bound(kind: type[BaseModel]) -> None:
+    def unbounded(value: object, place: str) -> Iterator[str]:
+        if isinstance(value, list):
+            for number, each in enumerate(value):
+                yield from unbounded(each, f"{place}.{number}")
+        if not isinstance(value, dict):
+            return
+        limits = {"integer": {"maximum", "exclusiveMaximum"}, "array": {"maxItems"}}.get(value.get("type"), set())
+        if isinstance(value.get("additionalProperties"), dict):
+            limits = {"maxProperties"}
+        if limits and not limits & value.keys():
+            yield place
+        for key, each in value.items():
+            yield from unbounded(each, f"{place}.{key}")
+
+    assert [*unbounded(kind.model_json_schema(), kind.__name__)] == []
+
+
+@pytest.mark.parametrize("number", [1e13, 1e308, -1.0])
+def test_an_estimate_out_of_bounds_is_read_as_the_nearest_one(number: float) -> None:
+    body = json.dumps(REPLY | {"left_s": number}).encode()
+    assert read_message(messages.TicketReply, body).left_s == (1e12 if number > 0 else 0.0)
+
+
+TWICE = ['"name":"n","name":"n"', '"name":"n","n\\u0061me":"m"', '"name":"n","local":{"mu":1.0,"mu":2.0}']
+
+
+@pytest.mark.parametrize("fields", TWICE)
+def test_a_message_with_a_key_twice_is_refused(fields: str) -> None:
+    others = json.dumps({key: value for key, value in RUN_INFO.items() if key != "name"})
+    assert read_message(messages.RunInfo, f'{others[:-1]},"name":"na\\"me\\":{{"}}'.encode()).name == 'na"me":{'
+    with pytest.raises(ValueError, match="occurs twice in an object"):
+        read_message(messages.RunInfo, f"{others[:-1]},{fields}}}".encode())
 
 
 def test_texts_of_a_server_are_cut_and_make_no_line() -> None:
@@ -452,6 +505,22 @@ def test_a_part_of_a_byte_now_and_then_is_given_up() -> None:
         transfer.close()
         http.close()
     assert type(error) is TransferStalled
+
+
+def test_a_part_that_is_given_up_leaves_no_socket_open() -> None:
+    """The server says that the connection ends, and the reader stops within the part; an error still refers to it."""
+    gc.collect()
+    with Peer(raw(b"HTTP/1.0 206 P\r\nContent-Length: 8\r\n\r\n" + b"x" * 8)) as peer:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", ResourceWarning)
+            connection = PartConnection("127.0.0.1", peer.port, None, 0.3)
+            kept: list[object] = [connection.get("/", {}, 8, lambda scratch: scratch[:2])[2]]
+            next(kept[0])  # type: ignore[call-overload]
+            kept.append(kept)  # as the traceback of an error does
+            connection.close()
+            del connection, kept
+            gc.collect()
+    assert [str(each.message) for each in found if issubclass(each.category, ResourceWarning)] == []
 
 
 @pytest.mark.parametrize("case", ["ssh", "gzip", "redirect", "two lengths", "endless error", "trickling body"])

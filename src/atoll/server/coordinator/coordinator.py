@@ -119,6 +119,7 @@ class Coordinator:
         workflows: Workflows | None = None,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
+        self._info = run_info(plan, store.run_log.run_id)
         self.roster = roster_of(
             store.run_log.members(), [store.tickets.newest_bases(fragment) for fragment in range(len(plan.fragments))]
         )
@@ -308,7 +309,7 @@ class Coordinator:
     async def get_run(self) -> messages.RunInfo:
         """Return the description of the run, which a worker reads before it joins."""
         queue, workflows = self.task_queue, self.workflows
-        return run_info(self.plan, self.store.run_log.run_id).model_copy(
+        return self._info.model_copy(
             update={
                 "trains": queue.trains,
                 "sends_tasks": queue.active,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from pydantic import ValidationError
+
 from atoll import registry
 from atoll.aggregation.plan import Plan
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.format_text import counted as number_of
-from atoll.format_text import size
+from atoll.format_text import size, visible
 from atoll.protocol import messages, routes
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
@@ -19,41 +21,53 @@ LOG = logging.getLogger("atoll.server")
 
 
 def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
-    """Return the message that describes a run with this plan."""
+    """Return the message that describes a run with this plan.
+
+    Raises:
+        ConfigError: a setting, such as an option of the codec, is too long for the message.
+    """
     settings, algorithm = plan.settings, plan.algorithm
     codec, downlink_codec = plan.sent_codecs
-    return messages.RunInfo(
-        protocol=routes.PROTOCOL,
-        run=run_id,
-        name=settings.run.name,
-        algorithm=registry.ReceivedName(algorithm.name),
-        local=algorithm.local,
-        local_package=registry.package_of("algorithms", algorithm.name) if algorithm.local is not None else "",
-        on_missed=algorithm.algorithm.on_missed,
-        rounds=settings.rounds.total,
-        sync_every=algorithm.sync_every,
-        mode="async" if settings.async_.enabled else "sync",
-        placement="swarm" if settings.swarm.enabled else "server",
-        sync_rounds_first=settings.async_.sync_rounds_first,
-        barrier=not settings.async_.enabled and not settings.rounds.quorum,
-        schema_digest=plan.schema.digest,
-        fragments=len(plan.fragments),
-        tau=settings.diloco.fragment_sync_delay,
-        alpha=settings.diloco.fragment_update_alpha,
-        needs_steps=plan.needs_steps,
-        max_inflight=settings.diloco.max_inflight,
-        codec=codec,
-        codec_options=algorithm.codec_options,
-        downlink_codec=downlink_codec,
-        downlink_codec_options=settings.aggregation.download_codec.options,
-        part_bytes=settings.network.part_bytes,
-        ranks=settings.model.ranks,
-        connections=settings.network.connections,
-        heartbeat_interval_s=messages.bounded_s(settings.network.heartbeat_interval_s),
-        heartbeat_timeout_s=messages.bounded_s(settings.network.heartbeat_timeout_s),
-        waiting_heartbeat_s=messages.bounded_s(settings.network.waiting_heartbeat_s),
-        idle_timeout_s=messages.bounded_s(settings.network.idle_timeout_s),
-    )
+    try:
+        return messages.RunInfo(
+            protocol=routes.PROTOCOL,
+            run=run_id,
+            name=settings.run.name,
+            algorithm=registry.ReceivedName(algorithm.name),
+            local=algorithm.local,
+            local_package=registry.package_of("algorithms", algorithm.name) if algorithm.local is not None else "",
+            on_missed=algorithm.algorithm.on_missed,
+            rounds=settings.rounds.total,
+            sync_every=algorithm.sync_every,
+            mode="async" if settings.async_.enabled else "sync",
+            placement="swarm" if settings.swarm.enabled else "server",
+            sync_rounds_first=settings.async_.sync_rounds_first,
+            barrier=not settings.async_.enabled and not settings.rounds.quorum,
+            schema_digest=plan.schema.digest,
+            fragments=len(plan.fragments),
+            tau=settings.diloco.fragment_sync_delay,
+            alpha=settings.diloco.fragment_update_alpha,
+            needs_steps=plan.needs_steps,
+            max_inflight=settings.diloco.max_inflight,
+            codec=codec,
+            codec_options=algorithm.codec_options,
+            downlink_codec=downlink_codec,
+            downlink_codec_options=settings.aggregation.download_codec.options,
+            part_bytes=settings.network.part_bytes,
+            ranks=settings.model.ranks,
+            connections=settings.network.connections,
+            heartbeat_interval_s=messages.bounded_s(settings.network.heartbeat_interval_s),
+            heartbeat_timeout_s=messages.bounded_s(settings.network.heartbeat_timeout_s),
+            waiting_heartbeat_s=messages.bounded_s(settings.network.waiting_heartbeat_s),
+            idle_timeout_s=messages.bounded_s(settings.network.idle_timeout_s),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"Sites cannot get {'.'.join(map(str, first['loc']))} = {visible(repr(first['input']), 80)}: "
+            f"{first['msg']}.",
+            "The options of a codec are numbers, short texts and short lists of these.",
+        ) from None
 
 
 def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:

@@ -33,6 +33,7 @@ from atoll.errors import (
 )
 from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, Operation, openapi
+from atoll.protocol.read_message import require_keys_once
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.http.auth import Gate, Refusals
@@ -158,9 +159,13 @@ async def _read(request: web.Request, kind: type[Message], most_bytes: int) -> M
     async with asyncio.timeout(10.0):
         body = await request.clone(client_max_size=most_bytes).read()
     try:
-        return kind.model_validate_json(body)
+        message = kind.model_validate_json(body)
+        require_keys_once(body)
     except ValidationError as error:
         raise _readable(kind, error) from error
+    except ValueError as error:
+        raise BadRequest(f"{kind.__name__}: {error}.", "Send each field once.") from error
+    return message
 
 
 def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:

@@ -234,6 +234,7 @@ class Exchange:
         except TRANSIENT as error:
             return Lost(error)
         self._gone.reset()
+        self.session.progress.made("version", self.fragment, version.digest)
         return Pulled(version)
 
     def _pull_shares(self, version: VersionRef, to_next: bool, load: bool, retries: int | None) -> Lost | None:
@@ -460,6 +461,7 @@ class Exchange:
             bar.failed = True
             return answer
         self.session.require_here()
+        self.session.progress.made("ticket", note.ticket)
         self.outbox.mark_sent()
         self.refusals = 0
         if self._warned_of_optimizer and not broken_moments(self.session.optimizers):

@@ -66,7 +66,7 @@ from atoll.tensors.layout import Part
 from atoll.worker.log_lines import LOG, Troubles, error_text
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers, PulledUpdate, Version
-from atoll.worker.session.session import Session
+from atoll.worker.session.session import Repeats, Session
 
 Key = tuple[object, ...]
 """The key of a job: the kind of job, then what identifies its item: numbers, or the address of a worker."""
@@ -212,8 +212,9 @@ RESULT = "model.safetensors"
 """Name of the file with the model of a finished run, in the site's folder."""
 JOBS, MOST_JOBS = 3, 1024
 """Number of jobs that run at the same time, and that run or wait."""
-PACE_S = 0.02
-"""Shortest time between two requests for work: a server that answers each at once does not keep this worker busy."""
+PACE_S, LONGEST_PACE_S = 0.02, 0.5
+"""Shortest time between two requests for work; and longest pause before a report that says nothing new, if the server
+answers each at once: it does not keep this worker busy."""
 KNOWN, UNREACHED = MOST_PEERS, 64
 """Largest number of reached addresses in a report, and of unreached ones."""
 BUSY_S = 1.0
@@ -243,6 +244,7 @@ class SwarmPeer:
         self._lock = threading.RLock()  # guards the fields below
         self._work = PeerWork(stamp=0)
         self._number = self._moved = 0
+        self._hurried, self._told = Repeats(session, longest_s=LONGEST_PACE_S), PeerReport(peer=self._proof, number=0)
         self._pulled: dict[int, PulledUpdate] = {}  # by ticket
         self._collected: dict[int, CollectedUpdate] = {}
         self._closed: dict[Key, ReducedRound] = {}
@@ -335,7 +337,16 @@ class SwarmPeer:
         with self._lock:
             self._number += 1
             report = self._report(wait_s)
+        told = report.model_copy(update={"number": 0, "seen": 0, "wait_s": 0.0})
+        if told == self._told:
+            self._hurried.again()
+        else:
+            self._hurried.reset()
+        asked_s = time.monotonic()
         work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
+        self._told = told
+        if wait_s and time.monotonic() - asked_s >= wait_s / 2:  # it was a long poll
+            self._hurried.reset()
         require_fitting(work, self._plan)
         with self._lock:
             if work.server != self._work.server or work.order > self._work.order:  # else a newer answer came before

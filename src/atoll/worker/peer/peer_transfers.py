@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -38,7 +39,7 @@ from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.transport.peer_address import NO_PATH, leads_here, why_no_peer
+from atoll.transport.peer_address import NO_PATH, leads_here, require_peer, why_no_peer
 from atoll.transport.tls import is_loopback
 from atoll.worker.arguments import flag
 from atoll.worker.exchange.base_and_outbox import Outbox
@@ -127,13 +128,16 @@ def host_of(address: str) -> str:
 
 
 @contextmanager
-def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[tuple[TensorRef, HttpTransfer]]:
+def connected(
+    text: str, idle_timeout_s: float, counters: Counters, *, loopback: bool
+) -> Iterator[tuple[TensorRef, HttpTransfer]]:
     """Connect to the worker that a reference names; the connections close at the end of the `with` block.
 
     Args:
         text: the reference to a file at that worker, as text.
         idle_timeout_s: seconds without a byte after which a transfer fails.
         counters: counters of the transferred bytes.
+        loopback: whether that worker may be on this machine.
 
     Yields:
         The parsed reference, and the connections.
@@ -144,7 +148,7 @@ def connected(text: str, idle_timeout_s: float, counters: Counters) -> Iterator[
     ref = TensorRef.parse(text)
     if ref.path:
         raise Gone(f"The reference to {ref.server} is not followed: {NO_PATH}.", "Ask another worker.")
-    http = object_http(ref, is_peer=True)
+    http = object_http(ref, require_ip=partial(require_peer, loopback=loopback))
     http.counters = counters
     parts = HttpTransfer(http, CONNECTIONS, idle_timeout_s)
     try:
@@ -216,7 +220,11 @@ class PeerServer:
         """Return why this worker does not connect to an address, whatever the server says; empty if it may."""
         if address not in self._peers:
             return "the server has not named a worker at this address"
-        return why_no_peer(host_of(address), loopback=leads_here(host_of(self.address)))
+        return why_no_peer(host_of(address), loopback=self._on_loopback)
+
+    @property
+    def _on_loopback(self) -> bool:
+        return leads_here(host_of(self.address))
 
     def is_known(self, text: str) -> bool:
         """Return whether a reference leads to this worker itself, or to a worker that `learn` was told of."""
@@ -297,7 +305,7 @@ class PeerServer:
             raise Gone(f"The reference to {ref.server} is not followed: {why}.", "Ask another worker.")
         own = self._host.opened(ref, lambda nbytes: self._read(ref, nbytes)) if ref.server == self.address else None
         if own is None:
-            with connected(text, idle_timeout_s, self._counters) as reached:
+            with connected(text, idle_timeout_s, self._counters, loopback=self._on_loopback) as reached:
                 yield reached
             return
         try:
@@ -328,13 +336,13 @@ class PeerServer:
             wait: waits for a number of seconds; returns True if this worker stops meanwhile. In this case, the method
                 returns an empty text, too.
         """
-        why = ""
+        why, require_ip = "", partial(require_peer, loopback=self._on_loopback)
         for pause_s in (*AGAIN_S, 0.0):
             if why := self._why_refused(address):
                 wait(sum(AGAIN_S))
                 return why
             try:
-                with contextlib.closing(Http(address, ca=self._ca, environ={})) as http:
+                with contextlib.closing(Http(address, ca=self._ca, environ={}, require_ip=require_ip)) as http:
                     http.reach(routes.HEALTH, timeout_s=PROBE_S)
                 return ""
             except AtollError as error:

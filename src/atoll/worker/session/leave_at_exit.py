@@ -30,7 +30,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from atoll.errors import Superseded
-from atoll.posix import no_sync, own_folder, read_own, replace_file
+from atoll.posix import no_sync, open_own, own_folder, read_own, replace_file
 
 if TYPE_CHECKING:
     from atoll.transport.http_client import Http
@@ -81,8 +81,8 @@ def last_words(error: BaseException | None) -> str | None:
     """
     if isinstance(error, Superseded) and (folder := os.environ.get(LEASES)):
         with contextlib.suppress(OSError):
-            Path(folder).mkdir(0o700, exist_ok=True)
-            Path(folder, SUPERSEDED).touch()
+            own_folder(Path(folder), Path(folder).parent)
+            os.close(open_own(Path(folder, SUPERSEDED), os.O_WRONLY | os.O_CREAT))
     if isinstance(error, EndedBySignal):
         return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -68,6 +69,14 @@ OF_THE_OPTIMIZER, OF_EVALUATIONS, OF_THE_ALGORITHM, OF_WEIGHT_COPIES, OF_LOST_ST
 DAMAGED_FIRST, DAMAGED_LATER = 2, 8
 """How often in a row a call is tried if its answer is damaged: before the first valid answer of the server, and later.
 Before, another program may answer at the address; later, a single bit was flipped, or another program took the port."""
+
+FREE_CALLS, FREE_CALLS_A_FRAGMENT = 12, 4
+"""Calls that a worker makes without progress before it slows down, and further ones for each fragment. An honest server
+needs fewer from one update to the next."""
+WORK_S = 60.0
+"""Seconds that a worker takes between two calls after which the later one counts as the first without progress."""
+REMEMBERED = 16
+"""Number of updates, versions and tasks that count as progress only once."""
 
 SAY_EVERY_S = 15.0
 """Seconds between two log lines while the worker waits for a round."""
@@ -173,10 +182,11 @@ class Repeats:
     Args:
         session: the session that makes the calls.
         what: what the calls are for, to complete "cannot …"; empty: the loop may go on forever.
+        longest_s: longest pause between two calls.
     """
 
-    def __init__(self, session: Session, what: str = "") -> None:
-        self._session, self._what = session, what
+    def __init__(self, session: Session, what: str = "", longest_s: float = LONGEST_BACKOFF_S) -> None:
+        self._session, self._what, self._longest_s = session, what, longest_s
         self._pause_s, self._since_s, self._last_s = 0.0, time.monotonic(), 0.0
 
     def reset(self) -> None:
@@ -199,7 +209,65 @@ class Repeats:
         session.closing_wait(min(self._pause_s - (now_s - self._last_s), session.silence.most_s))
         session.require_here()
         keep_ranks_waiting()
-        self._pause_s, self._last_s = min(2 * self._pause_s or FIRST_BACKOFF_S, LONGEST_BACKOFF_S), time.monotonic()
+        self._pause_s, self._last_s = min(2 * self._pause_s or FIRST_BACKOFF_S, self._longest_s), time.monotonic()
+
+
+class Progress:
+    """Slows down the calls of a worker that brings nothing forward, and ends the worker if that lasts.
+
+    Each answer of a server may be valid, and the worker may still get nowhere: tickets that the server does not know
+    afterwards, versions that it does not have, the same task again and again. Only three things count as progress,
+    and each only the first time: an update that the server accepts, a version that is complete at this site, and a
+    task that the server takes an answer to. Thread-safe enough: at worst, two threads count as one call.
+
+    Args:
+        session: the session that makes the calls.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._why = session, "its answers bring no update forward"
+        self._repeats = Repeats(session, "make progress")
+        self._seen = deque[object](maxlen=REMEMBERED)
+        self._calls, self._answered_s = 0, math.inf
+
+    def begin(self) -> None:
+        """Record that a call begins. If there were too many without progress, wait until it may begin.
+
+        Raises:
+            ServerLost: there was no progress for `ATOLL_GIVE_UP_S`.
+            ServerUnreachable: this worker has left the run.
+        """
+        if time.monotonic() - self._answered_s > WORK_S:
+            self._calls = 0
+        free = FREE_CALLS + FREE_CALLS_A_FRAGMENT * self._session.fragments
+        self._calls += 1
+        if self._calls <= free:
+            self._repeats.reset()
+        else:
+            self._repeats.again(self._why)
+
+    def answered(self, why: str = "") -> None:
+        """Record that a call has ended.
+
+        Args:
+            why: the reason, if it has failed.
+        """
+        self._answered_s, self._why = time.monotonic(), why or self._why
+
+    def waited(self) -> None:
+        """Record that the last call was answered as late as it asked for: waiting for other sites is no lack."""
+        self._calls -= 1
+        self._repeats.reset()
+
+    def made(self, *what: object) -> None:
+        """Record progress.
+
+        Args:
+            what: the ticket of the update, the digest of the version, or the id of the task.
+        """
+        if what not in self._seen:
+            self._calls = 0
+        self._seen.append(what)
 
 
 class Session:
@@ -218,6 +286,8 @@ class Session:
         heartbeat: the content of the next heartbeat; changed by `tell`.
         counters: bytes and retries so far.
         optimizers: the optimizers of this process that the script has passed to Atoll.
+        fragments: number of the run's fragments; 0 until it is known.
+        progress: what the calls have brought forward.
         durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
             server.
         peer_proof: in a swarm, a reference with the address where other workers reach this one; else None.
@@ -256,11 +326,13 @@ class Session:
         self._process = uuid.uuid4().hex[:16]
         self._labels = labels or {}
         self._early = Repeats(self)
+        self.fragments, self.progress = 0, Progress(self)
         self._closing = Latch()  # no `threading.Event`: a signal in its `wait` could block `leave`
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None
         self.info, self.split = self._read_run()
+        self.fragments = self.info.fragments
         self.schema = self.split.schema
 
     def _read_run(self) -> tuple[messages.RunInfo, Split]:
@@ -429,6 +501,11 @@ class Session:
         )
         ask = partial(self.http.post, routes.WORKERS, message, messages.Joined)
         joined = self.patiently(ask, max_retries, "join")
+        if joined.due >= self.info.fragments:
+            raise VersionSkew(
+                f"{self.http.server} asks for fragment {joined.due}, but the run has {self.info.fragments}.",
+                "Use the same release of Atoll on both sides.",
+            )
         self.http.lease, self.due, self.evaluates = joined.lease, joined.due, joined.evaluates
         note_lease(self.site, self.http.server, joined.lease)
         if joined.displaces is not None:
@@ -560,14 +637,20 @@ class Session:
             ServerLost: `max_retries` is None, and the server has not answered for `ATOLL_GIVE_UP_S`.
         """
         attempts = _Attempts(self, max_retries, what)
-        while True:
-            attempts.begin()
-            try:
-                result = ask()
-                attempts.succeeded()
-                return result
-            except AtollError as error:
-                attempts.failed(error)
+        self.progress.begin()
+        try:
+            while True:
+                attempts.begin()
+                try:
+                    result = ask()
+                    attempts.succeeded()
+                    self.progress.answered()
+                    return result
+                except AtollError as error:
+                    attempts.failed(error)
+        except AtollError as error:
+            self.progress.answered(error.message)
+            raise
 
     def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
         """Wait for a fragment's next round. Return `Open`, which contains the ticket (permission to submit an update).
@@ -601,11 +684,8 @@ class Session:
             ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)
             asked_s = time.monotonic()
             reply = self.patiently(ask, retries, "ask for the next round")
-            if reply.ticket is not None and reply.ticket.fragment != fragment:
-                raise VersionSkew(
-                    f"{self.http.server} gave a ticket for fragment {reply.ticket.fragment}, not {fragment}.",
-                    "Use the same release of Atoll on both sides.",
-                )
+            if reply.ticket is not None:
+                self._require_fit(reply.ticket, fragment)
             self.pace(reply.status == "wait", asked_s, request.wait_s)
             is_over = wait_s is not None and time.monotonic() - begin >= wait_s
             if reply.status != "wait" or reply.tasks or is_over:
@@ -615,6 +695,17 @@ class Session:
                 logged_s = time.monotonic()
                 LOG.info("%s: still %s", self.site, in_wait(logged_s - begin, reply))
 
+    def _require_fit(self, ticket: messages.Ticket, fragment: int) -> None:
+        text = ""
+        if ticket.fragment != fragment:
+            text = f"for fragment {ticket.fragment}, not {fragment}"
+        elif ticket.local_steps > self.info.sync_every:
+            text = f"with {ticket.local_steps} local steps, but the run has at most {self.info.sync_every}"
+        if text:
+            raise VersionSkew(
+                f"{self.http.server} gave a ticket {text}.", "Use the same release of Atoll on both sides."
+            )
+
     def pace(self, is_wait: bool, asked_s: float, wait_s: float) -> None:
         """Slow down long polls that the server answers "wait" at once, instead of after `wait_s`.
 
@@ -623,10 +714,13 @@ class Session:
             asked_s: time of the request, by `time.monotonic`.
             wait_s: seconds that the server was asked to wait.
         """
-        if is_wait and time.monotonic() - asked_s < wait_s / 2:
+        is_early = time.monotonic() - asked_s < wait_s / 2
+        if is_wait and is_early:
             self._early.again()
         else:
             self._early.reset()
+        if is_wait and wait_s and not is_early:
+            self.progress.waited()
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
         """Return the state of a ticket's update: accepted, counted, refused or expired.

@@ -156,19 +156,19 @@ class TaskPrefetcher:
                 continue
             if reply.status == "finished":
                 return
-            if reply.task is not None:
-                self._ahead_of(reply.task)
-            elif time.monotonic() - asked_s < PAUSE_S:  # the server was asked to wait longer
+            is_new = reply.task is not None and self._ahead_of(reply.task)
+            if not is_new and time.monotonic() - asked_s < PAUSE_S:  # the server was asked to wait longer
                 self._pause()
 
     def _pause(self) -> None:
         with self._news:
             self._news.wait_for(lambda: self._closing, PAUSE_S)
 
-    def _ahead_of(self, message: tm.TaskMessage) -> None:
+    def _ahead_of(self, message: tm.TaskMessage) -> bool:
+        """Download the tensors of a task; return False if it is the one that the worker itself has now."""
         with self._news:
             if self._closing or message.task == self._in_hand or self._next is not None:
-                return  # the worker itself has the task now
+                return False
             coming = self._next = _Next(message.task)
         stored = None
         try:
@@ -180,6 +180,7 @@ class TaskPrefetcher:
             LOG.debug("%s: task %r was not downloaded ahead of time: %s", self._connection.site, message.name, error)
         finally:
             coming.stored.set_result(stored)
+        return True
 
 
 # -- One task of a site
@@ -265,6 +266,7 @@ class Task:
         connection, path = self._connection, routes.TASK_ANSWER.format(task=self.id)
         try:
             connection.patiently(lambda: connection.http.send(path, answer), None, f"answer task {self.name!r}")
+            connection.progress.made("task", self.id)
             return True
         except (TicketClosed, Conflict, Gone) as error:
             LOG.warning("%s: the server refused the answer to task %r: %s", connection.site, self.name, error)
