@@ -12,7 +12,8 @@ made by one thread. For every byte run of the part (a range of elements, see `te
     step    parameters                                           θ
     whole   parameters of optimizers that need whole tensors     θ, stepped before the parts (`step_whole_tensors`)
     reduce  buffers                                              the reduction of their values, by their rule
-    add     the algorithm's own groups; buffers of rule `sum`    scale · value + the reduction
+    add     the algorithm's own groups; buffers of rule `sum`    scale · value + the reduction; the algorithm's values
+                                                                 count as zero where its state begins anew
     keep    tensors that each site keeps for itself              the value
 
 A parameter that no site trains stays as it is, whatever the outer optimizer does (`aggregation/resting_tensors`).
@@ -221,7 +222,7 @@ class _Pass:
         out: NextFiles,
         on_progress: Callable[[int], None] | None,
     ) -> None:
-        self.files, self.out, self.rule = files, out, plan.rule
+        self.files, self.out, self.rule, self.from_zero = files, out, plan.rule, frozen.from_zero
         self.planned: FragmentPlan = plan.fragments[frozen.fragment]
         accepted = [(update, files.updates[update.ticket]) for update in frozen.updates]
         facts = RoundFacts(
@@ -388,7 +389,9 @@ class _Thread:
         g, pieces = updates.reduce(run, self._scratch)
         if kind == "add":
             scale = updates.carries[run.spec.group]
-            if scale != 1:
+            if run.spec.is_extra and self._work.from_zero:
+                values.zero_()
+            elif scale != 1:
                 values.mul_(scale)
             for value, piece in zip(run.split(values), pieces, strict=True):
                 add_(value, piece)

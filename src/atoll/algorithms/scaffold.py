@@ -17,6 +17,9 @@ paper's 1/N.
 In a version, the tensors of the group `control` are c, in addition to the model. In an update, they are Δc_i, in
 addition to the pseudo-gradient. The site keeps c_i. When the site's update counts, c_i⁺ becomes the new c_i. When W
 changes, the server scales c ← c·W_before/W, so that c stays the weighted mean of all c_i (reducer `share`).
+
+If the server goes back to an older version, the c_i of that version are lost. Then c and all c_i begin at zero again,
+so that c stays their mean: docs/decisions/0035.
 """
 
 from __future__ import annotations

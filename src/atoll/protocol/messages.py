@@ -380,13 +380,36 @@ class Counted(Message):
 
     base_version: Count | None = None
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the update; empty if unknown.")
+    generation: Count = Field(0, description="Generation of the algorithm's state; each begins at zero.")
 
     def names(self, other: Counted) -> bool:
         """Return whether both messages name the same update. An empty digest equals every digest."""
-        return self.base_version == other.base_version and (self.digest in ("", other.digest) or not other.digest)
+        same_digest = self.digest in ("", other.digest) or not other.digest
+        return self.position == other.position and same_digest
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(generation, base version): of two updates of a site, the one with the larger position is later."""
+        return self.generation, -1 if self.base_version is None else self.base_version
 
 
-class Join(Message):
+class SiteState(Message):
+    """What a site says of the state that the algorithm keeps at it."""
+
+    local_state: Literal["", "kept", "missing", "new"] = Field(
+        "", description="Whether the site has its algorithm's state; new: the user lets the state start from zero."
+    )
+    local_state_of: list[Counted] = Field(
+        default_factory=list,
+        max_length=2,
+        description="Updates after which this state was saved; empty: the site has no state.",
+    )
+    new_local_state: bool = Field(
+        False, description="The algorithm's state may start from zero if it is not the one that the run expects."
+    )
+
+
+class Join(SiteState):
     """A worker's request to take part in the run."""
 
     protocol: Count = Field(description="Protocol version of the worker.")
@@ -406,17 +429,6 @@ class Join(Message):
         None,
         description="In a swarm: a reference to a small object at this worker. It has the worker's address for the "
         "others, and the server pulls the object: this proves that the address is the worker's own.",
-    )
-    local_state: Literal["", "kept", "missing", "new"] = Field(
-        "", description="Whether the site has its algorithm's state; new: the user lets the state start from zero."
-    )
-    local_state_of: list[Counted] = Field(
-        default_factory=list,
-        max_length=2,
-        description="Updates after which this state was saved; empty: the site has no state.",
-    )
-    new_local_state: bool = Field(
-        False, description="The algorithm's state may start from zero if it is not the one that the run expects."
     )
 
 
@@ -469,7 +481,7 @@ class HeartbeatReply(Message):
     finished: bool
 
 
-class TicketRequest(Message):
+class TicketRequest(SiteState):
     """A request for the ticket of a fragment's open round. The server waits up to `wait_s` for a round to open."""
 
     fragment: Count = 0
@@ -519,6 +531,8 @@ class Ticket(Message):
     base_digest: Hex32 = Field(description="Digest of the version to pull and to train from.")
     layout_digest: Hex32 = Field(description="Digest of the update's layout.")
     local_steps: Steps = Field(0, description="Number of local steps (DyLU); 0: the run's sync_every.")
+    generation: Count = Field(0, description="Generation of the algorithm's state with which the update is formed.")
+    from_zero: bool = Field(False, description="The base version's tensors of the algorithm count as zero.")
 
     @property
     def base(self) -> VersionRef:
@@ -580,6 +594,7 @@ class Complete(Message):
     weight: float = Field(1.0, gt=0, description="Weight of the update: samples, tokens or any other number.")
     steps: Count = Field(0, description="Local steps in this round.")
     metrics: Metrics = Field(default_factory=dict)
+    generation: Count = Field(0, description="Generation of the algorithm's state with which it was formed.")
     source: Reference | None = Field(None, description="Reference to the update, for the aggregator of a swarm.")
 
 

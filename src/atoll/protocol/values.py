@@ -186,6 +186,7 @@ class FrozenRound(Message):
     population_scale: float = Field(
         1.0, ge=0, le=MAX_WEIGHT, description="Previous round's population weight, divided by this round's."
     )
+    from_zero: bool = Field(False, description="The base version's tensors of the algorithm count as zero.")
 
     @property
     def tickets(self) -> list[int]:

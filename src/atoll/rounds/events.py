@@ -99,6 +99,16 @@ class AggregatorLost:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLost:
+    """The algorithm's state at a site and that of the newest version do not fit together. Both must begin anew.
+
+    Without effect unless a round is open: while a round is aggregated, its version comes first.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBegins:
     """All workflows that come before the rounds have ended. The first round opens once enough sites have joined."""
 
@@ -122,6 +132,7 @@ Event = (
     | RefusalRecorded
     | VersionCommitted
     | AggregatorLost
+    | StateLost
     | TrainingBegins
     | TimePassed
 )
@@ -237,6 +248,14 @@ class RoundReopened(Decision):
     base_version: int
     tickets: tuple[int, ...]
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBegun(Decision):
+    """The algorithm's state begins at zero again, in the round from `base_version` and at all sites."""
+
+    base_version: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from atoll.rounds.state import CurrentRound, FragmentSnapshot, Rules, Snapshot, 
 from atoll.rounds.transitions import ROUND, TICKET, IllegalTransition, IssuedTicket, advance
 
 NEXT_ROUND = "counts from the next round on"
+STATE_BEGINS = "the state of the run's algorithm begins at zero again, so this round is trained again"
 NOT_DRAWN = "was not drawn for this round; each round draws again"
 
 
@@ -59,8 +60,8 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
             _update(draft, event)
         case events.VersionCommitted(fragment, version, value):
             _commit(draft, fragment, version, value)
-        case events.AggregatorLost(fragment, reason):
-            _collect_again(draft, fragment, reason)
+        case events.AggregatorLost() | events.StateLost():
+            _repeat(draft, event)
         case events.TrainingBegins():
             draft.change(rules=replace(state.rules, held=False))
             _review_rounds(draft)
@@ -216,10 +217,17 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
         _review_rounds(draft)
 
 
-def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
-    """Reopen a round of a swarm after its aggregator was lost with the updates that it had collected.
+def _repeat(draft: StateDraft, event: events.AggregatorLost | events.StateLost) -> None:
+    if isinstance(event, events.AggregatorLost):
+        _collect_again(draft, event.fragment, event.reason)
+    else:
+        _begin_anew(draft, event.why)
 
-    The tickets of these updates are open again, so that their sites submit the updates again.
+
+def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
+    """Reopen a round whose accepted updates are lost or of no use, as after a swarm has lost an aggregator.
+
+    The tickets of these updates are open again, so that their sites submit again.
     """
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
@@ -241,6 +249,20 @@ def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
     draft.effects.append(events.ExpectedChanged(fragment, round_.head, tuple(sorted(expected))))
     draft.wake = True
     _review_rounds(draft)
+
+
+def _begin_anew(draft: StateDraft, why: str) -> None:
+    """Let the algorithm's state begin at zero, in the open round and at all sites.
+
+    Updates that were formed with the earlier state do not fit to the new one. So all tickets of the round end, those of
+    accepted updates, too, and each site gets a new one. Such algorithms have one fragment.
+    """
+    if draft.round(0).phase != "open":
+        return
+    _collect_again(draft, 0, STATE_BEGINS)
+    _end_open(draft, 0, "state begins anew", STATE_BEGINS)
+    draft.effects.append(events.GenerationBegun(draft.round(0).head, why))
+    draft.wake = True
 
 
 # -- the state after a start

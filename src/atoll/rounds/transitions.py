@@ -46,6 +46,7 @@ TICKET: Table = {
     ("open", "replaced by a newer one"): "expired",
     ("open", "too far behind"): "expired",
     ("open", "its site ends"): "expired",
+    ("open", "state begins anew"): "expired",
     ("open", "run finished"): "expired",
     ("accepted", "update accepted"): "accepted",
     ("accepted", "aggregator lost"): "open",

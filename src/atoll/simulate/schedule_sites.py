@@ -37,7 +37,7 @@ from atoll.simulate.engine import ATTEMPTS, Engine, Job, JobResult, SiteRound
 from atoll.store.file_slots import WRITER
 from atoll.store.journal_tables import VersionRow
 from atoll.store.versions import Pin, Versions
-from atoll.worker.exchange.local_state import NEW, pending, wanted_anew
+from atoll.worker.exchange.local_state import NEW, pending, state_in, wanted_anew
 from atoll.worker.log_lines import error_text
 
 
@@ -330,7 +330,10 @@ class SiteScheduler:
                 return
             if site in self._jobs:
                 continue
-            for effect in self._run.apply(events.TicketRequested(site, self._leases[site].number, 0)):
+            lease = self._leases[site]
+            if self._folder is not None:
+                self._run.begin_anew_if_needed(lease, state_in(self._folder / site))
+            for effect in self._run.apply(events.TicketRequested(site, lease.number, 0)):
                 if isinstance(effect, events.TicketIssued):
                     self._jobs[site] = job = self._job(effect)
                     self._run.store.journal.after_commit(partial(self._engine.put, job))

@@ -176,8 +176,7 @@ class SimulatedSite:
             if job.counts:
                 local.algorithm_state.require_kept()
             local.algorithm_state.begin_at_zero()
-            if job.counted is not None:
-                local.algorithm_state.follow(job.counted)
+        local.follow(job.ticket, job.counted)
         local.state.adopt_if_counted()
 
     def close(self) -> None:
@@ -224,6 +223,7 @@ class SimulatedSite:
             weight=info.weight,
             steps=info.steps,
             metrics=dict(info.metrics),
+            generation=ticket.generation,
         )
         self.counters.add(up=spool.layout.nbytes)
 

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
-    *("versions", "deltas", "heads", "history", "workflows"),
+    *("versions", "deltas", "heads", "history", "workflows", "generations"),
 )
 """Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed, so need no check."""
 
@@ -272,6 +272,28 @@ class HistoryRow:
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationRow:
+    """A generation of the algorithm's state: from `version` on, this state has begun at zero again everywhere.
+
+    The state consists of the tensors that the algorithm adds to the versions, and of those that it keeps at sites. A
+    run begins in generation 0, which has no row.
+
+    Attributes:
+        version: the version from which the state begins. Its own tensors of the algorithm count as zero.
+        reason: why the state began again, and what that costs; a sentence for the log and the status.
+    """
+
+    number: int
+    version: int
+    reason: str
+    created_at: str
+
+    def begins_at(self, version: int) -> bool:
+        """Return whether the algorithm's tensors of this version count as zero, whatever values they have."""
+        return self.number > 0 and self.version == version
+
+
+@dataclass(frozen=True, slots=True)
 class AuditRow:
     """One entry of the audit log. `hash` is the BLAKE3 of the other fields, `prev_hash` the previous entry's hash."""
 
@@ -407,9 +429,10 @@ VERSIONS = Table(
 )
 DELTAS = Table("deltas", DeltaRow, "PRIMARY KEY (fragment, version)", "UNIQUE (fragment, slot)")
 HISTORY = Table("history", HistoryRow, "seq INTEGER PRIMARY KEY", "lost INTEGER NOT NULL DEFAULT 0")
+GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 
 SCHEMA = f"""
 CREATE TABLE meta (
@@ -446,7 +469,7 @@ CREATE TABLE workflows (
 CREATE TABLE counters (name TEXT NOT NULL PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE exports_under_way (path TEXT NOT NULL PRIMARY KEY) STRICT;
 
-{"".join(table.sql for table in (RUNS, MEMBERS, ROUNDS, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, AUDIT))}
+{"".join(table.sql for table in (RUNS, MEMBERS, ROUNDS, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, GENERATIONS, AUDIT))}
 CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'frozen');
 CREATE UNIQUE INDEX one_ticket ON tickets (site, fragment, base_version)
     WHERE state IN ('open', 'accepted', 'counted');

@@ -144,6 +144,11 @@ class Recovery:
                 "UPDATE heads SET version = ?2, durable_version = min(durable_version, ?2) WHERE fragment = ?1",
             ):
                 self._journal.execute(sql, fragment, version)
+            generation = self._run_log.generation
+            anew = ""
+            if generation.version > version:  # sites have no state of earlier generations any more
+                why = f"The algorithm's state had begun at zero from version {generation.version} on"
+                anew = f" {self._run_log.begin_generation(version, why)}"
             self._journal.execute("UPDATE meta SET epoch = epoch + 1, finished = 0")
             self._audit.append(
                 "fell back",
@@ -152,7 +157,7 @@ class Recovery:
                 version=version,
                 tickets=[ticket.ticket for ticket in lost],
             )
-        return f"{reason[0].upper()}{reason[1:]}: {len(lost)} updates must be submitted again."
+        return f"{reason[0].upper()}{reason[1:]}: {len(lost)} updates must be submitted again.{anew}"
 
     # -- updates
 

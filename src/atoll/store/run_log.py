@@ -10,10 +10,12 @@ from atoll.errors import StoreError
 from atoll.store.audit_log import AuditLog
 from atoll.store.journal import Journal, placeholders
 from atoll.store.journal_tables import (
+    GENERATIONS,
     HISTORY,
     MEMBERS,
     ROUNDS,
     RUNS,
+    GenerationRow,
     HistoryRow,
     MemberRow,
     RoundRow,
@@ -283,6 +285,34 @@ class RunLog:
             fragment,
         )
         return tuple(version for (version,) in found)
+
+    # -- generations of the algorithm's state
+
+    @property
+    def generation(self) -> GenerationRow:
+        """The current generation of the algorithm's state."""
+        newest = self._journal.first(GENERATIONS, "ORDER BY number DESC LIMIT 1")
+        return newest or GenerationRow(0, 0, "", "")
+
+    def begin_generation(self, version: int, why: str) -> str:
+        """Record that the algorithm's state begins at zero again, from a version on. Call it inside a transaction.
+
+        Args:
+            version: the version.
+            why: why, as a sentence without its period.
+
+        Returns:
+            A text for the log: why, and what it costs.
+        """
+        number = self.generation.number + 1
+        reason = (
+            f"{why}. So the state of the run's algorithm begins at zero again from version {version} on, at the server "
+            "and at all sites. The model stays as it is, and nothing has to be done. Training may progress more slowly "
+            "until all sites have taken part again."
+        )
+        self._journal.insert(GENERATIONS, GenerationRow(number, version, reason, utc_text()))
+        self._audit.append("generation", number=number, version=version, reason=reason)
+        return reason
 
     # -- workflows
 

@@ -138,10 +138,18 @@ class Tickets:
             TICKETS, "WHERE site = ? AND fragment = ? ORDER BY ticket DESC LIMIT 1", site, fragment
         )
 
-    def last_counted(self, site: str) -> TicketRow | None:
-        """Return a site's newest counted ticket for fragment 0; None if there is none."""
+    def last_counted(self, site: str, since: int = 0) -> TicketRow | None:
+        """Return a site's newest counted ticket for fragment 0; None if there is none.
+
+        Args:
+            site: name of the site.
+            since: the oldest base version to look at.
+        """
         return self._journal.first(
-            TICKETS, "WHERE site = ? AND fragment = 0 AND state = 'counted' ORDER BY ticket DESC LIMIT 1", site
+            TICKETS,
+            "WHERE site = ? AND fragment = 0 AND state = 'counted' AND base_version >= ? ORDER BY ticket DESC LIMIT 1",
+            site,
+            since,
         )
 
     # -- spools and parts

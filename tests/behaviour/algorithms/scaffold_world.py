@@ -60,10 +60,12 @@ def local_part(x: float, c: float, own: float, target: float) -> tuple[float, fl
     return y, own - c + (x - y) / (STEPS * ETA)
 
 
-def one_round(x: float, c: float, own: dict[str, float]) -> tuple[float, float, dict[str, float], dict[str, float]]:
+def one_round(
+    x: float, c: float, own: dict[str, float], targets: dict[str, float] = TARGETS
+) -> tuple[float, float, dict[str, float], dict[str, float]]:
     """x, c and every c_i after a round of all sites, and the y of each."""
-    after = {site: local_part(x, c, own[site], target) for site, target in TARGETS.items()}
+    after = {site: local_part(x, c, own[site], target) for site, target in targets.items()}
     y, plus = {site: pair[0] for site, pair in after.items()}, {site: pair[1] for site, pair in after.items()}
-    c += sum(plus[site] - own[site] for site in TARGETS) / len(TARGETS)
-    x -= sum(x - value for value in y.values()) / len(TARGETS)
+    c += sum(plus[site] - own[site] for site in targets) / len(targets)
+    x -= sum(x - value for value in y.values()) / len(targets)
     return x, c, plus, y

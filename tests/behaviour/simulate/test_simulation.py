@@ -291,17 +291,29 @@ def test_a_simulation_with_sites_a_round_ahead_goes_on_with_the_same_bits(tmp_pa
     assert result_of(tmp_path, **RULES) == undisturbed
 
 
-@pytest.mark.covers("S2")
-def test_sites_that_are_two_rounds_ahead_are_refused_as_real_ones_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their files have no c_i of the restored round any more, and a later one would train them away from the rest."""
-    ahead_of_journal(tmp_path, RULES, by=2)
-    with pytest.raises(RunFailed, match=r"state of this site is lost.*too old, too new.*ATOLL_NEW_STATE=1"):
-        simulation(tmp_path, **RULES).run()
-    assert workers_of(tmp_path / "state") == [list("0123")]
-    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
-    assert simulation(tmp_path, **RULES).run().failed == {}
+CONTROLS = """\
+        import pathlib
+        c, own = (state("control")["4.bias"][0].item() for state in (fl_round.global_state, fl_round.own_state))
+        with (pathlib.Path(__file__).parent / "seen").open("a") as file:
+            file.write(f"{worker.site} {fl_round.number} {c} {own}\\n")
+"""
+
+
+@pytest.mark.covers("S2", "F42")
+def test_controls_begin_anew_where_sites_are_two_rounds_ahead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run was restored, the folder of its sites was not: their files have no c_i of the restored round any more."""
+    client = doing(CONTROLS)
+    ahead_of_journal(tmp_path, RULES | {"client": client}, by=2)
+    done = simulation(tmp_path, client, **RULES).run()
+    assert (done.failed, done.late) == ({}, 0)
+    assert workers_of(tmp_path / "state") == [list("0123")] * 3
+    assert caplog.text.count("gone back to version 1") == 1
+    seen = {tuple(line.split()[:2]): list(map(float, line.split()[2:])) for line in (tmp_path / "seen").open()}
+    own = {site: seen[site, "3"][1] for site, number in seen if number == "3"}
+    mean = sum((10 + int(site[-1])) * value for site, value in own.items()) / sum(range(10, 14))
+    assert all(seen[site, "2"] == [0.0, 0.0] for site in own)
+    assert all(own.values())
+    assert [seen[site, "3"][0] for site in own] == pytest.approx([mean] * 4, rel=1e-5)
 
 
 @pytest.mark.covers("S2")

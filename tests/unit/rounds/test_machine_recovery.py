@@ -10,7 +10,7 @@ from round_story import Story, closed
 
 from atoll.rounds import events, machine
 from atoll.rounds.closing_policy import AsyncBuffer, QuorumDeadline
-from atoll.rounds.events import AggregatorLost, RoundReopened
+from atoll.rounds.events import AggregatorLost, GenerationBegun, RoundReopened, StateLost, TicketsExpired
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 from atoll.rounds.transitions import IssuedTicket
@@ -239,3 +239,27 @@ def test_the_grace_begins_with_the_first_update_that_comes_again(story):
     assert not closed(run.accept(second))
     assert not closed(run.wait(9))
     assert closed(run.wait(1)) == [(second,)]
+
+
+# -- a round in which the state of the algorithm begins anew
+
+
+@pytest.mark.covers("S2")
+def test_no_ticket_of_a_round_outlives_the_state_of_its_algorithm(story):
+    run = story("abc")
+    accepted, still_open = run.ticket("a"), run.ticket("b")
+    run.accept(accepted)
+    effects = run.send(StateLost("the server has gone back"))
+    assert GenerationBegun(0, "the server has gone back") in effects
+    assert [each.tickets for each in effects if isinstance(each, TicketsExpired)] == [(accepted, still_open)]
+    assert (run.phase(), run.missing()) == ("open", ("a", "b", "c"))
+    assert closed(run.submit("a", "b", "c")) == [(3, 4, 5)]
+
+
+@pytest.mark.covers("S2")
+def test_the_state_of_an_algorithm_does_not_begin_anew_while_a_round_is_aggregated(story):
+    run = story("ab")
+    run.submit("a", "b")
+    assert (run.phase(), run.send(StateLost("the server has gone back"))) == ("closing", ())
+    run.commit()
+    assert GenerationBegun(1, "the server has gone back") in run.send(StateLost("the server has gone back"))

@@ -31,6 +31,7 @@ MEMBER = (
     "INSERT INTO members (site, lease, state, joined_at, host, labels_json, detail, rounds_counted, process) VALUES "
 )
 DELTA = "INSERT INTO deltas (fragment, version, slot, base_version, base_digest, digest, part_digests) VALUES "
+GENERATION = "INSERT INTO generations (number, version, reason, created_at) VALUES "
 
 CHECKS: dict[str, str | list[str]] = {
     "meta: id = 1": "INSERT INTO meta (id, epoch, finished) VALUES (2, 0, 0)",
@@ -78,6 +79,7 @@ UNIQUES: dict[str, str | list[str]] = {
     + "(0, 7, (SELECT slot FROM versions LIMIT 1), NULL, '', x'', x'', '', '')",
     "versions.fragment, versions.state_slot": VERSION
     + "(0, 7, 7, (SELECT state_slot FROM versions WHERE state_slot IS NOT NULL LIMIT 1), '', x'', x'', '', '')",
+    "generations.number": GENERATION + "(1, 2, '', '')",
     "deltas.fragment, deltas.version": DELTA + "(0, 1, 7, 0, '', '', x'')",
     "deltas.fragment, deltas.slot": DELTA + "(0, 7, 0, 0, '', '', x'')",
     "heads.fragment": "INSERT INTO heads (fragment) VALUES (0)",
@@ -119,6 +121,7 @@ def journal(tmp_path: Path) -> Iterator[sqlite3.Connection]:
     with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as db:
         db.execute("PRAGMA foreign_keys = ON")
         db.execute(DELTA + "(0, 1, 0, 0, '', '', x'')")
+        db.execute(GENERATION + "(1, 1, '', '')")
         yield db
 
 

@@ -66,6 +66,7 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> 
         population=frozen.population if frozen else 0,
         population_weight=total,
         population_scale=(summary.get("total_weight") or total) / total if total else 1.0,
+        from_zero=store.run_log.generation.begins_at(base_version),
     )
 
 

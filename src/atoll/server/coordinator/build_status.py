@@ -73,6 +73,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         warnings=[
             *filter(None, dict.fromkeys([*run.trouble.values(), run.no_space])),
             *run.background.unsaved.values(),
+            *filter(None, [run.store.run_log.generation.reason]),
             *run.advice,
             *run.attendance.warnings(run.state),
             *run.stale.warnings,

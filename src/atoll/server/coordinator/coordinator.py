@@ -51,7 +51,7 @@ from atoll.server.coordinator.background_writes import (
     wait_for_end,
 )
 from atoll.server.coordinator.filter_table import SiteFilters
-from atoll.server.coordinator.joining import counted_of, require_fit, run_info
+from atoll.server.coordinator.joining import counted_of, require_fit, run_info, why_anew
 from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
@@ -260,6 +260,8 @@ class Coordinator:
                 self.attendance.expects(effect, self.state)
             case events.RoundClosed():
                 self.spawn(self._next_version(effect))
+            case events.GenerationBegun():
+                LOG.warning("%s", self.store.run_log.generation.reason)
             case events.BestFound(measured):
                 self._saving_best = self.spawn(self.background.save_best(measured))
             case events.RunFinished():
@@ -449,6 +451,7 @@ class Coordinator:
                     return self._wait_reply(message.fragment, reason, previous)
                 await self.changed(min(1.0, until_s - time.monotonic()))
                 continue
+            self.begin_anew_if_needed(lease, message)
             effects = self.apply(events.TicketRequested(lease.site, lease.number, message.fragment))
             for effect in effects:
                 match effect:
@@ -493,11 +496,27 @@ class Coordinator:
             **more,
         )
 
+    def begin_anew_if_needed(self, lease: Lease, message: messages.SiteState) -> None:
+        """Let the algorithm's state begin at zero, in the open round and at all sites, if a site's state requires it.
+
+        Args:
+            lease: the site's lease.
+            message: what the site says of the state that the algorithm keeps at it.
+
+        Raises:
+            LeaseLost, Superseded: the lease is not valid.
+        """
+        algorithm = self.plan.algorithm
+        if algorithm.state_groups and (why := why_anew(message, lease.site, self.store, algorithm.name)):
+            self.require_lease(lease)
+            self.apply(events.StateLost(why))
+
     def ticket_message(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
         """Return an issued ticket as a message for its site. For the status, record the ticket's base version."""
         presence = self.roster.get(site)
         if presence is not None:
             presence.bases[fragment] = base_version
+        generation = self.store.run_log.generation
         return messages.Ticket(
             id=ticket,
             fragment=fragment,
@@ -506,6 +525,8 @@ class Coordinator:
             base_digest=digest,
             layout_digest=self.plan.fragments[fragment].update.digest,
             local_steps=self.local_steps([site])[site],
+            generation=generation.number,
+            from_zero=generation.begins_at(base_version),
         )
 
     def local_steps(self, sites: Iterable[str]) -> dict[str, int]:
@@ -650,6 +671,11 @@ class Coordinator:
                 )
             )
         self.require_open(lease, ticket)
+        if message.generation != self.store.run_log.generation.number:
+            raise TicketClosed(
+                f"The update for ticket {ticket} was formed with another generation of the algorithm's state.",
+                "The server's state was probably restored from a backup. Ask for the next ticket.",
+            )
         if message.base_digest not in (None, self.store.run_log.version_digest(row.fragment, row.base_version)):
             raise TicketClosed(
                 f"The update for ticket {ticket} was trained from a version {row.base_version} that differs "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -119,17 +120,17 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
 
 
 def _require_state(message: messages.Join, store: Store) -> None:
-    """Raise an error if a site has lost its algorithm's local state, or the state does not fit its updates in the run.
+    """Raise an error if a site has lost its algorithm's local state, or has a state from before its last update.
 
-    If the user lets the state start from zero, only log a warning.
+    If the user lets the state start from zero, only log a warning. A state from after its last update is no error of
+    the site: the server has gone back. See `why_anew`.
     """
-    site, last = message.site, store.tickets.last_of(message.site)
+    site = message.site
+    if _fit(message, site, store) != "behind":
+        return
+    last = store.tickets.last_of(site)
     counted = next((member.rounds_counted for member in store.run_log.members() if member.site == site), 0)
     count = counted + (last is not None and last.state == "accepted")  # an accepted update is going to count
-    if not count:
-        return  # the site is new, or none of its updates counts: its local state is zero
-    if message.local_state == "kept" and _is_state_current(message, store):
-        return
     loss = f"This run has accepted {number_of(count, 'update')} of {site}"
     if message.local_state == "new" or message.new_local_state:
         LOG.warning("%s, but the site has lost its algorithm's state, which starts from zero again", loss)
@@ -142,8 +143,8 @@ def _require_state(message: messages.Join, store: Store) -> None:
         )
         if message.local_state == "missing"
         else (
-            f"{loss}, but the algorithm's state that the site has on {host} is from another time or site: a "
-            "folder was restored from an older copy, at the site or at the server, or folders were swapped."
+            f"{loss}, but the algorithm's state that the site has on {host} is from before the last of them: the "
+            "site's folder was restored from an older copy."
         ),
         f"Set ATOLL_DIR to the folder that the site had before, or copy {site}/{store.run_log.run_id} from "
         "there. Without that folder, start a new run from the exported model, or set ATOLL_NEW_STATE=1 to "
@@ -151,23 +152,63 @@ def _require_state(message: messages.Join, store: Store) -> None:
     )
 
 
-def counted_of(site: str, store: Store) -> messages.Counted:
-    """Return the base version and the digest of the site's last aggregated update; without one, an empty message.
+# -- The state that the algorithm keeps at sites: docs/decisions/0035
 
-    The site's local state must include this update.
+
+def why_anew(message: messages.SiteState, site: str, store: Store, algorithm: str) -> str:
+    """Return why the algorithm's state has to begin at zero again, everywhere, as a sentence; empty if it has not.
+
+    The state of a site has to include exactly the site's updates that the newest version contains. A site cannot return
+    to an earlier state if the server has gone back by more than one of its updates. So both begin anew.
+
+    Args:
+        message: what the site says of its state.
+        site: the site's name.
+        store: the store of the run.
+        algorithm: name of the algorithm, for the text.
     """
-    row = store.tickets.last_counted(site)
-    return messages.Counted() if row is None else _named(row)
+    fit, version = _fit(message, site, store), store.versions.head().version
+    if fit == "ahead":
+        return (
+            f"The server has gone back to version {version}: it was restored from a backup, or newer versions were "
+            f"damaged; {site} has a later state of {algorithm}"
+        )
+    if fit == "behind" and (message.local_state == "new" or message.new_local_state):
+        return f"{site} has lost its state of {algorithm}, and ATOLL_NEW_STATE lets it start from zero"
+    return ""
 
 
-def _named(row: TicketRow) -> messages.Counted:
-    return messages.Counted(base_version=row.base_version, digest=row.digest or "")
+def _fit(message: messages.SiteState, site: str, store: Store) -> Literal["current", "ahead", "behind"]:
+    """Return how a site's local state fits to its last aggregated update and, if there is one, its accepted update.
 
-
-def _is_state_current(message: messages.Join, store: Store) -> bool:
-    """Return whether the site's local state includes its last aggregated update and, if any, its accepted update."""
-    last = store.tickets.last_of(message.site)
-    required = [counted_of(message.site, store)]
+    current: the state includes both, or it can be made so. It is always current if the run has no such update in the
+    present generation: then the state has to be zero, and every state can be made zero.
+    ahead: it includes later updates, so the server has gone back. The site cannot.
+    behind: the site has no state, or one from before these updates.
+    """
+    required, last = [counted_of(site, store)], store.tickets.last_of(site)
     if last is not None and last.state == "accepted":
-        required.append(_named(last))
-    return all(any(each.names(other) for each in message.local_state_of) for other in required)
+        required.append(_named(last, required[0].generation))
+    offered = message.local_state_of if message.local_state == "kept" else []
+    lacking = [
+        each.position
+        for each in required
+        if each.base_version is not None and not any(mine.names(each) for mine in offered)
+    ]
+    if not lacking:
+        return "current"
+    return "ahead" if max([each.position for each in offered], default=(-1, -1)) >= max(lacking) else "behind"
+
+
+def counted_of(site: str, store: Store) -> messages.Counted:
+    """Return the base version and the digest of the site's last aggregated update; without one, neither.
+
+    The site's local state must include this update. Only updates of the present generation matter.
+    """
+    generation = store.run_log.generation
+    row = store.tickets.last_counted(site, since=generation.version)
+    return messages.Counted(generation=generation.number) if row is None else _named(row, generation.number)
+
+
+def _named(row: TicketRow, generation: int) -> messages.Counted:
+    return messages.Counted(base_version=row.base_version, digest=row.digest or "", generation=generation)

@@ -143,6 +143,8 @@ def record_in(
                     tickets.expire(numbers, reason)
                 case events.RoundReopened(fragment, base, numbers, reason):
                     tickets.reopen(fragment, base, numbers, reason)
+                case events.GenerationBegun(base, why):
+                    run_log.begin_generation(base, why)
                 case events.RoundClosed(fragment, base, numbers):
                     run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
                 case events.RunFinished():

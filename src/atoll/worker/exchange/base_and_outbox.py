@@ -81,6 +81,7 @@ class OutboxNote:
         part_digests: BLAKE3 of each part, in hex.
         sent: whether the server has received the update and recorded it on disk.
         site: the site that formed the update.
+        generation: the generation of the algorithm's state with which it was formed.
     """
 
     run: str
@@ -97,6 +98,7 @@ class OutboxNote:
     round: int = 0
     sent: bool = False
     site: str = ""
+    generation: int = 0
 
 
 class TensorFile:

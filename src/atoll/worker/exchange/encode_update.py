@@ -563,6 +563,7 @@ class LocalFragment:
             keeps none.
         kept: the tensors that the site keeps for itself; None: it sends all tensors.
         state: all files of the site's local state: those of `residuals`, `algorithm_state` and `kept`.
+        from_zero: whether the algorithm's tensors in the base count as zero, because its state begins anew there.
     """
 
     site: str
@@ -579,6 +580,7 @@ class LocalFragment:
     algorithm_state: AlgorithmState | None = field(init=False, default=None)
     kept: KeptTensors | None = field(init=False, default=None)
     state: LocalState = field(init=False)
+    from_zero: bool = field(init=False, default=False)
 
     def open_state(self, folder: Path, opened: ExitStack, *, sparse: bool = False) -> None:
         """Open the files of the site's local state: encoding errors, the algorithm's own state, and kept tensors.
@@ -601,6 +603,25 @@ class LocalFragment:
             self.kept = KeptTensors(folder, schema.kept, name_of("kept", self.number), owner)
             opened.callback(self.kept.close)
         self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state, self.kept)
+
+    def follow(self, ticket: Ticket, counted: messages.Counted | None) -> None:
+        """Bring the algorithm's state at this site to the one with which an update for this ticket is formed.
+
+        Args:
+            ticket: the ticket.
+            counted: the site's last counted update; None: the algorithm keeps no state at sites.
+
+        Raises:
+            ConfigError: the site has lost this state (see `AlgorithmState.follow`).
+        """
+        self.from_zero = ticket.from_zero
+        if counted is not None and self.algorithm_state is not None:
+            self.algorithm_state.follow(counted)
+
+    def of_version(self, name: str, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop) of a tensor of the version as the algorithm sees it: flat, in new memory."""
+        values = self.base.values_of(name, start, stop)
+        return values.zero_() if self.from_zero and self.base.layout.by_name[name].spec.is_extra else values
 
     def load_kept_(self, model: nn.Module | Tensors) -> None:
         """Give a model the tensors that this site keeps for itself, as its last counted update left them.
@@ -633,7 +654,7 @@ class LocalFragment:
 
     def global_state(self, group: str) -> dict[str, Tensor]:
         """Return a group of tensors that the algorithm adds to the global model: parameter name → new tensor."""
-        return _read(group, self.groups.get(group, {}), self.base.values_of)
+        return _read(group, self.groups.get(group, {}), self.of_version)
 
     def own_state(self, group: str) -> dict[str, Tensor]:
         """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor."""

@@ -106,8 +106,8 @@ class Exchange:
             ConfigError: the site has lost this state (see `AlgorithmState.follow`).
         """
         reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries)
-        if isinstance(reply, Open) and reply.counted is not None and self.local.algorithm_state is not None:
-            self.local.algorithm_state.follow(reply.counted)
+        if isinstance(reply, Open):
+            self.local.follow(reply.ticket, reply.counted)
         return reply
 
     def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
@@ -391,6 +391,7 @@ class Exchange:
                 metrics=dict(info.metrics),
                 round=ticket.round,
                 site=self.site,
+                generation=ticket.generation,
             )
         )
         return formed

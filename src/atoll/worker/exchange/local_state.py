@@ -64,6 +64,7 @@ class TwoPhaseNote:
             was formed against this version. -1: the state before any update counted. `NOTHING`: the file holds no
             earlier state.
         before_update: digest of the last counted update in this earlier state; empty if not known.
+        generation: generation of the run's algorithm state that both files belong to; 0 in other files.
     """
 
     current: int = 0
@@ -78,6 +79,20 @@ class TwoPhaseNote:
     pending_update: str = ""
     before_version: int = NOTHING
     before_update: str = ""
+    generation: int = 0
+
+    @property
+    def updates(self) -> list[Counted]:
+        """The last update that each file with valid values includes, that of the current file first."""
+        places = [(self.version, self.update)]
+        if self.pending:
+            places.append((self.pending_version, self.pending_update))
+        elif self.before_version != NOTHING:
+            places.append((self.before_version, self.before_update))
+        return [
+            Counted(base_version=version if version >= 0 else None, digest=update, generation=self.generation)
+            for version, update in places
+        ]
 
     def pending_counted(self) -> TwoPhaseNote:
         """Return the note to write when the pending update has counted: the state after this update is now current."""
@@ -89,6 +104,7 @@ class TwoPhaseNote:
             before_version=self.version,
             before_update=self.update,
             digests=self.digests,
+            generation=self.generation,
         )
 
     def counted_pending(self) -> TwoPhaseNote:
@@ -104,6 +120,7 @@ class TwoPhaseNote:
             version=self.before_version,
             update=self.before_update,
             digests=self.digests,
+            generation=self.generation,
         )
 
 
@@ -416,17 +433,11 @@ class AlgorithmState(TwoPhaseFile):
     def last_updates(self) -> list[Counted]:
         """The last update that each file with valid values includes, that of the current file first.
 
-        The list is empty if the attribute `state` is not "kept".
+        The list is empty if the attribute `state` is not "kept". A lost state after the pending update is left out only
+        if the state may start from zero: the server then begins anew.
         """
-        note = self.note
-        if self.state != "kept":
-            return []
-        updates = [_counted(note.version, note.update)]
-        if note.pending:
-            updates.append(_counted(note.pending_version, note.pending_update))
-        elif note.before_version != NOTHING:
-            updates.append(_counted(note.before_version, note.before_update))
-        return updates
+        updates = self.note.updates if self.state == "kept" else []
+        return updates[:1] if self._is_pending_lost and wanted_anew() else updates
 
     def follow(self, counted: Counted) -> None:
         """Switch to the state that includes all counted updates of the site, and no later one.
@@ -434,10 +445,10 @@ class AlgorithmState(TwoPhaseFile):
         Usually there is nothing to do: this state is current already, or is the state after the pending update, which
         `adopt_if_counted` makes current. If the server fell back to an older version and so lost the last update, the
         state before that update becomes current. The update becomes pending, so that it can be sent again. If the
-        server has no update of this site, the state is set to zero.
+        server has no update of this site in the present generation, the state is set to zero.
 
         Args:
-            counted: the site's last counted update, as the server knows it.
+            counted: the site's last counted update, as the server knows it, and the present generation.
 
         Raises:
             ConfigError: neither file has the right state, and `ATOLL_NEW_STATE` does not allow the site to start from
@@ -446,19 +457,28 @@ class AlgorithmState(TwoPhaseFile):
         note, offered = self.note, self.last_updates
         if self.state == "kept" and any(each.names(counted) for each in offered[: 2 if note.pending else 1]):
             return
-        if self.state == "kept" and len(offered) > 1 and not note.pending and offered[1].names(counted):
-            if self._holds(note, 1 - note.current):
-                self._go_back()
-                return
-        elif counted.base_version is None:
-            if self.state == "kept":
-                LOG.warning("%s: the server has no update of this site, so the state starts from zero", self._note_path)
-                self.zero()
+        was_before = len(offered) > 1 and not note.pending and offered[1].names(counted)
+        if was_before and self._holds(note, 1 - note.current):
+            self._go_back()
+            return
+        if counted.base_version is None:
+            if self.state == "kept" or counted.generation:
+                LOG.info("%s: the server has no update of this site, so the state starts from zero", self._note_path)
+                self._write_zero(counted)
             return
         if self.state != "new":
             self.lose()
-        digests = [file.content_digest() for file in self._files]  # from here on, zero is the state after this update
-        self._write(TwoPhaseNote(version=_version(counted), update=counted.digest, digests=digests))
+        self._write_zero(counted)
+
+    def _write_zero(self, counted: Counted) -> None:
+        """Set the state to zero, and record that this is the state after the update `counted`."""
+        self.zero()
+        digests = [file.content_digest() for file in self._files]
+        version = -1 if counted.base_version is None else counted.base_version
+        self._write(
+            TwoPhaseNote(version=version, update=counted.digest, digests=digests, generation=counted.generation)
+        )
+        self.state = "kept"
 
     def _go_back(self) -> None:
         """Return to the state before the last counted update.
@@ -524,14 +544,6 @@ class AlgorithmState(TwoPhaseFile):
                 super().write(name, 0, self.read(name, 0, segment.spec.numel))
         super().belongs_to(ticket, version, update)
         self.state = "kept"
-
-
-def _counted(version: int, update: str) -> Counted:
-    return Counted(base_version=version if version >= 0 else None, digest=update)
-
-
-def _version(counted: Counted) -> int:
-    return -1 if counted.base_version is None else counted.base_version
 
 
 # -- The tensors that a site keeps for itself: those with the rule `keep` in `model.buffers`.
@@ -617,6 +629,16 @@ def pending(folder: Path) -> set[int]:
     """Return the tickets of a site's pending updates, read from the notes in its folder."""
     notes = [read_note(folder / f"{name}.json", TwoPhaseNote) for name in NAMES]
     return {note.pending for note in notes if note is not None and note.pending}
+
+
+def state_in(folder: Path) -> messages.SiteState:
+    """Return what a site says of the state that the algorithm keeps at it, read from the note in its folder."""
+    note: TwoPhaseNote | None = read_note(folder / "algorithm.json", TwoPhaseNote)
+    return messages.SiteState(
+        local_state="missing" if note is None else "kept",
+        local_state_of=[] if note is None else note.updates,
+        new_local_state=wanted_anew(),
+    )
 
 
 def read_kept(folder: Path) -> Kept:

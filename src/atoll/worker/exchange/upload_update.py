@@ -203,6 +203,8 @@ def resend_note(
     fell_back = previous is not None and previous.state == "expired"
     if note is None or note.run != info.run or note.layout_digest != ticket.layout_digest:
         return None
+    if note.generation != ticket.generation:  # it was formed with a state that begins at zero again
+        return None
     base = ticket.base
     again = replace(note, ticket=ticket.id, base_version=base.number, base_digest=base.digest, sent=False)
     same = note.base_digest == base.digest
@@ -222,5 +224,6 @@ def _message(note: OutboxNote, source: str | None = None) -> messages.Complete:
         weight=note.weight,
         steps=note.steps,
         metrics=note.metrics,
+        generation=note.generation,
         source=source,
     )

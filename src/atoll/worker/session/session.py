@@ -291,7 +291,7 @@ class Session:
         durable_versions: for each fragment, the number of the newest version that would survive a power loss of the
             server.
         peer_proof: in a swarm, a reference with the address where other workers reach this one; else None.
-        state_fields: returns the join message's fields about the state that the algorithm keeps at the site; an empty
+        state_fields: returns the fields of `SiteState`, about the state that the algorithm keeps at the site; an empty
             dict if the algorithm keeps none.
         before_leave: called first when the worker leaves.
         cleanup: the exit stack that is closed after the worker has left.
@@ -678,7 +678,10 @@ class Session:
         while True:
             left_s = self.http.poll_s if wait_s is None else max(0.0, begin + wait_s - time.monotonic())
             request = messages.TicketRequest(
-                fragment=fragment, wait_s=min(left_s, self.http.poll_s), tasks=self.answers_tasks
+                fragment=fragment,
+                wait_s=min(left_s, self.http.poll_s),
+                tasks=self.answers_tasks,
+                **self.state_fields(),
             )
             timeout_s = routes.LONG_POLL_S + POLL_MARGIN_S
             ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)

@@ -152,9 +152,7 @@ class Round:
         self._require_base()
         local = self._backend.local
         if self._hooks is None:
-            terms = (
-                (local.info.algorithm.text, local.rule, local.base.values_of, local.algorithm_state) if local else ()
-            )
+            terms = (local.info.algorithm.text, local.rule, local.of_version, local.algorithm_state) if local else ()
             self._hooks = StepHooks(model, *terms, own=local.layouts.schema.kept if local else ())
         for layers in layers_in(optimizer):
             self._copies.watch(layers[0])
