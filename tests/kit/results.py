@@ -7,7 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from torch import Tensor
+
+import atoll
 from kit.halfway import ask_journal
+
+
+def saved_model(server: atoll.Server, folder: Path) -> dict[str, Tensor]:
+    """The newest version of the model, from the state that the server saves."""
+    state = load_file(server.save_state(folder / "now.safetensors"))
+    return {name: tensor for name, tensor in state.items() if not name.startswith("atoll:")}
 
 
 class Result:

@@ -29,7 +29,9 @@ MASTER = "master"
 """Suffix of the names of masters: full-precision parameters in an outer state. The master of `x` is `x.master`."""
 
 
-def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> tuple[bytes, list[TensorSpec]]:
+def model_header(
+    schema: Schema, metadata: Mapping[str, str] | None = None, further: Sequence[TensorSpec] = ()
+) -> tuple[bytes, list[TensorSpec]]:
     """Return the header of a model file, and the file's tensors in order. A tied tensor occurs once for each name.
 
     The header's metadata contain the names of tied tensors and of buffers.
@@ -37,6 +39,7 @@ def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> t
     Args:
         schema: schema of the whole model.
         metadata: further metadata entries of the header.
+        further: tensors that the file has besides the model, under names that the model does not have.
     """
     schema = schema.model
     owners = {spec.name: spec for spec in schema.tensors}
@@ -44,6 +47,8 @@ def model_header(schema: Schema, metadata: Mapping[str, str] | None = None) -> t
         (TensorSpec(alias, owners[owner].dtype, owners[owner].shape, owners[owner].group), owner)
         for alias, owner in schema.aliases
     ]
+    owners |= {spec.name: spec for spec in further}
+    named += [(spec, spec.name) for spec in further]
     ordered = sorted(named, key=lambda pair: -pair[0].item_bytes)
     entries = {"format": "pt", BUFFER_NAMES: json.dumps([spec.name for spec, _ in named if spec.is_buffer])}
     if schema.aliases:

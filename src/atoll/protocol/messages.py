@@ -76,6 +76,8 @@ MOST_LISTED = 250_000
 LONGEST_ESTIMATE_S = 1e12
 MOST_DIMS = 64
 """Maximum number of dimensions of a tensor, as in torch."""
+MOST_SHAPES = 10_000
+"""Maximum number of shapes in a request."""
 
 NUMBER_BELOW = 2**62
 """Exclusive upper bound of numbers in messages: tickets, versions, parts, counts."""
@@ -256,6 +258,10 @@ def _dtype(text: str) -> str:
     return text
 
 
+Shape = Annotated[list[Count], Field(max_length=MOST_DIMS)]
+"""Shape of a tensor."""
+
+
 class TensorEntry(Message):
     """One tensor of the model."""
 
@@ -263,7 +269,7 @@ class TensorEntry(Message):
     dtype: Annotated[str, AfterValidator(_dtype)] = Field(
         description="Name of the dtype as in safetensors: F32, BF16, I64, …"
     )
-    shape: Annotated[list[Count], Field(max_length=MOST_DIMS)]
+    shape: Shape
     group: TensorName = Field(description="Group: params or buffers, or a group of the algorithm.")
     rule: str = Field(
         "",
@@ -487,6 +493,11 @@ class TicketRequest(SiteState):
     fragment: Count = 0
     wait_s: float = Field(0.0, ge=0, le=20.0)
     tasks: bool = Field(False, description="This process answers tasks, too: reply at once when tasks come first.")
+    shapes: dict[TensorName, Shape] = Field(
+        default_factory=dict,
+        description="Shapes of the site's buffers with the rule `first` that differ from the schema.",
+        max_length=MOST_SHAPES,
+    )
 
 
 class Outcome(Message):

@@ -19,6 +19,7 @@ from atoll.config import Settings
 from atoll.errors import ConfigError
 from atoll.posix import require_regular
 from atoll.runtime import seeded
+from atoll.server.saved_state import ENTRY, OF_OUTER, OF_VERSION
 from atoll.tensors.arrays import require_model
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, is_sound, run_of
@@ -168,18 +169,22 @@ def _header(path: Path) -> Marked:
 def _with_buffers(path: Path, tensors: dict[str, Tensor], same: Callable[[Tensor, Tensor], bool]) -> Marked:
     """Return a file's tensors as a model. If Atoll exported the file, its metadata lists tied names and buffers.
 
+    If the file is a saved state, its model is returned, without the state of the run.
+
     If the file has all listed buffers, its other tensors are parameters. If a listed buffer is missing, the file was
     changed after the export, so the tensors that are not listed may be buffers or parameters.
 
     Args:
         path: a safetensors file, with or without this metadata.
-        tensors: the file's tensors by name. They are changed in place: tied names get the same tensor object.
+        tensors: the file's tensors by name. Tied names get the same tensor object.
         same: function that compares two tensors. Names with different tensors are not tied, even if they are listed.
     """
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
+    if ENTRY in metadata:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith((OF_VERSION, OF_OUTER))}
     tied, buffers = _json(metadata.get(TIED)), _json(metadata.get(BUFFER_NAMES))
     for name, owner in tied.items() if isinstance(tied, dict) else ():
         if name in tensors and owner in tensors and same(tensors[name], tensors[owner]):

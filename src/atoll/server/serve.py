@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.errors import UsageError, public_api
+from atoll.errors import StoreError, UsageError, public_api
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
-from atoll.server.coordinator.background_writes import export_model
 from atoll.server.coordinator.build_status import keep_status, status_of, write_status
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import Given
@@ -30,7 +29,8 @@ from atoll.server.coordinator.user_code import Function
 from atoll.server.http.app import HTTP_LOG, make_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
-from atoll.server.startup import open_run, settings_beside
+from atoll.server.saved_state import SavedState, save
+from atoll.server.startup import CODE, open_again, open_run, settings_beside, take_over_shapes
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.tensors.module_tensors import Tensors
@@ -108,6 +108,9 @@ class Server:
         has_model = model is not None or self.settings.model.source is not None or self.settings.model.persistor.path
         if not has_model and self._workflows is not None and not self._workflows.trains:
             self._model = NO_MODEL
+        code = {"workflow": workflow, "filters": filters, "data_filters": data_filters}
+        self._code = {name: _described(value) for name, value in code.items() if value}
+        self._saved: SavedState | None = None
         self._gate = open_gate(self.settings)
         self._finished = Latch()
         self._thread = LoopThread("atoll-server", self._serve, self._finished.set)
@@ -201,22 +204,52 @@ class Server:
         return done
 
     def save_state(self, path: str | Path) -> Path:
-        """Write the newest version of the model to `path`, as a safetensors file, and return the path.
+        """Write the run's state to `path`, as a safetensors file, and return the path.
 
-        To continue this run, nothing needs to be saved: the state directory is always up to date.
+        The file has the newest version of the model, under the names of its tensors. Further tensors are the state of
+        the outer optimizer and the algorithm's own, such as SCAFFOLD's c. The metadata has the round of each fragment,
+        the sites, the history and the settings. Updates of the open round are not in the file. After the end of the
+        server, its state directory is read.
+
+        To continue this run on this machine, nothing needs to be saved: the state directory is always up to date.
+
+        Raises:
+            UsageError: the run is a swarm, or kept its versions in memory and has ended.
+            StateLocked: the server has ended, and another one uses its state directory.
+            DiskFull: there is no space; no partial file is left.
         """
         run = self._require_run()
-        return export_model(run.plan, run.store, Path(path))
+        while True:
+            ended = run.store.journal.closed
+            try:
+                with open_again(run.plan, run.store) as store:
+                    return save(run.plan, store, Path(path), self._code)
+            except StoreError:
+                if ended or not run.store.journal.closed:  # else the server has ended meanwhile
+                    raise
 
     @classmethod
     def load_state(cls, path: str | Path, **options: Any) -> Server:
-        """Return a server that begins a new run with a saved model.
+        """Return a server that continues a saved run in a new state directory, exactly as the saved one would have.
+
+        It is the same run: sites that keep their folders go on, too. The first round waits for `rounds.sites`.
 
         Args:
             path: path of a file that `save_state` has written.
-            options: further arguments of `Server`.
+            options: further arguments of `Server`. `settings` replace those of the saved run, except for the settings
+                that are fixed once a run has begun, which must be the same. The file has no settings of one machine
+                (`network`, `disk`), and code must be named or passed again.
+
+        Raises:
+            ConfigError: the file is missing or none that `save_state` has written, or a setting is wrong.
+            StateCorrupt: the file is damaged. Its tensors are checked at the start of the server.
         """
-        return cls(str(path), **options)
+        saved = SavedState.read(Path(path))
+        replaced = {key for name, key in CODE.items() if options.get(name)}
+        server = cls(**options | {"settings": saved.settings(options.get("settings"), replaced)})
+        saved.warn_of_code(server._code)
+        server._saved = saved
+        return server
 
     def _require_run(self) -> Coordinator:
         if self._run is None:
@@ -247,37 +280,44 @@ class Server:
             setting="network.host",
             remedy="Stop the process that uses it, or choose another port with --port; 0: any free port.",
         )
-        context, schedule = None, self._workflows
-        try:  # load files and functions first: if one is wrong, no run is left that a corrected start would continue
-            if self.settings.network.tls_cert and self.settings.network.tls_key:
-                context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
-            if schedule is not None:
-                schedule.load()
-            persistor = Persistor(self.settings)
-            opened = open_run(self.settings, self._model, persistor, self._outer)
-            try:
-                run = Coordinator(*opened, persistor, self._filters.results, schedule)
-            except BaseException:
-                opened[1].close()
-                raise
-        except BaseException:
+        try:
+            if self._workflows is not None:
+                self._workflows.load()
+            self.port = listener.getsockname()[1]
+            if port is None and self.port != DEFAULT_PORT:
+                LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
+            while (run := await self._serve_run(listener, files)).new_shapes is not None:
+                await asyncio.to_thread(take_over_shapes, run.plan, run.new_shapes)
+        finally:
             listener.close()
+        if run.failed is not None:
+            raise run.failed
+
+    async def _serve_run(self, listener: socket.socket, files: int) -> Coordinator:
+        """Serve the run of the state directory until it ends, or until it has to begin again with other shapes."""
+        context, schedule = None, self._workflows
+        # load files and functions first: if one is wrong, no run is left that a corrected start would continue
+        if self.settings.network.tls_cert and self.settings.network.tls_key:
+            context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
+        persistor = Persistor(self.settings)
+        opened = open_run(self.settings, self._model, persistor, self._outer, self._saved)
+        try:
+            run = Coordinator(*opened, persistor, self._filters.results, schedule)
+        except BaseException:
+            opened[1].close()
             raise
         self._model = None  # free its memory: version 0 is on disk
         runner = runner_of(make_app(run, self._gate, version("atoll")), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
         try:
             await runner.setup()
-            self.port = listener.getsockname()[1]
-            if port is None and self.port != DEFAULT_PORT:
-                LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
             run.start(self.url)
             keep_status(run)
             self._run = run
             if schedule is not None:
                 schedule.start(run)
             accepting = await start_listener(
-                listener, runner, context, files=files, idle_timeout_s=self.settings.network.idle_timeout_s
+                listener.dup(), runner, context, files=files, idle_timeout_s=self.settings.network.idle_timeout_s
             )
             self._thread.ready()
             await self._until_end(run)
@@ -287,17 +327,16 @@ class Server:
             run.send_away()
             if accepting is not None:
                 await accepting.close()
-            listener.close()
             await runner.cleanup()
-            if self._run is not None:  # it is None if the start failed; then the start's error is raised
+            if self._run is run and run.new_shapes is None:  # it is another if the start failed; its error is raised
                 self._last_status = keep_status(run)
             await run.stop()
-        if run.failed is not None:
-            raise run.failed
+        return run
 
     async def _until_end(self, run: Coordinator) -> None:
         stopping = self._thread.stopping
-        waits = [asyncio.ensure_future(event.wait()) for event in (stopping, run.ended, run.finished)]
+        events = (stopping, run.ended, run.finished, run.begins_again)
+        waits = [asyncio.ensure_future(event.wait()) for event in events]
         heads_before = heads = [each.head for each in run.state.rounds]
         while not (await asyncio.wait(waits, timeout=STATUS_S, return_when=asyncio.FIRST_COMPLETED))[0]:
             heads = [each.head for each in run.state.rounds]
@@ -334,3 +373,12 @@ class Server:
             if run.watched_s != watched_s:  # the client asked again, and saw that the run is finished
                 return
             await run.changed(0.1)
+
+
+def _described(code: Any) -> str:
+    """Return the names of a program's functions and filters, for a comparison with those of another program."""
+    if isinstance(code, Mapping):
+        return ", ".join(f"{name}: {_described(each)}" for name, each in code.items())
+    if isinstance(code, Sequence):
+        return ", ".join(map(_described, code))
+    return str(getattr(code, "__qualname__", type(code).__qualname__))

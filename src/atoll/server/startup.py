@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from atoll.aggregation.plan import Plan, cpu_capability, torch_build
+from atoll.aggregation.plan import AggregationPlan, Plan, cpu_capability, torch_build
 from atoll.algorithms.resolve import resolve
+from atoll.blobs.model_file import ModelFile
 from atoll.config import Settings, default_of
 from atoll.config.consistency import Argument, require_consistent
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
 from atoll.posix import open_own, usable
 from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
+from atoll.server.coordinator.first_shapes import NewShapes
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.initial_model import initial_model, is_known, loaded_model, schema_for, write_version
+from atoll.server.saved_state import SavedState
+from atoll.store.file_slots import VERSION
 from atoll.store.journal import NEW_RUN
 from atoll.store.journal_tables import RunRow, utc_text
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests
 from atoll.tensors.buffer_rules import described, rule_for
-from atoll.tensors.fragments import split, split_of
+from atoll.tensors.dtypes import torch_dtype
+from atoll.tensors.fragments import Split, split, split_of
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.schema import Schema
 
@@ -39,10 +47,11 @@ LOG = logging.getLogger("atoll.server")
 Outer = Callable[..., Optimizer] | None
 """The outer optimizer that a program passes to `Server`: a class, or a function (parameters, **options) → optimizer."""
 
-_CODE = {
+CODE = {
     "workflow": "workflow.function",
     "outer_optimizer": "algorithm.outer_optimizer",
     "filters": "workflow.result_filters",
+    "data_filters": "workflow.payload_filters",
 }
 """Argument of a program → the setting that it replaces, if the argument is code."""
 
@@ -73,7 +82,7 @@ def settings_beside(caller: str, settings: Settings | Mapping[str, Any] | None, 
     keys = {"model": "model.source", "workflow": "workflow.function", "outer_optimizer": optimizer}
     values = {keys[name]: text for name, text in texts.items()}
     built = settings if isinstance(settings, Settings) else Settings.build({**(settings or {}), **values})
-    code = {key: Argument(name) for name, key in _CODE.items() if named.get(name) and name not in texts}
+    code = {key: Argument(name) for name, key in CODE.items() if named.get(name) and name not in texts}
     require_consistent(
         lambda key: code.get(key) or built.at(key), lambda key: key not in code and built.at(key) == default_of(key)
     )
@@ -85,6 +94,7 @@ def open_run(
     model: nn.Module | Tensors | None,
     persistor: Persistor,
     outer: Outer = None,
+    saved: SavedState | None = None,
 ) -> tuple[Plan, Store, tuple[str, ...]]:
     """Begin a run in its state directory, or continue the run that is there.
 
@@ -94,6 +104,7 @@ def open_run(
             too, the setting `model.source` names the model.
         persistor: the user's persistor.
         outer: the outer optimizer; None if the settings name it.
+        saved: the saved state that a new run goes on from; None: it begins with the initial model.
 
     Returns:
         The plan of the run, its store, and one sentence for each loss of data in a crash.
@@ -118,8 +129,10 @@ def open_run(
         try:
             require_files(settings.exports, best=settings.rounds.best_metric is not None)
             run = store.run_log.run
-            if run:
-                require_own_results(settings.exports, run.run_id)
+            if saved is not None and run:
+                saved.require_continued(store)
+            if begun := run or (saved and saved.run):
+                require_own_results(settings.exports, begun.run_id)
             else:
                 require_no_results(settings.exports)
             if run and store.slots.in_memory:
@@ -128,13 +141,14 @@ def open_run(
                     "cannot continue.",
                     "Start a new run in another disk.state_dir; model.source can be this run's exported model.",
                 )
-            if model is None and not run and (loaded := persistor.load()) is not None:
+            if model is None and not begun and (loaded := persistor.load()) is not None:
                 model = loaded_model(settings, loaded)
-            plan = _take_up(settings, model, outer, run) if run else _create(settings, model, outer, store)
+            where = f"The run in {settings.disk.state_dir if run or not saved else saved.path}"
+            plan = _take_up(settings, model, outer, begun, where) if begun else _create(settings, model, outer, store)
             _say_rules(settings, plan.schema)
-            shapes = [fragment.shapes() for fragment in plan.fragments]
-            store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
-            lost = store.recover()
+            if saved is not None and not run:
+                saved.restore(plan, store)
+            lost = _recover(plan, store)
             if len(store.versions.heads()) < len(plan.fragments):
                 # a new run, or one killed before version 0 was written
                 if model is None and (loaded := persistor.load()) is not None:
@@ -145,6 +159,101 @@ def open_run(
             store.close()
             raise
     return plan, store, lost
+
+
+@contextmanager
+def open_again(plan: Plan, store: Store) -> Iterator[Store]:
+    """Yield the store of a run; if it is closed, because the server has ended, open its state directory meanwhile.
+
+    Raises:
+        UsageError: the run kept its versions in memory.
+        StateLocked, StateCorrupt, StoreError: the state directory cannot be used.
+    """
+    with store.journal.lock:
+        closed = store.journal.closed
+    if not closed:
+        yield store
+        return
+    if store.slots.in_memory:
+        raise UsageError(
+            "The server has ended, and its run kept its versions in memory (disk.in_files = false).",
+            "Save the state while the server runs.",
+        )
+    with _opened(plan) as again:
+        yield again
+
+
+@contextmanager
+def _opened(plan: Plan) -> Iterator[Store]:
+    """Open the state directory of a run, and check its files."""
+    disk = plan.settings.disk
+    with Store(
+        disk.state_dir,
+        durability=disk.durability,
+        keep_versions=disk.keep_versions,
+        max_pins=disk.max_pinned_versions,
+    ) as store:
+        _recover(plan, store)
+        yield store
+
+
+def take_over_shapes(plan: Plan, new: NewShapes) -> None:
+    """Write version 0 of a fragment again, with the shapes that the first update has given to buffers.
+
+    The buffers with new shapes begin as zeros, which no site loads. Call it while no server uses the state directory.
+
+    Raises:
+        DiskFull: the disk is full; nothing was changed.
+        StoreError: the state directory cannot be used.
+    """
+    fragment, split = new.fragment, replace(plan.split, schema=plan.schema.with_shapes(new.shapes))
+    old, changed = plan.fragments[fragment], AggregationPlan.of_values(plan.values, split, 1)
+    now = changed.fragments[fragment]
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_opened(plan))
+        source = ModelFile(old.version, stack.enter_context(store.versions.pin(fragment, 0)).fd, None)
+        model = {
+            spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype))
+            if spec.name in new.shapes
+            else source.tensor(spec)
+            for spec in now.schema.model.tensors
+        }
+        stack.enter_context(store.journal.transaction(synced=True))
+        live = [row.ticket for row in store.tickets.live() if row.fragment == fragment]
+        store.tickets.expire(live, f"the update of {new.site} was the first, and decided the shapes of buffers")
+        for kind, shape in now.shapes().by_kind().items():
+            store.journal.execute(
+                "UPDATE shapes SET nbytes = ?, header_digest = ? WHERE fragment = ? AND kind = ?",
+                shape.nbytes,
+                shape.header_digest,
+                fragment,
+                kind,
+            )
+        row = store.versions.forget_first(fragment)
+        store.slots.shape([each.shapes() for each in changed.fragments])
+        store.slots.pool(VERSION, fragment).avoid(row.slot)
+        draft = store.versions.begin(fragment, 0)
+        stack.callback(draft.abandon)
+        digests = write_version(draft.fds[0], now.version, now.header, model)
+        store.versions.restore(
+            draft,
+            VersionDigests(digest=now.version.blob_id(digests), part_digests=tuple(digests)),
+            summary_json=row.summary_json,
+            created_at=row.created_at,
+        )
+        store.run_log.take_over_shapes(fragment, now.version.blob_id(digests), _schema_json(split), split.schema.digest)
+
+
+def _schema_json(split: Split) -> str:
+    places = {"fragments": list(split.places)} if split.count > 1 else {}
+    return json.dumps(split.schema.to_json() | places)
+
+
+def _recover(plan: Plan, store: Store) -> tuple[str, ...]:
+    """Check the files of a state directory, and return one sentence for each loss of data in a crash."""
+    shapes = [fragment.shapes() for fragment in plan.fragments]
+    store.slots.shape([each.elsewhere() for each in shapes] if plan.is_swarm else shapes)
+    return store.recover()
 
 
 def plan_of(settings: Settings, model: nn.Module | Tensors | None = None, outer: Outer = None) -> Plan:
@@ -165,12 +274,11 @@ def plan_of(settings: Settings, model: nn.Module | Tensors | None = None, outer:
 def _create(settings: Settings, model: nn.Module | Tensors | None, outer: Outer, store: Store) -> Plan:
     plan = plan_of(settings, model, outer)
     schema = plan.schema
-    places = {"fragments": list(plan.split.places)} if plan.has_fragments else {}
     store.run_log.create_run(
         RunRow(
             run_id=uuid.uuid4().hex,
             settings_json=_frozen(settings, plan),
-            schema_json=json.dumps(schema.to_json() | places),
+            schema_json=_schema_json(plan.split),
             schema_digest=schema.digest,
             torch_build=torch_build(),
             cpu_capability=cpu_capability(),
@@ -180,24 +288,23 @@ def _create(settings: Settings, model: nn.Module | Tensors | None, outer: Outer,
     return plan
 
 
-def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer, row: RunRow) -> Plan:
-    """Return the plan of the run in the state directory. Refuse a model or fixed setting that differs from the run's.
+def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer, row: RunRow, where: str) -> Plan:
+    """Return the plan of a run that goes on. Refuse a model or fixed setting that differs from the run's.
 
     Args:
         settings: the settings of this start.
         model: the model of this start; None if the program passes none.
         outer: the outer optimizer; None if the settings name it.
         row: the journal's row of the run.
+        where: the run and where it is, for errors.
     """
-    plan = Plan.make(settings, split_of(json.loads(row.schema_json)), outer)
-    _require_same_rules(settings, plan.schema)
     try:
-        before = json.loads(row.settings_json)
+        before, split = json.loads(row.settings_json), split_of(json.loads(row.schema_json))
     except ValueError as error:
-        raise StateCorrupt(
-            f"The settings of the run in {settings.disk.state_dir} are damaged: {error}.", NEW_RUN
-        ) from None
-    _require_same(settings, before, json.loads(_frozen(settings, plan)))
+        raise StateCorrupt(f"{where} has damaged settings: {error}.", NEW_RUN) from None
+    plan = Plan.make(settings, split, outer)
+    _require_same_rules(settings, plan.schema, where)
+    _require_same(where, before, json.loads(_frozen(settings, plan)))
     if model is not None or settings.model.source is not None:
         if not is_known(settings, model, plan.schema.model):
             try:
@@ -205,7 +312,7 @@ def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer
             except ConfigError as error:
                 LOG.warning("the run continues with its own model, although model.source cannot be read: %s", error)
             else:
-                mine, theirs = schema_for(settings, initial), f"the run in {settings.disk.state_dir}"
+                mine, theirs = schema_for(settings, initial), where[0].lower() + where[1:]
                 mine.require_equal(plan.schema.model, mine="this start", theirs=theirs)
         LOG.info("continuing with the model in %s; the initial model is not read again", settings.disk.state_dir)
     if (row.torch_build, row.cpu_capability) != (torch_build(), cpu_capability()):
@@ -220,7 +327,7 @@ def _take_up(settings: Settings, model: nn.Module | Tensors | None, outer: Outer
     return plan
 
 
-def _require_same(settings: Settings, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Refuse a changed value of a setting that must stay the same during a run.
 
     Raises:
@@ -232,7 +339,7 @@ def _require_same(settings: Settings, recorded: Mapping[str, Any], current: Mapp
             old, new = _differing(old, new)
         if old != new:
             raise ConfigError(
-                f"The run in {settings.disk.state_dir} has {key} = {old!r}, but this start sets {new!r}.",
+                f"{where} has {key} = {old!r}, but this start sets {new!r}.",
                 "Start with the old value, or start a new run in another disk.state_dir.",
             )
 
@@ -250,7 +357,7 @@ def _say_rules(settings: Settings, schema: Schema) -> None:
             LOG.warning("model.buffers contains %r, which matches no tensor of the model", pattern)
 
 
-def _require_same_rules(settings: Settings, schema: Schema) -> None:
+def _require_same_rules(settings: Settings, schema: Schema, where: str) -> None:
     """Refuse a changed rule of a buffer: the rules are chosen when a run begins.
 
     Raises:
@@ -260,8 +367,7 @@ def _require_same_rules(settings: Settings, schema: Schema) -> None:
         rule = rule_for(spec, settings.model.buffers)
         if rule not in (None, spec.rule):
             raise ConfigError(
-                f"The run in {settings.disk.state_dir} has the rule {spec.rule!r} for {spec.name!r}, but this start "
-                f"sets model.buffers to {rule!r}.",
+                f"{where} has the rule {spec.rule!r} for {spec.name!r}, but this start sets model.buffers to {rule!r}.",
                 "Start without model.buffers, or start a new run in another disk.state_dir.",
             )
 
@@ -295,7 +401,8 @@ def _frozen(settings: Settings, plan: Plan) -> str:
 
 def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
     """Write version 0 of each fragment that has none: the initial model, and zeros for the algorithm's tensors."""
-    schema_for(plan.settings, model).require_equal(plan.schema.model, mine="the initial model", theirs="the run")
+    mine = schema_for(plan.settings, model)
+    mine.require_equal(plan.schema.model, mine="the initial model", theirs="the run", shapes=True)
     for index, fragment in enumerate(plan.fragments):
         if store.versions.kept(index):
             continue

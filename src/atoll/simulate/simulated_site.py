@@ -48,7 +48,7 @@ from atoll.worker.exchange.base_and_outbox import TensorFile
 from atoll.worker.exchange.encode_update import EncodingLosses, Finish, Layouts, LocalFragment
 from atoll.worker.training.federated_loop import Worker, joined_as
 from atoll.worker.training.functional_loop import forget
-from atoll.worker.training.round_backends import matching
+from atoll.worker.training.round_backends import Into, matching
 
 LAST_WORDS_CHARS = 2000
 FOLDERS = 1000
@@ -149,6 +149,7 @@ class SimulatedSite:
         outcome_of = partial(_outcome_among, {outcome.ticket: outcome for outcome in job.outcomes})
         self.local = LocalFragment(job.site, shared.info, layouts, base, outcome_of, shared.losses, shared.rule)
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
+        self.to_fill = self.local.to_fill
         try:
             self._open_state(folder, job)
         except BaseException:
@@ -192,16 +193,19 @@ class SimulatedSite:
         has_begun, self._has_begun = self._has_begun, True
         return None if has_begun else Open(self._ticket.base, ticket=self._ticket)
 
-    def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
+    def pull(self, ticket: Ticket, into: Into) -> Ticket:
         """Load the version from the server's file."""
+        self._load_(into(ticket.base.number))
+        return ticket
+
+    def _load_(self, into: Tensors) -> None:
         apply_version.load_(into, self.local.base)
         self.counters.add(down=self.local.base.nbytes)
         self._has_pulled = True
-        return ticket
 
     def load_newest(self, into: Tensors, keep: VersionRef | None) -> None:
         """Load the version of this round: a simulated site gets a newer version only with its next round."""
-        self.pull(self._ticket, into)
+        self._load_(into)
 
     def has_base(self, ticket: Ticket) -> bool:
         """Return whether the script has loaded the version that the ticket names."""

@@ -249,6 +249,11 @@ class SlotPool:
             self._free.discard(number)
             return slot
 
+    def avoid(self, number: int) -> None:
+        """Create no slot with this number: another file has its name, and may still be needed."""
+        with self.lock:
+            self._reserved.add(number)
+
     def __getitem__(self, number: int) -> Slot:
         return self._slots[number]
 

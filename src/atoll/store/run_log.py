@@ -25,6 +25,16 @@ from atoll.store.journal_tables import (
 )
 
 
+def restored_counter(fragment: int) -> str:
+    """Return the name of the counter with the newest version of a fragment that came from a saved state."""
+    return f"restored version of fragment {fragment}"
+
+
+def shapes_counter(fragment: int) -> str:
+    """Return the name of the counter that is 1 once a fragment has the shapes of the first update."""
+    return f"first shapes of fragment {fragment}"
+
+
 class RunLog:
     """Reads and writes the journal's rows of a run, except the rows of tickets and of stored versions."""
 
@@ -250,9 +260,31 @@ class RunLog:
         return tuple(self._journal.select(ROUNDS, "WHERE state IN ('open', 'frozen') ORDER BY fragment"))
 
     def has_begun(self, fragment: int) -> bool:
-        """Return whether a round was ever opened for a fragment."""
-        sql = "SELECT 1 FROM rounds WHERE fragment = ?1 UNION SELECT 1 FROM history WHERE fragment = ?1 AND version > 0"
-        return self._journal.row(sql, fragment) is not None
+        """Return whether a round was ever opened for a fragment in this state directory."""
+        restored = "coalesce((SELECT value FROM counters WHERE name = ?2), 0)"
+        sql = (
+            "SELECT 1 FROM rounds WHERE fragment = ?1 "
+            f"UNION SELECT 1 FROM history WHERE fragment = ?1 AND version > {restored}"
+        )
+        return self._journal.row(sql, fragment, restored_counter(fragment)) is not None
+
+    def has_first_shapes(self, fragment: int) -> bool:
+        """Return whether a fragment's buffers with the rule `first` have the shapes of the first update already."""
+        return bool(self._journal.value("SELECT value FROM counters WHERE name = ?", shapes_counter(fragment)))
+
+    def take_over_shapes(self, fragment: int, digest: str, schema_json: str, schema_digest: str) -> None:
+        """Record that version 0 of a fragment was written again with other shapes. Call it inside a transaction.
+
+        Args:
+            fragment: the fragment.
+            digest: digest of the new version 0.
+            schema_json: the run's new schema.
+            schema_digest: its digest.
+        """
+        self._journal.execute("UPDATE run SET schema_json = ?, schema_digest = ?", schema_json, schema_digest)
+        self._journal.insert(HISTORY, HistoryRow(fragment, 0, digest, "", utc_text()))
+        self._journal.count(shapes_counter(fragment))
+        self._audit.append("reshaped", fragment=fragment, version=0, digest=digest, tickets=[])
 
     # -- history
 

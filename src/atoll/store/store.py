@@ -214,24 +214,56 @@ class Store:
             DiskFull: the disk is full. No partial file is left behind.
             SyncFailed: fsync failed; the server must end.
         """
+        with self.pinned(heads, with_state=with_state) as files:
+            return self.write_named(target, itertools.chain([header], _failing(contents(files))))
+
+    @contextlib.contextmanager
+    def pinned(self, heads: Sequence[int], *, with_state: bool) -> Iterator[Files]:
+        """Keep the files of these versions unchanged inside a `with` block, and yield their descriptors.
+
+        Args:
+            heads: for each fragment, the number of the version.
+            with_state: whether to keep the outer optimizer's state, too.
+
+        Raises:
+            Gone: a version or its outer optimizer state is no longer kept.
+        """
         with contextlib.ExitStack() as stack:
-            files: list[tuple[int, int | None]] = []
-            for fragment, version in enumerate(heads):
-                pin = stack.enter_context(self.versions.pin(fragment, version, with_state=with_state))
-                files.append((pin.fd, pin.state_fd))
-            temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
-            with self.journal.transaction():  # so that the next start can remove the partial file after a kill
-                self.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
-            try:
-                runs: Iterator[bytes | memoryview] = itertools.chain([header], _failing(contents(files)))
-                mode = mode_in(self.directory, target)
-                replace_file(target, runs, temporary=temp, sync=lambda fd: self.journal.sync(fd, str(temp)), mode=mode)
-                self.journal.sync_folder(temp.parent)
-            except OSError as error:
-                raise file_error(error, target) from error
-            finally:
-                with contextlib.suppress(DiskFull), self.journal.transaction():  # on failure, the next start deletes it
-                    self.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
+            pins = [
+                stack.enter_context(self.versions.pin(fragment, version, with_state=with_state))
+                for fragment, version in enumerate(heads)
+            ]
+            yield [(pin.fd, pin.state_fd) for pin in pins]
+
+    def write_named(self, target: Path, runs: Iterator[bytes | memoryview]) -> Path:
+        """Write a file that a user names. An existing file is replaced atomically.
+
+        Args:
+            target: path of the file.
+            runs: the content, in pieces.
+
+        Returns:
+            `target`.
+
+        Raises:
+            DiskFull: the disk is full. No partial file is left behind.
+            SyncFailed: fsync failed; the server must end.
+        """
+        temp = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp").absolute()
+        with self.journal.transaction():  # so that the next start can remove the partial file after a kill
+            self.journal.execute("INSERT INTO exports_under_way VALUES (?)", str(temp))
+        try:
+            mode = mode_in(self.directory, target)
+            replace_file(target, runs, temporary=temp, sync=lambda fd: self.journal.sync(fd, str(temp)), mode=mode)
+            self.journal.sync_folder(temp.parent)
+        except OSError as error:
+            raise file_error(error, target) from error
+        finally:
+            # on failure, the next start removes the row; there is no journal any more if the server ends meanwhile
+            with contextlib.suppress(DiskFull), self.journal.lock:
+                if not self.journal.closed:
+                    with self.journal.transaction():
+                        self.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
         return target
 
     def close(self) -> None:

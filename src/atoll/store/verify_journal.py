@@ -29,7 +29,7 @@ from atoll.store.audit_log import (
 from atoll.store.journal import placeholders
 from atoll.store.journal_tables import AuditRow
 
-_UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
+OF_UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
 """Values of an accepted update that are both in the ticket's row and in the audit entry."""
 _PAGE = 1000
 _REMEDY = (
@@ -152,6 +152,7 @@ class _Comparison:
     def __init__(self, rows: Query, since: int, everything: bool) -> None:
         self._rows, self._since, self._everything = rows, since, everything
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
+        self._reshaped = set[int]()  # fragments whose version 0 was written again
         self._accepted_tickets = set[int]()  # tickets with an accepted entry
         states = ("accepted", "counted") if everything else ("accepted",)
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
@@ -223,6 +224,11 @@ class _Comparison:
             case "fell back":
                 self._decided(detail["tickets"], "expired")
                 return self._head(detail, entry.seq)
+            case "reshaped":
+                self._reshaped.add(detail["fragment"])
+                return self._head(detail, entry.seq) or self._committed(detail, entry.seq)
+            case "committed" if detail["fragment"] in self._reshaped and detail["version"] == 0:
+                return ""  # version 0 before it got other shapes
             case "committed":
                 self._decided(detail["tickets"], "counted", detail["version"])
                 return self._head(detail, entry.seq) or self._committed(detail, entry.seq)
@@ -239,15 +245,15 @@ class _Comparison:
         self._accepted_tickets.add(ticket)
         self._open.pop(f"the accepted ticket {ticket}", None)
         state, version = self._latest.pop(ticket, ("accepted", None))
-        found = self._rows(f"SELECT state, version, {', '.join(_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
+        found = self._rows(f"SELECT state, version, {', '.join(OF_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
         if not found:
             return f"ticket {ticket} is missing, but entry {seq} of the audit log records it"
         if state == "reopened":
             return ""
         expected = {"state": state, "version": version}
         if state in ("accepted", "counted"):
-            expected |= {name: detail[name] for name in _UPDATE}
-        row = dict(zip(("state", "version", *_UPDATE), found[0], strict=True))
+            expected |= {name: detail[name] for name in OF_UPDATE}
+        row = dict(zip(("state", "version", *OF_UPDATE), found[0], strict=True))
         return next(
             (
                 f"ticket {ticket} has the {name} {row[name]!r}, but entry {seq} of the audit log has {value!r}"

@@ -132,6 +132,20 @@ def _close(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
+def _row_of(draft: VersionDraft, written: VersionDigests, summary_json: str, created_at: str) -> VersionRow:
+    return VersionRow(
+        draft.fragment,
+        draft.version,
+        draft.slot.number,
+        draft.state.number if draft.state and written.state_digests else None,
+        written.digest,
+        written.part_digests,
+        written.state_digests,
+        summary_json,
+        created_at,
+    )
+
+
 class Versions:
     """The versions of a run that the server keeps as files.
 
@@ -214,17 +228,7 @@ class Versions:
         if power:
             self._sync_slots(draft.slot, draft.state if written.state_digests else None)
         fragment, version = draft.fragment, draft.version
-        row = VersionRow(
-            fragment,
-            version,
-            draft.slot.number,
-            draft.state.number if draft.state and written.state_digests else None,
-            written.digest,
-            written.part_digests,
-            written.state_digests,
-            summary_json,
-            utc_text(),
-        )
+        row = _row_of(draft, written, summary_json, utc_text())
         with self._journal.transaction():
             previous = self._require_next(fragment, version)
             self._count(fragment, previous, version, tickets)
@@ -251,6 +255,39 @@ class Versions:
             self._journal.after_commit(lambda: self._slots.pool(SPOOL, fragment).trim(len(tickets)))
         return row
 
+    def restore(self, draft: VersionDraft, written: VersionDigests, *, summary_json: str, created_at: str) -> None:
+        """Make a draft the newest version of a fragment that has no version: one from another state directory.
+
+        Call it inside a transaction that also adds the version to the history and to the audit log.
+
+        Raises:
+            SyncFailed: fsync failed; the server must end.
+        """
+        self._check_digests(draft, written)
+        power = self._journal.durability == "power"
+        if power:
+            self._sync_slots(draft.slot, draft.state if written.state_digests else None)
+        row = _row_of(draft, written, summary_json, created_at)
+        self._journal.insert(VERSIONS, row)
+        self._journal.execute(
+            "UPDATE heads SET version = ?1, durable_version = ?2 WHERE fragment = ?3",
+            row.version,
+            row.version if power else None,
+            row.fragment,
+        )
+        self._journal.after_commit(lambda: self._adopt(draft, row))
+
+    def forget_first(self, fragment: int) -> VersionRow:
+        """Remove the rows of a fragment's version 0, which is written again. Call it inside a transaction.
+
+        Return the row. The file of the version stays until the next start.
+        """
+        row = self.get(fragment, 0)
+        self.forget(row)
+        self._journal.execute("UPDATE heads SET version = NULL, durable_version = NULL WHERE fragment = ?", fragment)
+        self._journal.execute("DELETE FROM history WHERE fragment = ? AND version = 0", fragment)
+        return row
+
     def _check_digests(self, draft: VersionDraft, written: VersionDigests) -> None:
         shapes, parts, state = self._slots.shapes_of(draft.fragment), written.part_digests, written.state_digests
         wanted = (
@@ -274,11 +311,13 @@ class Versions:
     def _require_next(self, fragment: int, version: int) -> int | None:
         """Check that `version` is the next version number. Return the newest version's number; None if there is none.
 
+        A fragment without any version may begin with any number, because the run may come from a saved state.
+
         Raises:
             StoreError: `version` is not the next version number.
         """
         head, following = self._head_number(fragment), self.next_number(fragment)
-        if version != following:
+        if version != following and (head, following) != (None, 0):
             raise StoreError(
                 f"Version {version}{self._journal.of(fragment)} cannot be made: the newest version is {head}, and the "
                 f"next one is {following}."

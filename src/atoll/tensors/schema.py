@@ -44,6 +44,8 @@ BUFFERS = "buffers"
 KEPT = (f"{PARAMS}.keep", f"{BUFFERS}.keep")
 """Groups of tensors that each site keeps for itself: they are in versions with their initial values, never in updates.
 """
+FIRST = f"{BUFFERS}.first"
+"""Group of buffers whose next value is that of one site. The first update decides their shapes, once."""
 NOTHING = "nothing"
 """Name of the only tensor in a run without a model: a run that has only workflows."""
 
@@ -112,7 +114,7 @@ class TensorSpec:
     @property
     def is_copied(self) -> bool:
         """Whether the tensor's values are only copied, never computed with, so that they may contain Inf and NaN."""
-        return self.is_kept or self.group == f"{BUFFERS}.first"
+        return self.is_kept or self.group == FIRST
 
     @property
     def rule(self) -> str:
@@ -245,6 +247,16 @@ class Schema:
             tuple((alias, owner) for alias, owner in value["aliases"]),
         )
 
+    @functools.cached_property
+    def first(self) -> frozenset[str]:
+        """The names of the buffers with the rule `first`, whose shapes the first update decides."""
+        return frozenset(spec.name for spec in self.tensors if spec.group == FIRST)
+
+    def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Schema:
+        """Return the schema with other shapes of some tensors: name → shape."""
+        specs = (replace(spec, shape=shapes.get(spec.name, spec.shape)) for spec in self.tensors)
+        return Schema(tuple(specs), self.aliases)
+
     def in_order_of(self, other: Schema) -> Schema:
         """Return this schema in the order of `other` if both have the same names, else unchanged.
 
@@ -254,41 +266,45 @@ class Schema:
         names = [spec.name for spec in other.tensors]
         return Schema(tuple(own[name] for name in names), self.aliases) if own.keys() == set(names) else self
 
-    def _compared(self, kept: frozenset[str]) -> Schema:
-        """Return what two sides must agree on: all tensors but those in `kept`, and for buffers not their rules.
+    def _compared(self, other: Schema, *, shapes: bool = False) -> Schema:
+        """Return what two sides must agree on: all tensors but those that sites keep, and for buffers not their rules.
 
-        Rules are chosen by the server, and a site's own tensors may have any shape.
+        Rules are chosen by the server, and a site's own tensors may have any shape. So may buffers with the rule
+        `first`: their shapes are compared when a site submits, or if `shapes` is True.
         """
+        kept, first = self.kept | other.kept, frozenset[str]() if shapes else self.first | other.first
         return Schema(
             tuple(
-                replace(spec, group=BUFFERS) if spec.is_buffer else spec
+                replace(spec, group=BUFFERS, shape=() if spec.name in first else spec.shape) if spec.is_buffer else spec
                 for spec in self.tensors
                 if spec.name not in kept
             ),
             self.aliases,
         )
 
-    def is_like(self, other: Schema) -> bool:
+    def is_like(self, other: Schema, *, shapes: bool = False) -> bool:
         """Return whether both schemas have the same tensors, in any order; see `require_equal`."""
-        one, two = (each._compared(self.kept | other.kept) for each in (self, other))
+        one, two = self._compared(other, shapes=shapes), other._compared(self, shapes=shapes)
         return one.in_order_of(two) == two
 
-    def require_equal(self, other: Schema, *, mine: str, theirs: str) -> None:
+    def require_equal(self, other: Schema, *, mine: str, theirs: str, shapes: bool = False) -> None:
         """Check that both schemas have the same tensors, in any order.
 
-        The rules of buffers, and the tensors that each site keeps for itself, may differ.
+        The rules of buffers, the tensors that each site keeps for itself, and the shapes of buffers with the rule
+        `first` may differ.
 
         Args:
             other: the other side's schema.
             mine: name of the side with this schema, for the message ("worker clinic-a").
             theirs: name of the side with the other schema ("the run").
+            shapes: whether the shapes of buffers with the rule `first` must be the same, too.
 
         Raises:
             SchemaMismatch: they differ. The message has both digests and the first difference.
         """
-        if self.is_like(other):
+        if self.is_like(other, shapes=shapes):
             return
-        one, two = (each._compared(self.kept | other.kept) for each in (self, other))
+        one, two = self._compared(other, shapes=shapes), other._compared(self, shapes=shapes)
         raise SchemaMismatch(
             f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
             f"{other.digest[:12]}): {_first_difference(one, two, mine, theirs)}.",

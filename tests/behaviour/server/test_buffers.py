@@ -12,16 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from kit import FederatedSites, exported, serve, together
+from harness.processes import wait_until
+from kit import DiLoCoSites, FederatedSites, exported, run_to_end, serve, together
+from kit.manual_site import ManualSite
 from kit.servers import DEFAULT_OUTER_OPTIMIZER, new_simulation
-from kit.sites import diloco, logged
+from kit.sites import diloco, logged, manual_sites
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import atoll
 from atoll import Settings
-from atoll.errors import ConfigError
+from atoll.cli import audit
+from atoll.cli.export import from_directory
+from atoll.errors import ConfigError, SchemaMismatch
 from atoll.filters import NormClip
 
 EQUAL = {"a": 1.0, "b": 1.0}
@@ -482,7 +486,8 @@ def test_each_site_evaluates_every_model_with_what_it_keeps(tmp_path: Path) -> N
     ) as server:
         together(*(partial(work, server.url, site) for site in "ab"))
         server.run()
-    assert {site: sorted(values) for site, values in seen.items()} == {  # of a, of the run, of b
+    rounded = {site: sorted((round(weight, 5), bias) for weight, bias in values) for site, values in seen.items()}
+    assert rounded == {  # of a, of the run, of b
         site: [(1.0, own), (2.0, own), (3.0, own)] for site, own in (("a", 100.0), ("b", 200.0))
     }
     assert b"bn.bias" not in (next((tmp_path / "workers" / "a").glob("*/local.safetensors"))).read_bytes()
@@ -572,8 +577,8 @@ def test_diloco_follows_buffers_that_get_their_shape_from_the_data(tmp_path: Pat
 
 
 @pytest.mark.covers("X10")
-def test_a_changed_shape_of_a_shared_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with serve(tmp_path, Holder(x=torch.ones(1)), sites=1) as server:
+def test_a_changed_shape_of_an_averaged_buffer_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with serve(tmp_path, Holder(x=torch.ones(1)), sites=1, **{"model.buffers": {"x": "mean"}}) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
                 model = fl_round.load_into(Holder(x=torch.ones(1)))
@@ -582,6 +587,140 @@ def test_a_changed_shape_of_a_shared_buffer_is_refused_with_the_remedy(tmp_path:
                 with pytest.raises(atoll.AtollError, match=told):
                     fl_round.submit(model)
                 break
+
+
+FIRST: dict[str, Any] = {"model.buffers": {"low": "first", "seen": "first"}}
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize("key", ["", "aggregation.download_codec.name", "aggregation.upload_codec.name"])
+def test_the_first_update_decides_the_shapes_of_shared_buffers(tmp_path: Path, key: str) -> None:
+    """Both sites have 3 elements after the first batch; from version 1 on, they have those of site a."""
+    met: dict[str, list[list[float]]] = {"a": [], "b": []}
+
+    def work(url: str, site: str) -> None:
+        with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(ByData())
+                met[site].append(model.low.tolist())
+                model.low = torch.full((3,), fl_round.number + (0.25 if site == "a" else 0.5))
+                model.seen = torch.full((2,), fl_round.number)
+                nn.init.constant_(model.linear.weight, fl_round.number * (1.0 if site == "a" else 3.0))
+                fl_round.submit(model)
+
+    codec = {key: "int8"} if key else {}
+    with serve(tmp_path, ByData(), rounds=3, **DEFAULT_OUTER_OPTIMIZER, **FIRST, **codec) as server:
+        together(*(partial(work, server.url, site) for site in "ab"))
+        server.run()
+    assert met == {site: [[], [1.25] * 3, [2.25] * 3] for site in "ab"}
+    found = exported(tmp_path)
+    assert (found["low"].tolist(), found["seen"].tolist()) == ([3.25] * 3, [3, 3])
+    torch.testing.assert_close(found["linear.weight"], torch.full((2, 2), 6.0), rtol=0, atol=0.05 if key else 1e-6)
+
+
+def by_data(site: ManualSite, elements: int) -> nn.Module:
+    """A site's model of this round, after a batch that has given the buffer so many elements."""
+    model = site.round.load_into(ByData())
+    model.low = torch.full((elements,), float(site.round.number))  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.covers("X10")
+def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path) -> None:
+    """Site b has 4 elements where a, which was earlier, has 3; c has as many, and changes them in round 2."""
+    with serve(tmp_path, ByData(), rounds=2, sites=3, **{"rounds.min_sites": 2}, **FIRST) as server:
+        sites = manual_sites(server, tmp_path, "abc")
+        for site in sites.values():
+            assert site.next_round() == 1
+        sites["a"].submit(by_data(sites["a"], 3))
+        wrong = by_data(sites["b"], 4)
+        sent = sites["b"].worker.bytes_up
+        told = r"b has the buffer 'low' with the shape \[4\], but the run has \[3\].* first update.*\"low\" = \"keep\""
+        with pytest.raises(SchemaMismatch, match=told) as caught:
+            sites["b"].submit(wrong)
+        assert sites["b"].worker.bytes_up == sent
+        sites["b"].close(caught.value)
+        sites["c"].submit(by_data(sites["c"], 3))
+        assert sites["a"].next_round() == sites["c"].next_round() == 2
+        assert sites["a"].pull()["low"].tolist() == [1.0] * 3
+        with pytest.raises(SchemaMismatch, match=r"with the shape \[5\], but the run has \[3\].*before version 1"):
+            sites["c"].submit(by_data(sites["c"], 5))
+        sites["c"].submit(by_data(sites["c"], 3))
+        sites["a"].submit(by_data(sites["a"], 3))
+        assert sites["a"].next_round() is None
+        for site in sites.values():
+            site.close()
+        server.run()
+    assert exported(tmp_path)["low"].tolist() == [2.0] * 3
+
+
+@pytest.mark.covers("X10")
+def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
+    """The server and the site start again after round 1, another site joins, and the state is saved and loaded."""
+    settings = {"rounds": 4, "sites": 1, **FIRST}
+    for last in (1, 2):
+        with serve(tmp_path, f"{__name__}:ByData", **settings) as server:
+            (site,) = manual_sites(server, tmp_path, "a").values()
+            assert site.next_round() == last
+            assert site.pull()["low"].tolist() == [last - 1.0] * (3 if last > 1 else 0)
+            site.submit(by_data(site, 3))
+            wait_until(lambda last=last: server.status().version == last, "the version")
+            site.close()
+    path = server.save_state(tmp_path / "state.safetensors")
+    given = {"disk.state_dir": tmp_path / "other", "network.port": 0}
+    with atoll.Server.load_state(path, settings=given) as server:
+        (site,) = manual_sites(server, tmp_path, "n").values()
+        assert site.next_round() == 3
+        assert by_data(site, 3).linear.weight.shape == (2, 2)
+        assert site.pull()["low"].tolist() == [2.0] * 3
+        site.close()
+    for folder in (tmp_path / "state", tmp_path / "other"):
+        assert audit.read(folder, 50)[0] >= 5
+        out = tmp_path / "out.safetensors"
+        assert from_directory(folder, out) == 2
+        assert load_file(out)["low"].tolist() == [2.0] * 3
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize("streams", [False, True])
+def test_diloco_takes_over_the_shapes_of_the_first_update(tmp_path: Path, streams: bool) -> None:
+    """Also for one of two fragments, and while an update is in flight."""
+    fragments = {"K": 2, "tau": 1} if streams else {}
+    settings = {"algorithm": "diloco", "H": 2, "rounds": 2, "sites": 2, **DEFAULT_OUTER_OPTIMIZER, **FIRST, **fragments}
+
+    def build() -> nn.Module:
+        return nn.Sequential(ByData(), ByData())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, number: int) -> None:
+        for each in model:
+            each.low = torch.full((3,), float(number))
+            each.linear(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    settings["model.buffers"] = {"*.low": "first", "*.seen": "first"}
+    with serve(tmp_path, build(), **settings) as server:
+        sites = DiLoCoSites(server.url, tmp_path, 12, "ab", build=build, step=step)
+        run_to_end(server, sites)
+    found = exported(tmp_path)
+    assert found["0.low"].shape == found["1.low"].shape == (3,)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in sites.models["a"].state_dict().items())
+
+
+@pytest.mark.covers("X10")
+def test_a_simulation_refuses_shapes_that_come_from_the_data(tmp_path: Path) -> None:
+    settings = {"rounds.total": 1, "rounds.sites": 1, "disk.state_dir": tmp_path / "state", "algorithm.name": "fedavg"}
+    script = f"{__name__}:shaped_by_data"
+    simulation = new_simulation(ByData(), script=script, sites=1, processes=1, **settings, **FIRST)
+    with pytest.raises(atoll.AtollError, match=r"has the buffer 'low' with the shape \[3\], but the run has \[0\]"):
+        simulation.run()
+
+
+def shaped_by_data(site: str) -> None:
+    with atoll.join(site=site) as worker:
+        for fl_round in worker:
+            model = fl_round.load_into(ByData())
+            model.low = torch.ones(3)  # type: ignore[assignment]
+            fl_round.submit(model)
 
 
 class Noisy(nn.Module):
@@ -614,9 +753,13 @@ def test_extra_state_of_the_first_site_is_set_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X10")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rules", [{}, {"*": "first"}], ids=["usual", "first"])
 @pytest.mark.parametrize("mode", ["eager", "fx"])
-def test_quantisation_aware_training_runs(tmp_path: Path, mode: str) -> None:
-    """Fake quantisers with one scale for each channel and with one scale; the export is converted to int8."""
+def test_quantisation_aware_training_runs(tmp_path: Path, mode: str, rules: dict[str, str]) -> None:
+    """Fake quantisers with one scale for each channel and with one scale; the export is converted to int8.
+
+    With the rule `first`, the scales of the channels are those of the first site, in the shapes of the first update.
+    """
     from torch.ao import quantization
 
     def prepared() -> nn.Module:
@@ -641,7 +784,10 @@ def test_quantisation_aware_training_runs(tmp_path: Path, mode: str) -> None:
 
     model = prepared()
     build = partial(copy.deepcopy, prepared())  # torch cannot trace two models at once
-    model.load_state_dict(result(tmp_path, build, train, **{"rounds.total": 3}))
+    found = result(tmp_path, build, train, **{"rounds.total": 3, "model.buffers": rules})
+    scales = [tensor.shape for name, tensor in found.items() if name.endswith("weight_fake_quant.scale")]
+    assert scales == ([(8,), (2,)] if rules else [(1,), (1,)])
+    model.load_state_dict(found)
     model(torch.ones(1, 4))  # computes the scales of the weights from the global model
     model.eval().apply(quantization.disable_observer)
     x = torch.full((3, 4), 0.3)

@@ -17,6 +17,7 @@ from kit import flip_bit
 from kit.aggregators import MEAN
 from kit.manual_site import ManualSite
 from kit.processes import export
+from kit.results import saved_model
 from kit.servers import PLAIN_DILOCO, long, plain_server
 from kit.sites import finish, manual_sites, train_round
 from safetensors.torch import load_file
@@ -599,8 +600,8 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
         assert flipped.reached.is_set()
         assert broken.reached.is_set()
         assert (line.count(r"GET .*/model/1 "), line.count(r"GET .*/model/3 ")) == (2, 1)  # they alone came again
-        own = run.server.save_state(tmp_path / "own.safetensors").read_bytes()
-        assert out.read_bytes() == own
+        own = out.read_bytes()
+        require_equal(saved_model(run.server, tmp_path), load_file(out))
         require_equal(load_file(out), theta[2])
         assert not torch.equal(theta[2]["large"], run.reference.held["large"])
         assert export(nursery, out, "--server", url, "--version", "1") == 1
@@ -623,4 +624,4 @@ def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path
                 optimizer.step()
         assert {each.version for each in server.status().fragments} == {3}
         assert export(nursery, out, "--server", server.url) == 3
-        assert out.read_bytes() == server.save_state(tmp_path / "own.safetensors").read_bytes()
+        require_equal(saved_model(server, tmp_path), load_file(out))

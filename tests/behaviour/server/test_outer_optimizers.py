@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit.manual_site import ManualSite
+from kit.results import saved_model
 from kit.servers import plain_server
 from kit.sites import finish, manual_sites
 from safetensors.torch import load_file
@@ -68,7 +69,7 @@ def run_rounds(server: atoll.Server, folder: Path, first: int = 1, last: int = R
             client.submit({name: tensor - moved[name] for name, tensor in client.pull().items()})
         client.next_round(wait_s=10.0)  # answered once the last one is committed
         wait_until(lambda: server.status().version == last, "the last round")
-        return load_file(server.save_state(folder / "now.safetensors"))
+        return saved_model(server, folder)
 
 
 def by_torch(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, rounds: int = ROUNDS) -> None:

@@ -168,17 +168,6 @@ def test_two_hundred_workers_take_part_in_every_round_without_an_error(tmp_path:
         torch.testing.assert_close(after[name], value - 2e-3, rtol=0, atol=1e-6)
 
 
-@pytest.mark.covers("L20")
-def test_what_save_state_wrote_begins_another_run(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    with plain_server(tmp_path, model) as server:
-        path = server.save_state(tmp_path / "saved.safetensors")
-    settings = {"algorithm.name": "diloco", "network.port": 0, "disk.state_dir": tmp_path / "two"}
-    with atoll.Server.load_state(path, settings=settings) as server:
-        again = load_file(server.save_state(tmp_path / "again.safetensors"))
-    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
-
-
 @pytest.mark.covers("L24", "L14")
 def test_metrics_are_there_after_the_block_and_a_pseudo_gradient_of_zeros_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -14,6 +14,7 @@ from harness.processes import Nursery, free_port, wait_until
 from harness.proxy import Fault, Proxy
 from kit import Gate, ask_journal, diloco, flip_bit, run_to_end
 from kit.processes import command, export
+from kit.results import saved_model
 from streaming_world import (
     Sites,
     build,
@@ -279,7 +280,7 @@ def test_what_people_open_is_the_whole_model(nursery: Nursery, tmp_path: Path) -
                 optimizer.step()
             assert loop.finished
             assert export(nursery, tmp_path / "served.safetensors", "--server", server.url) == 2
-            state = safetensors.torch.load_file(server.save_state(tmp_path / "state.safetensors"))
+            state = saved_model(server, tmp_path)
         result = copied(model)
         server.run()
     exports = server.exports

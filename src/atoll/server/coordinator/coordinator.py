@@ -51,6 +51,7 @@ from atoll.server.coordinator.background_writes import (
     wait_for_end,
 )
 from atoll.server.coordinator.filter_table import SiteFilters
+from atoll.server.coordinator.first_shapes import NewShapes, new_shapes
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info, why_anew
 from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
@@ -165,6 +166,8 @@ class Coordinator:
 
         self.failed: AtollError | None = None
         self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.new_shapes: NewShapes | None = None
+        self.begins_again = asyncio.Event()
         self._changed, self._ending = FairEvent(), False
         self._said_missing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -424,6 +427,24 @@ class Coordinator:
 
     # -- tickets
 
+    def _require_shapes(self, site: str, message: messages.TicketRequest) -> None:
+        """Check the shapes of a site's buffers. If the run takes them over, begin again with them.
+
+        Raises:
+            SchemaMismatch: the run cannot have these shapes.
+            Busy: it takes them over, and the site has to ask again.
+        """
+        asked = NewShapes(site, message.fragment, {name: tuple(shape) for name, shape in message.shapes.items()})
+        has_workflows = self.workflows is not None
+        found = new_shapes(self.plan, self.store, self.state, asked, has_workflows=has_workflows)
+        if found is None:
+            return
+        if self.new_shapes is None:
+            LOG.info("%s has the first update, which decides the shapes of buffers: %s", site, found)
+            self.new_shapes = found
+            self.begins_again.set()
+        raise Busy("The run takes over the shapes of the first update.", "Ask again.")
+
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
         """Return the site's ticket for a fragment's open round. Wait up to `wait_s` seconds for a round to open.
 
@@ -434,6 +455,7 @@ class Coordinator:
             Gone: there is no such fragment.
             Busy: the server is stopping.
             ConfigError: the run has no rounds.
+            SchemaMismatch: the site's buffers have shapes that the run cannot have.
         """
         if message.fragment >= len(self.state.rounds):
             raise Gone(
@@ -441,6 +463,7 @@ class Coordinator:
                 f"The run has {len(self.plan.fragments)} fragments, numbered from 0.",
             )
         self.task_queue.require_rounds()
+        self._require_shapes(lease.site, message)
         until_s = time.monotonic() + message.wait_s
         previous = self.store.tickets.last_of(lease.site, message.fragment)
         while True:

@@ -392,7 +392,7 @@ class Outbox(PartsFile):
 
     def __init__(self, folder: Path, layout: Layout, name: str = "outbox", site: str = "") -> None:
         super().__init__(folder / f"{name}.bin", layout.nbytes, layout.parts, len(layout.all_parts))
-        self.layout = layout
+        self.layout, self.site = layout, site
         self._note_path = folder / f"{name}.json"
         self.note = read_note(self._note_path, OutboxNote)
         if self.note is not None and self.note.layout_digest != layout.digest:
@@ -463,6 +463,19 @@ class DiskFiles:
         except BaseException:
             self.base.close()
             raise
+
+    def change_layouts(self, version: Layout, update: Layout) -> None:
+        """Give the files other layouts. They lose their content, but stay the same objects.
+
+        Args:
+            version: layout of the base file.
+            update: layout of the outbox.
+        """
+        self.close()
+        base = BaseFile(self.folder, version, self.base.name)
+        vars(self.base).update(vars(base))
+        outbox = Outbox(self.folder, update, self.outbox.path.stem, self.outbox.site)
+        vars(self.outbox).update(vars(outbox))
 
     def next_base(self) -> BaseFile:
         """Return the file `base-next`: a version is downloaded into it while the base file is still needed."""

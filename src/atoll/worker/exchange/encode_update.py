@@ -28,7 +28,7 @@ from atoll.algorithms.by_hand import Shapes
 from atoll.codecs import build_codecs, encoded_layout
 from atoll.codecs.base import Codec
 from atoll.codecs.version_difference import Downlink
-from atoll.errors import UsageError
+from atoll.errors import SchemaMismatch, UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket
@@ -40,7 +40,7 @@ from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import ALIGN_BYTES, Layout, Part, Piece, version_layout
 from atoll.tensors.module_tensors import Tensors, put_, state_of
 from atoll.tensors.payload import Packed
-from atoll.tensors.schema import PARAMS, Schema, extra_name
+from atoll.tensors.schema import FIRST, PARAMS, Schema, extra_name
 from atoll.worker.exchange.base_and_outbox import TensorFile, name_of
 from atoll.worker.exchange.local_state import AlgorithmState, KeptTensors, LocalState, Owner, Residuals
 from atoll.worker.log_lines import LOG, error_text
@@ -541,6 +541,10 @@ It also writes the new values of the state that the algorithm keeps at the site.
 """
 
 
+SMALL_BYTES = 2**20
+"""Largest size of a buffer with the rule `first` that is loaded by a copy although its shape is that of the run."""
+
+
 @dataclass(eq=False)
 class LocalFragment:
     """One fragment of the model at one site, without a connection: forms updates from the base and the local tensors.
@@ -562,6 +566,7 @@ class LocalFragment:
         algorithm_state: the tensors that the algorithm keeps at the site, such as SCAFFOLD's control variate; None: it
             keeps none.
         kept: the tensors that the site keeps for itself; None: it sends all tensors.
+        decided: names of the buffers that got their shapes from the run's first update while this worker took part.
         state: all files of the site's local state: those of `residuals`, `algorithm_state` and `kept`.
         from_zero: whether the algorithm's tensors in the base count as zero, because its state begins anew there.
     """
@@ -579,6 +584,7 @@ class LocalFragment:
     residuals: Residuals | None = field(init=False, default=None)
     algorithm_state: AlgorithmState | None = field(init=False, default=None)
     kept: KeptTensors | None = field(init=False, default=None)
+    decided: frozenset[str] = frozenset()
     state: LocalState = field(init=False)
     from_zero: bool = field(init=False, default=False)
 
@@ -641,6 +647,49 @@ class LocalFragment:
                 values[spec.name] = self.base.values_of(spec.name, 0, spec.numel).view(spec.shape)
         put_(model, values)
 
+    def changed_shapes(self, tensors: AnyTensors) -> Shapes:
+        """Return name → shape of the model's buffers with the rule `first` that have another shape than the run's."""
+        found: dict[str, tuple[int, ...]] = {}
+        for spec in self.layouts.schema.tensors:
+            tensor = tensors[spec.name] if spec.group == FIRST and spec.name in tensors else None
+            if isinstance(tensor, Tensor) and tensor.shape != spec.shape:
+                found[spec.name] = tuple(tensor.shape)
+        return found
+
+    def to_fill(self, tensors: Tensors, version: int) -> dict[str, Tensor]:
+        """Return the tensors into which to load a version, by name: those of the model, but others for some buffers.
+
+        A buffer with the rule `first` may have another shape in the run. Torch's observers resize theirs in place,
+        which fails once Python has had a view of their memory. So such buffers are loaded into new tensors, which
+        `put_first_` copies. In version 0, those that got their shapes from the run's first update have no values: they
+        are left out.
+
+        Args:
+            tensors: the model's own tensors, by name.
+            version: number of the version.
+        """
+        changed, found = self.changed_shapes(tensors), dict(tensors)
+        for spec in self.layouts.schema.tensors:
+            if spec.group != FIRST or spec.name not in tensors:
+                continue
+            if version == 0 and (spec.name in changed or spec.name in self.decided):
+                del found[spec.name]
+            elif spec.name in changed or spec.nbytes <= SMALL_BYTES:
+                if spec.name in changed and tensors[spec.name].numel():
+                    text = "%s: the buffer %s gets the shape %s of the run, in place of %s"
+                    LOG.info(text, self.site, spec.name, list(spec.shape), list(changed[spec.name]))
+                found[spec.name] = tensors[spec.name].new_zeros(spec.shape)
+        return found
+
+    def put_first_(self, model: nn.Module | Tensors, loaded: Tensors) -> None:
+        """Give a model the loaded buffers with the rule `first`.
+
+        Args:
+            model: the model; a module, or a dict name → tensor.
+            loaded: the tensors that were loaded, from `to_fill`.
+        """
+        put_(model, {name: loaded[name].clone() for name in self.layouts.schema.first & loaded.keys()})
+
     @property
     def parameter_shapes(self) -> Shapes:
         """The shapes of the fragment's parameters: parameter name → shape."""
@@ -701,6 +750,13 @@ class LocalFragment:
                 groups.
             on_part: called with each part and its BLAKE3 digest as soon as the part is written.
         """
+        if changed := self.changed_shapes(tensors):
+            name = min(changed)
+            raise SchemaMismatch(
+                f"Worker {self.site} has the buffer {name!r} with the shape {list(changed[name])}, but the run has "
+                f"{list(self.base.layout.by_name[name].spec.shape)}.",
+                f'Let each site keep its own: start a new run with model.buffers = {{"{name}" = "keep"}}.',
+            )
         self.state.begin(ticket.id)
         if self.kept is not None:
             self.kept.keep(tensors)

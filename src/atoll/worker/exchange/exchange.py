@@ -7,7 +7,7 @@ interrupted: an update that was formed stays in the outbox file, and this proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,19 +96,73 @@ class Exchange:
 
     # -- what comes next
 
-    def ask(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
+    def ask(
+        self,
+        wait_s: float | None = None,
+        *,
+        retries: int | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> Next | Lost:
         """Ask for the next ticket, as `Session.next_ticket` does, and bring the algorithm's local state up to date.
+
+        If the run has other shapes of buffers by now, use its new schema.
 
         The reply names the site's last update that the server has counted. The local state after that update becomes
         the current one.
 
         Raises:
             ConfigError: the site has lost this state (see `AlgorithmState.follow`).
+            SchemaMismatch: the run cannot have the given shapes.
         """
-        reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries)
+        reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries, shapes=shapes)
         if isinstance(reply, Open):
+            if reply.ticket.layout_digest != self.outbox.layout.digest:
+                self._change_layouts()
             self.local.follow(reply.ticket, reply.counted)
         return reply
+
+    def _change_layouts(self) -> None:
+        """Read the run's schema again, and use its layouts. The base file loses its version."""
+        self.session.read_run()
+        schemas, info = self.session.split.schemas, self.session.info
+        layouts = encode_update.Layouts.of(info, schemas[self.fragment])
+        if layouts.schema == self.local.layouts.schema or self.shards is not None:
+            return  # the ticket's layout differs for another reason, which `Outbox.begin` reports
+        was = {spec.name: spec.shape for spec in self.local.layouts.schema.tensors}
+        self.local.decided |= {spec.name for spec in layouts.schema.tensors if spec.shape != was.get(spec.name)}
+        self.local.layouts = layouts
+        self.files.change_layouts(layouts.version, layouts.update)
+        self.__post_init__()
+
+    def agree_on_shapes(self, ticket: Ticket, tensors: Tensors, retries: int | None = None) -> Ticket | TooLate | Lost:
+        """Return a ticket for an update of these tensors, whose first update may give new shapes to buffers.
+
+        The server takes over the shapes of the run's first update. Then the ticket and the layouts change, and the
+        base file gets version 0 in its new layout.
+
+        Args:
+            ticket: the ticket that the site has.
+            tensors: the model's own tensors, by name.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+
+        Returns:
+            The ticket; `TooLate` if the round is over; `Lost` if the server cannot be reached.
+
+        Raises:
+            SchemaMismatch: a buffer has another shape than in the run's first update. Nothing was sent.
+        """
+        changed = self.local.changed_shapes(tensors) if self.shards is None else {}
+        if not changed:
+            return ticket
+        reply = self.ask(retries=retries, shapes=changed)
+        if isinstance(reply, Lost):
+            return reply
+        if not isinstance(reply, Open) or reply.ticket.base.number != ticket.base.number:
+            return TooLate(TicketClosed("The round closed before the shapes of this site's buffers were known."))
+        pulled = self.pull(reply.ticket.base, None, Patience(retries))
+        if isinstance(pulled, VersionGone):
+            return TooLate(TicketClosed(pulled.error.message))
+        return pulled if isinstance(pulled, Lost) else reply.ticket
 
     def ask_and_resend(self, wait_s: float | None = None, *, retries: int | None = None) -> Next | Lost:
         """Ask for the next ticket. If the outbox's update may be sent under this ticket, send it and ask again.
@@ -258,11 +312,20 @@ class Exchange:
         return lost
 
     def pull_newest(
-        self, version: VersionRef, into: Tensors | None, patience: Patience = WAITS, *, to_next: bool = False
+        self,
+        version: VersionRef,
+        fill: Callable[[int], Tensors] | None,
+        patience: Patience = WAITS,
+        *,
+        to_next: bool = False,
     ) -> Pulled | Lost:
-        """Download a version, or the newest one if the server no longer keeps it. The arguments are those of `pull`."""
+        """Download a version, or the newest one if the server no longer keeps it.
+
+        The arguments are those of `pull`, but `fill` takes the version's number, and returns the tensors to load.
+        """
         newer: Next | None = None
         while True:
+            into = fill(version.number) if fill is not None else None
             pull = self.pull(version, into, patience, to_next=to_next)
             if not isinstance(pull, VersionGone):
                 return pull if isinstance(pull, Lost) else Pulled(version, newer)
@@ -343,6 +406,10 @@ class Exchange:
                 groups.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
+        agreed = self.agree_on_shapes(ticket, tensors, retries)
+        if not isinstance(agreed, Ticket):
+            return agreed
+        ticket = agreed
         if self.peer_server is not None or len(self.outbox.layout.all_parts) == 1:
             self.form(ticket, tensors, info, finish=finish)
             return self.deliver(retries)

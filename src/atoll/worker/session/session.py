@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -331,6 +331,14 @@ class Session:
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
         self._fatal: AtollError | None = None
+        self.read_run()
+
+    def read_run(self) -> None:
+        """Read the description of the run and its schema.
+
+        Read them again if the server announces another file layout: the first update of a run may give new shapes to
+        buffers.
+        """
         self.info, self.split = self._read_run()
         self.fragments = self.info.fragments
         self.schema = self.split.schema
@@ -492,7 +500,7 @@ class Session:
             run=self.info.run,
             host=socket.gethostname()[:256],
             process=self._process,
-            schema_digest=self.schema.digest,
+            schema_digest=None if self.reconnections else self.schema.digest,  # shapes of buffers may have changed
             sync_every=self._sync_every,
             num_fragments=self._num_fragments,
             labels=self._labels,
@@ -652,7 +660,14 @@ class Session:
             self.progress.answered(error.message)
             raise
 
-    def next_ticket(self, fragment: int = 0, *, wait_s: float | None = None, retries: int | None = None) -> Next | Lost:
+    def next_ticket(
+        self,
+        fragment: int = 0,
+        *,
+        wait_s: float | None = None,
+        retries: int | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> Next | Lost:
         """Wait for a fragment's next round. Return `Open`, which contains the ticket (permission to submit an update).
 
         Return `Finished` if there is no further round, a plain `Next` if this worker submits no more updates, `Wait` if
@@ -662,8 +677,12 @@ class Session:
             fragment: the fragment's number.
             wait_s: seconds after which `Wait` is returned if no round has opened; None: no limit.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+            shapes: shapes of this site's buffers that differ from the schema, for the server to take over.
+
+        Raises:
+            SchemaMismatch: the run cannot have these shapes.
         """
-        ask = partial(self._wait_for_ticket, fragment, wait_s, retries)
+        ask = partial(self._wait_for_ticket, fragment, wait_s, retries, shapes or {})
         reply = self._for_all_ranks(ask, messages.TicketReply)
         if isinstance(reply, Lost):
             return reply
@@ -672,7 +691,9 @@ class Session:
             self.finished = True
         return next_of(reply, fragment)
 
-    def _wait_for_ticket(self, fragment: int, wait_s: float | None, retries: int | None) -> messages.TicketReply:
+    def _wait_for_ticket(
+        self, fragment: int, wait_s: float | None, retries: int | None, shapes: Mapping[str, Sequence[int]]
+    ) -> messages.TicketReply:
         begin = logged_s = time.monotonic()
         self.tell(state="waiting for the round")
         while True:
@@ -682,6 +703,7 @@ class Session:
                 wait_s=min(left_s, self.http.poll_s),
                 tasks=self.answers_tasks,
                 **self.state_fields(),
+                shapes={name: list(shape) for name, shape in shapes.items()},
             )
             timeout_s = routes.LONG_POLL_S + POLL_MARGIN_S
             ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)

@@ -55,6 +55,7 @@ from atoll.tensors.module_tensors import (
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import finite_metrics, positive, require_counts, require_joined, site_of, sync_retries
+from atoll.worker.exchange.encode_update import LocalFragment
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
 from atoll.worker.session.leave_at_exit import last_words, what_ends
@@ -95,6 +96,7 @@ class SyncProgress:
         lost: whether the worker has given up, because the server has not answered for too long.
         kept: names of the buffers that the site keeps for itself. They may change their shapes, and each rank has its
             own.
+        first: names of the buffers with the rule `first`, which may change their shapes before the run's first update.
     """
 
     sync_every: int
@@ -102,6 +104,7 @@ class SyncProgress:
     finished: bool
     lost: bool
     kept: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
 
 
 _active: weakref.WeakKeyDictionary[object, list[object]] = weakref.WeakKeyDictionary()
@@ -401,6 +404,7 @@ class DiLoCo:
             self._measured,
             max_retries=self._max_retries,
         )
+        self._sync.put_first_ = self._put_first_
         self._sync.start([partial(each.local.load_kept_, self.model) for each in joined.exchanges])
         if self._ranks.is_first:
             terms = in_words(info, self.sync_every)
@@ -411,6 +415,22 @@ class DiLoCo:
                 session.warn(OF_THE_ALGORITHM, [text])
         say_evaluation_follows(session)
         return self._progress_now()
+
+    def _put_first_(self, local: LocalFragment, loaded: Tensors) -> None:
+        """Give the model the loaded buffers with the rule `first`.
+
+        Raises:
+            UsageError: a buffer would have to get another shape at every rank.
+        """
+        if self._shards is not None:
+            return
+        if self._ranks.is_distributed and (changed := local.changed_shapes(self._tensors_now())):
+            raise UsageError(
+                f"The buffer {min(changed)!r} has another shape in the run than at this worker, which has several "
+                "ranks.",
+                "Call the model once, on one sample, before you start DiLoCo: then all ranks have the buffer.",
+            )
+        local.put_first_(self.model, loaded)
 
     def _own_shards(self) -> Shards:
         assert self._shards is not None
@@ -431,7 +451,8 @@ class DiLoCo:
         session, sync = self._joined.session, self._sync
         lost = session.ranks.from_rank0(lambda: session.silence.is_too_long)
         kept = tuple(spec.name for spec in session.schema.tensors if spec.is_kept and spec.is_buffer)
-        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost, kept)
+        first = tuple(session.schema.first)
+        return SyncProgress(self.sync_every, sync.next_step, sync.finished, lost, kept, first)
 
     def _learn(self, progress: SyncProgress) -> None:
         """Store the progress that rank 0 has sent. Unless the model is sharded, copy rank 0's model, too."""
@@ -708,8 +729,10 @@ class DiLoCo:
                 trains a new parameter.
         """
         if not any(map(is_sharded, self.model.parameters())):
-            kept = self._progress.kept if self._progress is not None else ()
-            self._tensors = replaced(self.model, self._tensors, self._optimizers, kept)
+            free = (*self._progress.kept, *self._progress.first) if self._progress is not None else ()
+            if self._joined is not None:
+                free = (*free, *self._joined.session.schema.first)
+            self._tensors = replaced(self.model, self._tensors, self._optimizers, free)
         return self._tensors
 
     def _hook(self) -> None:

@@ -39,7 +39,7 @@ from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Next, Open, UpdateInfo, Wait
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
-from atoll.tensors.module_tensors import is_extra_state, put_
+from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
 from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import counted, finite_metrics, positive, require_joined, site_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
@@ -63,7 +63,12 @@ def _finish_load_(backend: RoundBackend, model: nn.Module | dict[str, Tensor], l
     """
     put_(model, {name: value for name, value in loaded.items() if is_extra_state(name)})
     if backend.local is not None:
+        backend.local.put_first_(model, loaded)
         backend.local.load_kept_(model)
+
+
+NEWEST = -1
+"""In place of the number of a version: the newest version, whatever its number is."""
 
 
 # -- One round of a federated run, as the training script sees it.
@@ -118,13 +123,23 @@ class Round:
             self._hooks.close()
             self._hooks = None
         with self._copies.loading(model, tensors):
-            self._pull(tensors)
-            _finish_load_(self._backend, model, tensors)
+            _finish_load_(self._backend, model, self._pull(model, tensors))
         return model
 
-    def _pull(self, into: dict[str, Tensor]) -> None:
+    def _pull(self, model: Model, tensors: Tensors) -> dict[str, Tensor]:
+        """Load the round's version into a model. Return the tensors that were loaded."""
         self._require_joined()
+        loaded: dict[str, Tensor] | None = None
+
+        def into(version: int) -> Tensors:
+            nonlocal loaded
+            own = tensors if loaded is None else self._backend.tensors_of(model)
+            loaded = self._backend.to_fill(own, version)
+            return loaded
+
         self._ticket = self._backend.pull(self._ticket, into)
+        assert loaded is not None
+        return loaded
 
     @public_api
     def correct(self, model: nn.Module, optimizer: Given, *, allow_partial: bool = False) -> StepHooks:
@@ -213,9 +228,8 @@ class Round:
 
     def _new_tensors(self) -> dict[str, Tensor]:
         schema = self._backend.schema
-        owned = {s.name: torch.empty(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
-        self._pull(owned)
-        _finish_load_(self._backend, owned, owned)
+        owned = {s.name: torch.zeros(s.shape, dtype=torch_dtype(s.dtype), device="cpu") for s in schema.tensors}
+        _finish_load_(self._backend, owned, self._pull(owned, owned))
         return owned | {alias: owned[owner] for alias, owner in schema.aliases}
 
     @public_api
@@ -415,7 +429,7 @@ class Worker(TaskWorker):
         """
         self._require_joined()
         keep = self._round.base if self._round is not None and not self._round.done else None
-        tensors = self._backend.tensors_of(model)
+        tensors = self._backend.to_fill(self._backend.tensors_of(model), NEWEST)
         with self._copies.loading(model, tensors, refuses=False):  # for example to evaluate
             self._backend.load_newest(tensors, keep)
             _finish_load_(self._backend, model, tensors)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,6 +37,9 @@ from atoll.worker.exchange.participation import Participation, federated_in_dilo
 from atoll.worker.log_lines import ALONE_ENDED, LOG, size
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.tasks.evaluate_models import keep_local
+
+Into = Callable[[int], Tensors]
+"""A function: takes the number of a version, and returns the tensors to fill with this version."""
 
 
 class RoundBackend(Protocol):
@@ -78,6 +81,9 @@ class RoundBackend(Protocol):
             UsageError: an entry of a mapping is not an array.
         """
 
+    def to_fill(self, tensors: Tensors, version: int) -> dict[str, Tensor]:
+        """Return the tensors into which to load a version, for a model with these tensors."""
+
     def next_round(self, wait_s: float | None) -> Next | None:
         """Wait for the next round, for at most `wait_s` seconds; None: without a limit.
 
@@ -86,8 +92,12 @@ class RoundBackend(Protocol):
             server has had its only round.
         """
 
-    def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Fill the tensors of `into` with the version of the global model that a ticket names.
+    def pull(self, ticket: Ticket, into: Into) -> Ticket:
+        """Load the version of the global model that a ticket names.
+
+        Args:
+            ticket: the ticket.
+            into: returns the tensors to fill.
 
         Returns:
             The ticket to submit under. If the version no longer exists, this is a newer ticket, and its version was
@@ -162,9 +172,14 @@ class ServerBackend:
         self.participation, self.site = participation, participation.site
         self.process: int | None = os.getpid()
         self.counters, self.local = participation.session.counters, participation.exchange.local
-        self.schema = participation.session.schema.model
+        self.to_fill = self.local.to_fill
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
         self._recovered, self._pulled_s = False, 0.0
+
+    @property
+    def schema(self) -> Schema:
+        """The schema of the run's model; the first update of the run may give new shapes to buffers."""
+        return self.participation.session.schema.model
 
     @property
     def has_left(self) -> bool:
@@ -191,14 +206,14 @@ class ServerBackend:
             LOG.warning("%s: the update of round %d did not count: %s", self.site, note.round, previous.reason)
         return reply
 
-    def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
+    def pull(self, ticket: Ticket, into: Into) -> Ticket:
         """Download the version that the ticket names. If the server no longer has it, switch to the newest round.
 
         No training is lost, because none has started from the old version. A version can disappear when the round
         closes at its deadline, or when the server is restored from a backup.
         """
         exchange = self.participation.exchange
-        while isinstance(pull := require(exchange.pull(ticket.base, into)), VersionGone):
+        while isinstance(pull := require(exchange.pull(ticket.base, into(ticket.base.number))), VersionGone):
             LOG.info("%s: round %d is skipped: %s", self.site, ticket.round, pull.error.message)
             reply = require(exchange.ask_and_resend())
             # if the run has ended meanwhile, there is no ticket: train from the result; the update will not count
@@ -320,6 +335,10 @@ class ScriptAlone:
         self._model = model
         return matching(self._schema, self.site, model)
 
+    def to_fill(self, tensors: Tensors, version: int) -> dict[str, Tensor]:
+        """Return the model's own tensors."""
+        return dict(tensors)
+
     def next_round(self, wait_s: float | None) -> Next | None:
         """Return the only round in the first call, and None in later calls."""
         if self._has_begun:
@@ -329,13 +348,14 @@ class ScriptAlone:
         ticket = Ticket(id=0, fragment=0, round=1, base_version=0, base_digest=nothing, layout_digest=nothing)
         return Open(ticket.base, ticket=ticket)
 
-    def pull(self, ticket: Ticket, into: Tensors) -> Ticket:
-        """Copy the script's model, which is the global model here, into `into`, unless both are the same memory."""
+    def pull(self, ticket: Ticket, into: Into) -> Ticket:
+        """Copy the script's model, which is the global model here, unless the tensors to fill are its own."""
+        tensors = into(ticket.base.number)
         for name, tensor in named_tensors(self._loaded())[0].items():
-            if into[name].data_ptr() != tensor.data_ptr():
-                into[name].copy_(tensor)
-        require_finite(into, self.schema, self.site, is_initial=True)
-        self._digest = self._digest_of(into)
+            if tensors[name].data_ptr() != tensor.data_ptr():
+                tensors[name].copy_(tensor)
+        require_finite(tensors, self.schema, self.site, is_initial=True)
+        self._digest = self._digest_of(tensors)
         return ticket
 
     def _digest_of(self, tensors: Tensors) -> bytes:

@@ -27,6 +27,7 @@ from atoll.protocol.values import Accepted, Finished, Lost, Next, Open, Refused,
 from atoll.runtime import Latch
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.exchange import apply_version
+from atoll.worker.exchange.encode_update import LocalFragment
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.pull_version import WAITS, Patience
 from atoll.worker.log_lines import LOG, why_skipped
@@ -224,6 +225,7 @@ class Synchroniser:
         staleness: how many versions were made between the base of the last counted update and the version that includes
             this update.
         finished: whether the run is over, so that the model is the run's result.
+        put_first_: gives the model the buffers with the rule `first` that were loaded.
     """
 
     def __init__(
@@ -239,6 +241,7 @@ class Synchroniser:
     ) -> None:
         self._session, self._tensors, self._rules = session, tensors, rules
         self._info_of, self._measured, self._max_retries = info_of, measured, max_retries
+        self.put_first_: Callable[[LocalFragment, Tensors], None] = lambda local, loaded: None
         self._fragments = [FragmentState(exchange) for exchange in exchanges]
         self._is_whole = len(self._fragments) == 1
         self._order = FragmentOrder(rules, session.due)
@@ -573,7 +576,11 @@ class Synchroniser:
         self._order.took(fragment.index)
         self.newest_step = self._step
         if self._rules.overlap:
-            exchange.form(ticket, self._own(fragment), info)
+            agreed = exchange.agree_on_shapes(ticket, self._own(fragment), self._retries)
+            if isinstance(agreed, TooLate | Lost):
+                self._skip(fragment, agreed)
+                return
+            exchange.form(agreed, self._own(fragment), info)
             fragment.ticket = None
             self._answered()
             pending = PendingSync(fragment, self._step, self._retries)
@@ -677,12 +684,19 @@ class Synchroniser:
         Returns:
             None after success, `Lost` if the server cannot be reached.
         """
-        exchange, own, before = fragment.exchange, self._own(fragment), fragment.exchange.base.note
+        exchange, before = fragment.exchange, fragment.exchange.base.note
+        own = self._own(fragment)
+        loaded: Tensors = {}
+
+        def fill(version: int) -> Tensors:
+            nonlocal loaded
+            loaded = exchange.local.to_fill(own, version)
+            return loaded
+
         patience = patience or Patience(self._retries)
         # if an earlier process had begun to pull the version beside the base, that file is continued
         to_next = alpha > 0 or (self._merges and exchange.is_next_base(reply.head))
-        into = None if to_next else own
-        pulled = exchange.pull_newest(reply.head, into, patience, to_next=to_next)
+        pulled = exchange.pull_newest(reply.head, None if to_next else fill, patience, to_next=to_next)
         if isinstance(pulled, Lost):
             exchange.files.close_next_base()
             if not to_next and patience.within is not None and exchange.base.note is not before:
@@ -692,6 +706,7 @@ class Synchroniser:
         if to_next:
             self._merge(fragment, reply, step, alpha)
         else:
+            self.put_first_(exchange.local, loaded)
             fragment.heard(reply)
             self._count_steps_from(fragment, step)
         return None

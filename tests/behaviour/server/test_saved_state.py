@@ -1,0 +1,366 @@
+"""`Server.save_state` and `Server.load_state`: a run goes on in another state directory, as it would have here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import wait_until
+from kit.damage import flip_bit
+from kit.servers import plain_server
+from kit.sites import DiLoCoSites, manual_sites
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import atoll
+from atoll.cli import audit
+from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, UsageError
+from atoll.filters import NormClip
+
+TWO: dict[str, Any] = {"rounds.sites": 2, "rounds.total": 4}
+MOMENTUM = {
+    f"algorithm.outer_optimizer.{key}": value for key, value in {"name": "sgd", "lr": 0.7, "momentum": 0.9}.items()
+}
+
+
+class Net(nn.Module):
+    """A layer, its tied copy, running statistics, a counter, and a buffer of one's own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("own", torch.tensor([1.0, 2.0]))
+        self.register_buffer("flags", torch.tensor([True]))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def play(server: atoll.Server, folder: Path, last: int, build: Callable[[], nn.Module] = Net) -> None:
+    """Both sites join, take the rounds up to `last`, and leave; a round's data depend on site and round alone."""
+    sites = manual_sites(server, folder)
+    while server.status().version < last:
+        numbers = {site.next_round() for site in sites.values()}
+        (number,) = numbers
+        for name, site in sites.items():
+            model = site.round.load_into(build())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * number + ord(name)))
+            with site.round.correct(model, optimizer):
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    model(x.to(model.own.dtype)).square().mean().backward()
+                    optimizer.step()
+                model.own.add_(ord(name) - 96)
+            site.submit(model, weight=2.0 if name == "a" else 1.0, metrics={"loss": float(number)})
+        wait_until(lambda number=number: server.status().version == number, "the version")
+    for site in sites.values():
+        site.close()
+
+
+def loaded(path: Path, folder: Path, **settings: Any) -> atoll.Server:
+    given = {"network.port": 0, "disk.state_dir": folder / "state", "disk.min_free_bytes": 0}
+    return atoll.Server.load_state(path, settings=given | settings)
+
+
+def require_equal(one: Path, other: Path) -> None:
+    """Every tensor of two saved states: the model, the outer state, and those of the algorithm."""
+    first, second = load_file(one), load_file(other)
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "momentum": MOMENTUM,
+    "adam": {"algorithm.outer_optimizer": {"name": "adam", "lr": 0.1}},
+    "adamw by rate": {
+        "algorithm.outer_optimizer": {"name": "adamw", "lr": 0.1, "weight_decay": 0.1},
+        "algorithm.outer_lr_of": {"*.bias": 0.5},
+    },
+    "rmsprop": {"algorithm.outer_optimizer": {"name": "rmsprop", "lr": 0.01, "momentum": 0.5}},
+    "whole tensors": {"algorithm.outer_optimizer": {"name": "adafactor", "lr": 0.1}},
+    "fedyogi": {"algorithm.name": "fedyogi"},
+    "scaffold": {"algorithm.name": "scaffold"},
+    "fednova": {"algorithm.name": "fednova"},
+    "rounded versions": MOMENTUM | {"aggregation.download_codec.name": "int8"},
+    "residuals": MOMENTUM | {"aggregation.upload_codec.name": "topk"},
+    "rules": MOMENTUM
+    | {
+        "model.buffers": {"own": "sum", "norm.running_mean": "keep", "flags": "first"},
+        "aggregation.reducer.name": "mean",
+    },
+    "asynchronous": MOMENTUM | {"async.enabled": True, "async.buffer_size": 2, "async.momentum_every": 2},
+}
+
+
+@pytest.mark.covers("L20")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
+def test_a_loaded_run_goes_on_as_the_saved_one(tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """The same versions and states, bit by bit, though the start repeats none of the settings."""
+    build = lambda: Net(dtype)  # noqa: E731
+    with plain_server(tmp_path, build(), **(TWO | settings)) as server:
+        play(server, tmp_path, 2, build)
+        path = server.save_state(tmp_path / "two.safetensors")
+        shutil.copytree(tmp_path / "w", tmp_path / "other" / "w")
+        play(server, tmp_path, 4, build)
+        whole = server.save_state(tmp_path / "whole.safetensors")
+    with loaded(path, tmp_path / "other") as server:
+        assert (server.status().version, server.status().run) == (2, server.status().run)
+        play(server, tmp_path / "other", 4, build)
+        require_equal(server.save_state(tmp_path / "again.safetensors"), whole)
+        assert [each.version for each in server.status().history] == [1, 2, 3, 4]
+
+
+def by_itself(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: int) -> None:
+    optimizer.zero_grad()
+    (sum(parameter.square().sum() for parameter in model.parameters()) * (ord(site) - 96)).backward()
+    optimizer.step()
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+@pytest.mark.covers("L20")
+def test_each_fragment_goes_on_from_its_own_version(tmp_path: Path) -> None:
+    """After 5 steps, two of three fragments have one version more than the third."""
+    settings = {"algorithm.name": "diloco", "K": 3, "H": 3, "rounds.sites": 1, "rounds.total": 4}
+
+    def take(server: atoll.Server, folder: Path, steps: int) -> None:
+        DiLoCoSites(server.url, folder, steps, "a", build=stack, step=by_itself).join()
+
+    with plain_server(tmp_path, stack(), **settings) as server:
+        take(server, tmp_path, 5)
+        wait_until(lambda: sum(each.version for each in server.status().fragments) == 5, "five versions")
+        versions = [each.version for each in server.status().fragments]
+        path = server.save_state(tmp_path / "five.safetensors")
+        shutil.copytree(tmp_path / "workers", tmp_path / "other" / "workers")
+        take(server, tmp_path, 4)
+        wait_until(lambda: sum(each.version for each in server.status().fragments) == 9, "nine versions")
+        whole = server.save_state(tmp_path / "whole.safetensors")
+    assert sorted(versions) == [1, 2, 2]
+    with loaded(path, tmp_path / "other") as server:
+        assert [each.version for each in server.status().fragments] == versions
+        take(server, tmp_path / "other", 4)
+        wait_until(lambda: sum(each.version for each in server.status().fragments) == 9, "nine versions")
+        require_equal(server.save_state(tmp_path / "again.safetensors"), whole)
+
+
+@pytest.mark.covers("L20")
+def test_an_ended_server_saves_its_state(tmp_path: Path) -> None:
+    """The same bytes as before its end. While another server has the directory, that one must be asked."""
+    with plain_server(tmp_path, Net(), **TWO, **MOMENTUM) as server:
+        play(server, tmp_path, 2)
+        before = server.save_state(tmp_path / "before.safetensors").read_bytes()
+    assert server.save_state(tmp_path / "after.safetensors").read_bytes() == before
+    with plain_server(tmp_path, **TWO, **MOMENTUM):
+        with pytest.raises(StateLocked, match="is in use by"):
+            server.save_state(tmp_path / "locked.safetensors")
+    with plain_server(tmp_path / "memory", Net(), **{"disk.in_files": False}) as server:
+        server.save_state(tmp_path / "memory.safetensors")
+    with pytest.raises(UsageError, match=r"kept its versions in memory .* Save the state while the server runs"):
+        server.save_state(tmp_path / "memory.safetensors")
+
+
+def test_a_finished_run_is_loaded_as_finished_and_trains_further(tmp_path: Path) -> None:
+    with plain_server(tmp_path, Net(), **(TWO | {"rounds.total": 2})) as server:
+        play(server, tmp_path, 2)
+        server.run()
+    path = server.save_state(tmp_path / "end.safetensors")
+    with loaded(path, tmp_path / "same") as server:
+        assert server.wait(30)
+        assert server.status().finished
+    with loaded(path, tmp_path / "more", **{"rounds.total": 3}) as server:
+        play(server, tmp_path, 3)
+        assert server.status().version == 3
+
+
+def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
+    """Site a has submitted to round 2, of which the saved state knows nothing; it need not train again."""
+    with plain_server(tmp_path, {"w": torch.zeros(2)}, **TWO) as server:
+        sites = manual_sites(server, tmp_path)
+        for number in (1, 2):
+            for name, site in sites.items():
+                assert site.next_round() == number
+                if (name, number) != ("b", 2):
+                    site.submit({"w": site.pull()["w"] + (1 if name == "a" else 2)})
+        path = server.save_state(tmp_path / "one.safetensors")
+        for site in sites.values():
+            site.close()
+    with loaded(path, tmp_path / "other") as server:
+        sites = manual_sites(server, tmp_path)
+        assert sites["b"].next_round() == 2
+        sites["b"].submit({"w": sites["b"].pull()["w"] + 2})
+        assert sites["a"].next_round(wait_s=30.0) == 3
+        assert sites["a"].pull()["w"].tolist() == [3.0, 3.0]  # twice the mean of 1 and 2
+
+
+@pytest.mark.covers("L20")
+def test_a_loaded_run_is_continued_by_the_same_start(tmp_path: Path) -> None:
+    """The same program after a kill; the audit log of the new directory agrees with its rows."""
+    with plain_server(tmp_path, Net(), **TWO) as server:
+        play(server, tmp_path, 2)
+    path = server.save_state(tmp_path / "two.safetensors")
+    with loaded(path, tmp_path / "other") as server:
+        play(server, tmp_path, 3)
+    with loaded(path, tmp_path / "other") as server:
+        assert server.status().version == 3
+        play(server, tmp_path, 4)
+    assert "restored" in [what for _, _, what, _ in audit.read(tmp_path / "other" / "state", 50)[2]]
+
+
+def test_a_directory_with_another_run_is_refused(tmp_path: Path) -> None:
+    with plain_server(tmp_path, Net(), **TWO) as server:
+        play(server, tmp_path, 1)
+        path = server.save_state(tmp_path / "one.safetensors")
+        play(server, tmp_path, 2)
+    with pytest.raises(ConfigError, match=r"already contains a run .* version 2.*set another disk\.state_dir"):
+        loaded(path, tmp_path).start()
+    with plain_server(tmp_path, **TWO) as server:
+        assert server.status().version == 2
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state of a run after its first round, with momentum."""
+    folder = tmp_path_factory.mktemp("saved")
+    with plain_server(folder, Net(torch.bfloat16), **TWO, **MOMENTUM) as server:
+        play(server, folder, 1, lambda: Net(torch.bfloat16))
+        return server.save_state(folder / "one.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"algorithm.name": "fedadam"},
+            r"one\.safetensors has algorithm\.name = 'fedavg', but this start sets 'fedadam'",
+        ),
+        (
+            {"algorithm.outer_optimizer": {"name": "adam", "lr": 0.1}},
+            r"algorithm\.outer_optimizer = .*sgd.* but this start",
+        ),
+        ({"algorithm.outer_optimizer.momentum": 0.5}, r"algorithm\.outer_optimizer = .*0\.9.*0\.5"),
+        ({"async.enabled": True}, r"async\.enabled = False, but this start sets True"),
+        ({"network.part_bytes": 2**17}, r"network\.part_bytes = 16777216, but this start sets 131072"),
+        (
+            {"model.buffers": {"own": "max"}},
+            r"has the rule 'mean' for 'own', but this start sets model\.buffers to 'max'",
+        ),
+        ({"round.total": 3}, "round"),
+    ],
+)
+def test_other_fixed_settings_are_refused_by_name(
+    tmp_path: Path, saved: Path, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        loaded(saved, tmp_path, **settings).start()
+    with loaded(saved, tmp_path) as server:  # nothing was left there
+        assert server.status().version == 1
+
+
+def test_other_settings_are_named_in_the_log(tmp_path: Path, saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with loaded(saved, tmp_path, **{"rounds.total": 9, "rounds.min_sites": 2}) as server:
+        assert server.status().rounds == 9
+    assert "rounds.total = 9 in place of 4; rounds.min_sites = 2 in place of nothing" in caplog.text
+
+
+def test_code_is_never_loaded_from_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A path in the settings must be given again; filters that a program passed are named."""
+    path, setting = f"{__name__}:Own", "algorithm.outer_optimizer"
+    settings = TWO | {f"{setting}.path": path, f"{setting}.lr": 0.5}
+    with plain_server(tmp_path, Net(), filters=[NormClip(1.0)], **settings) as server:
+        state = server.save_state(tmp_path / "own.safetensors")
+    with pytest.raises(ConfigError, match=rf"{setting} = .*{path}.*never loads code.*Set {setting}"):
+        loaded(state, tmp_path / "other")
+    with loaded(state, tmp_path / "other", **{setting: {"path": path, "lr": 0.5}}) as server:
+        assert "was served with filters = NormClip, but this start has none" in caplog.text
+        server.stop()
+
+
+class Own(torch.optim.SGD):
+    """An outer optimizer of the user's own."""
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def halved(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def plain(path: Path) -> None:
+    save_file({"w": torch.zeros(2)}, path)
+
+
+def saved_anew(path: Path) -> None:
+    save_file(load_file(path), path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (cut, "is not the state .* or is damaged: .* has .* bytes of tensors"),
+        (halved, "is damaged"),
+        (lambda path: path.write_bytes(b""), "has only 0 bytes"),
+        (lambda path: torch.save({"w": torch.zeros(2)}, path), "claims to have a header of"),
+        (plain, "is a safetensors file without the state of a run.*To begin a new run with the model in this file"),
+        (saved_anew, "is a safetensors file without the state of a run"),
+        (lambda path: path.unlink(), r"cannot be read \(No such file or directory\)"),
+        (lambda path: (path.unlink(), path.mkdir()), r"cannot be read \(Is a directory\)"),
+    ],
+)
+def test_no_state_is_told_as_such(tmp_path: Path, saved: Path, change: Callable[[Path], object], told: str) -> None:
+    shutil.copy(saved, path := tmp_path / "state.safetensors")
+    change(path)
+    with pytest.raises(AtollError, match=told):
+        loaded(path, tmp_path).start()
+    with loaded(saved, tmp_path) as server:  # the directory is as before
+        assert server.status().version == 1
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path, saved: Path) -> None:
+    """Spaces at the end of the header are the only bytes without a meaning, and even these are compared."""
+    size = saved.stat().st_size
+    for offset in [3, 9, *range(40, size, size // 40), size - 1]:
+        shutil.copy(saved, path := tmp_path / "state.safetensors")
+        flip_bit(path, offset, bit=offset % 7)
+        with pytest.raises((StateCorrupt, ConfigError), match=re.escape(str(path))):
+            loaded(path, tmp_path).start()
+
+
+def test_the_state_of_a_swarm_is_refused(tmp_path: Path) -> None:
+    with plain_server(tmp_path, Net(), **{"algorithm.name": "diloco", "swarm.enabled": True, **TWO}) as server:
+        with pytest.raises(UsageError, match=r"The run is a swarm.*atoll export"):
+            server.save_state(tmp_path / "state.safetensors")
+
+
+def test_a_state_is_an_initial_model_without_its_run(tmp_path: Path, saved: Path) -> None:
+    with plain_server(tmp_path, **{"model.source": str(saved)}) as server:
+        assert server.status().version == 0
+        new = load_file(server.save_state(tmp_path / "new.safetensors"))
+    assert new.keys() == Net().state_dict().keys()
+    assert all(torch.equal(tensor, load_file(saved)[name]) for name, tensor in new.items())
+
+
+def test_early_stopping_counts_the_rounds_before(tmp_path: Path) -> None:
+    """The loss of every round is the round's number, so the first is the best, and two worse ones end the run."""
+    settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "rounds.early_stop_after": 2}
+    with plain_server(tmp_path, Net(), **TWO, **settings) as server:
+        play(server, tmp_path, 2)
+        path = server.save_state(tmp_path / "two.safetensors")
+    with loaded(path, tmp_path / "other") as server:
+        play(server, tmp_path, 3)
+        assert server.wait(30)
+        assert server.status().finished
