@@ -51,6 +51,7 @@ EXIT_CODES = {
     7: "A disk error on this machine: full, damaged, or a failed fsync.",
     8: "A missing or wrong token or certificate.",
     9: "The run cannot continue.",
+    10: "The run has failed at the server; a site ends with this code instead of waiting for the server.",
     130: "Ended by Ctrl-C.",
     143: "Ended by SIGTERM; a running server shuts down and ends with 0.",
 }

@@ -9,6 +9,7 @@
     ├── PeerError              6   an error that the server or another worker reports
     │   ├── VersionSkew            different protocol versions
     │   ├── AuthError          8   a missing or wrong token, secret or Host header
+    │   ├── ServerFailed    10   the run has failed at the server, which has ended or is about to
     │   ├── LeaseLost              the server declared the worker dead or does not know it: join again
     │   ├── Superseded             a newer process joined under the same site name
     │   ├── TicketClosed           the round for which the worker has a ticket is over
@@ -81,12 +82,15 @@ class AtollError(Exception):
     Attributes:
         retry_after_s: seconds until a retry may help, as the other process says; None if it does not.
         is_damaged: whether the answer may have been damaged on the way, so that a few retries may help.
+        is_final: whether a server that ends with this error will probably end with it again after a restart, until a
+            person has mended the cause. If so, its sites are told, and end, too.
     """
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
     retry_after_s: float | None = None
     is_damaged: bool = False
+    is_final: bool = True
 
     def __init__(self, message: str, remedy: str = "", trace: str = "") -> None:
         message, remedy = _cut(message), _cut(remedy)
@@ -152,6 +156,15 @@ class AuthError(PeerError):
     code, exit_code = "auth", 8
 
 
+class ServerFailed(PeerError):
+    """The run has failed at the server, which has ended or is about to. The worker stops, since waiting cannot help.
+
+    Examples of causes: a workflow or a reducer has raised an error, or an evaluation has measured nothing.
+    """
+
+    code, exit_code = "server_failed", 10
+
+
 class LeaseLost(PeerError):
     """The server has ended the lease of a worker process (the right to act for its site), or does not know it.
 
@@ -209,7 +222,7 @@ class BadRequest(PeerError):
 class TransferError(AtollError):
     """A network error: bytes do not reach the other process."""
 
-    code, exit_code = "transfer", 5
+    code, exit_code, is_final = "transfer", 5, False
 
 
 class ServerUnreachable(TransferError):
@@ -240,7 +253,7 @@ class TransferAborted(TransferError):
 class StoreError(AtollError):
     """A disk or file error on this machine. If the server has this error, its workers raise `Busy` or `DiskFull`."""
 
-    code, exit_code = "store", 7
+    code, exit_code, is_final = "store", 7, False
 
 
 class DiskFull(StoreError):
@@ -270,7 +283,7 @@ class SyncFailed(StoreError):
 class PortInUse(AtollError):
     """None of the wanted ports can be bound: other processes use them, or this user has no permission."""
 
-    code, exit_code = "port_in_use", 3
+    code, exit_code, is_final = "port_in_use", 3, False
 
 
 class RunFailed(AtollError):
@@ -328,11 +341,13 @@ def out_of_memory(error: BaseException | None) -> RunFailed | None:
     no_thread = isinstance(error, RuntimeError) and str(error) == "can't start new thread"
     if not no_thread and not isinstance(error, MemoryError):
         return None
-    return RunFailed(
+    failed = RunFailed(
         "The server has run out of memory.",
         "Give it more memory, or lower disk.max_pinned_versions or run.threads; then start it again. "
         "Acknowledged updates are not lost.",
     )
+    failed.is_final = False
+    return failed
 
 
 TRANSIENT = (ServerUnreachable, TransferStalled, Busy, DiskFull)
@@ -396,7 +411,8 @@ def _public_function(function: Any) -> Any:
         except AtollError as error:
             LOG.debug("%s", error, exc_info=True)
             _end_with_one_line()
-            raise error.with_traceback(None) from None
+            cause = error.__cause__ if isinstance(error, RunFailed) else None  # the user's own error, if there is one
+            raise error.with_traceback(None) from cause
         except KeyboardInterrupt:
             print_interrupt_in_a_line()
             raise

@@ -53,7 +53,9 @@ def command(
     json: Annotated[
         bool, typer.Option("--json", help="Print the status as JSON; with --watch, one line for each answer.")
     ] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Ask again every second, until the run is finished.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Ask again every second, until the run is finished or has failed.")
+    ] = False,
     state_dir: Annotated[
         Path | None,
         typer.Option(
@@ -91,7 +93,7 @@ def command(
     while True:
         print(status.model_dump_json(indent=None if watch else 2) if json else "\n".join(plain(status, address)))
         sys.stdout.flush()
-        if not watch or status.finished:
+        if not watch or status.finished or status.failed:
             return
         time.sleep(WATCH_S)
         status = _ask_until_answered(address)
@@ -157,7 +159,7 @@ def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> N
         Console().print(table(status, address))
         return
     with live_table(status, address) as show:
-        while not status.finished:
+        while not (status.finished or status.failed):
             time.sleep(WATCH_S)
             try:
                 status = _ask(address)
@@ -232,13 +234,16 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
 
 def headline(status: status_messages.Status, address: str) -> list[str]:
     """Return the lines about the run as a whole."""
-    run = f"run {status.run[:8]}, epoch {status.epoch}{', FINISHED' if status.finished else ''}"
+    end = ", FAILED" if status.failed else ", FINISHED" if status.finished else ""
+    run = f"run {status.run[:8]}, epoch {status.epoch}{end}"
     if status.model_bytes and not status.algorithm:  # the saved status is missing
         lines = [f"{status.name} at {address}: model {size(status.model_bytes)}, {run}"]
     elif status.model_bytes:
         lines = [f"{status.name} at {address}: {status.algorithm}, {status.policy}, {run}", *_of_training(status)]
     else:
         lines = [f"{status.name} at {address}: no model, {run}, up {duration(status.uptime_s)}"]
+    if status.failed:
+        lines.append(f"the run has failed: {status.failed}")
     lines += workflow_lines(status.workflows)
     if status.tasks:
         lines.append(task_totals(status.tasks))

@@ -34,7 +34,7 @@ from atoll.posix import remove_left_behind
 from atoll.protocol import messages, routes
 from atoll.transport.http_client import ask, server_address
 from atoll.worker.arguments import require_site
-from atoll.worker.session.leave_at_exit import LEASES, SUPERSEDED, leave_for
+from atoll.worker.session.leave_at_exit import LEASES, RUN_FAILED, SUPERSEDED, leave_for
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -42,6 +42,11 @@ RESTART_PAUSE_S = 1.0
 LONGEST_RESTART_PAUSE_S = 60.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SERVER_PAUSE_S = 1.0
+NOT_RESTARTED = {
+    SUPERSEDED: "another process takes part as its site",
+    RUN_FAILED: "the run has failed at the server",
+}
+"""File that a script leaves in the folder of its leases → why the script is not restarted."""
 REPEAT_S = 30.0
 """Seconds until the same line is printed again while the server does not answer."""
 
@@ -160,9 +165,10 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
                     ended, failure = end if end.failure else ended, end.failure
                     if end.code == 0 or signals or attempt == restarts:
                         return end.code
-                    if (leases / SUPERSEDED).exists():
-                        print_line(f"atoll: {failure}; not restarted, because another process takes part as its site")
-                        return end.code
+                    for mark, reason in NOT_RESTARTED.items():
+                        if (leases / mark).exists():
+                            print_line(f"atoll: {failure}; not restarted, because {reason}")
+                            return end.code
                 except ServerUnreachable as error:
                     failure = error.message.rstrip(".")
                     if attempt == restarts and not signals:

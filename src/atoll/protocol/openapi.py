@@ -25,6 +25,7 @@ STATUS_OF: dict[str, int] = {
     "schema_mismatch": 409,
     "lease_lost": 409,
     "server_lost": 409,
+    "server_failed": 409,
     "superseded": 409,
     "conflict": 409,
     "gone": 410,
@@ -284,7 +285,7 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation("get_openapi", "GET", routes.OPENAPI, "This document.", reply=dict[str, Any]),
 )
 
-COMMON_PROBLEMS = ("bad_request", "auth")
+COMMON_PROBLEMS = ("bad_request", "auth", "server_failed")
 
 HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
 """Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers."""

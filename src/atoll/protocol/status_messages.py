@@ -162,6 +162,7 @@ class Status(Message):
     rounds: Count = 0
     finished: bool = False
     stopped: Shown = Field("", description="Why the run ended before its last round; else empty.")
+    failed: Shown = Field("", description="Why the run has failed and the server has ended; else empty.")
     address: Shown = Field("", description="Address of the server; empty for a simulation.")
     best: BestStatus | None = Field(None, description="Null: the run tracks no metric.")
     uptime_s: Estimate = 0.0

@@ -294,6 +294,11 @@ class ServerEnv(Strict):
                     break
             if not status.finished and last.exists():  # the status that the script got when it left
                 status = Status.model_validate_json(read_own(last))
+        if status.failed:
+            raise RunFailed(
+                f"The run has failed at the server {self.url}: {status.failed}",
+                "When the cause is mended there and the server runs again, repeat the same call.",
+            )
         if process.returncode:
             raise RunFailed(
                 f"{recipe.train_script} ended with exit code {process.returncode}.",
@@ -584,6 +589,8 @@ class _LocalRun:
                         self._say(round_line(summary, status.rounds))
                 if status.finished:
                     return
+                if status.failed and SERVER not in ended:
+                    continue  # the sites end by it, too; the server ends when all were told
             if SERVER in ended:
                 raise self._server_failed(ended[SERVER])
             for site in ended.keys() - reported:

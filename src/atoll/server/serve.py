@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -17,22 +18,23 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.errors import StoreError, UsageError, public_api
+from atoll.errors import AtollError, StoreError, UsageError, public_api
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
 from atoll.server.coordinator.build_status import keep_status, status_of, write_status
-from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.coordinator import Coordinator, failure_for_sites
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.user_code import Function
-from atoll.server.http.app import HTTP_LOG, make_app
+from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
 from atoll.server.saved_state import SavedState, save
 from atoll.server.startup import CODE, open_again, open_run, settings_beside, take_over_shapes
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
+from atoll.store.run_log import recorded_failure
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
 from atoll.transport.listener import Listener, listen, raise_files_limit, runner_of, start_listener
@@ -41,12 +43,20 @@ from atoll.transport.tls import server_context
 
 LOG = logging.getLogger("atoll.server")
 T = TypeVar("T")
+Accept = Callable[..., Awaitable[Listener]]
+"""Function that begins to accept connections for an aiohttp runner."""
 
 PORTS_TO_TRY = 100
 GRACE_S = 30.0
 """Maximum seconds that the server stays after the last round, for workers that have not pulled the result yet."""
 GRACE_SAID_S = 1.0
 """Seconds after which the log names the workers that have not pulled the result. Most workers need less."""
+ASK_AGAIN_S = 12.0
+"""Seconds within which a site that waits for the server asks again, with its longest pause between two attempts."""
+LONGEST_TELL_S = 120.0
+"""Maximum seconds that the server stays after a failure, for sites that were not told yet."""
+TELL_S = 0.05
+"""Seconds between two checks whether all sites were told."""
 STATUS_S = 1.0
 """Seconds between two checks for a new version. If there is one, the status is saved, in case the server is killed."""
 WATCHED_S = 3.0
@@ -201,6 +211,8 @@ class Server:
         done = self._finished.wait(timeout_s)
         if self._thread.error is not None:
             raise self._thread.error
+        if done and self._run is not None and self._run.failed is not None:  # the server still tells its sites
+            raise self._run.failed
         return done
 
     def save_state(self, path: str | Path) -> Path:
@@ -273,52 +285,64 @@ class Server:
     # -- in the thread
 
     async def _serve(self) -> None:
-        files, port = raise_files_limit(), self.settings.network.port
+        files, port, network = raise_files_limit(), self.settings.network.port, self.settings.network
         listener = listen(
-            self.settings.network.host,
+            network.host,
             range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if port is None else [port],
             setting="network.host",
             remedy="Stop the process that uses it, or choose another port with --port; 0: any free port.",
         )
-        try:
-            if self._workflows is not None:
-                self._workflows.load()
-            self.port = listener.getsockname()[1]
-            if port is None and self.port != DEFAULT_PORT:
-                LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
-            while (run := await self._serve_run(listener, files)).new_shapes is not None:
-                await asyncio.to_thread(take_over_shapes, run.plan, run.new_shapes)
-        finally:
-            listener.close()
+        self.port = listener.getsockname()[1]
+        with contextlib.closing(listener):
+            context = None
+            if network.tls_cert and network.tls_key:
+                context = server_context(network.tls_cert, network.tls_key)
+
+            def accept(runner: Any) -> Awaitable[Listener]:
+                return start_listener(
+                    listener.dup(), runner, context, files=files, idle_timeout_s=network.idle_timeout_s
+                )
+
+            try:
+                while (run := await self._serve_run(accept)).new_shapes is not None:
+                    await asyncio.to_thread(take_over_shapes, run.plan, run.new_shapes)
+            except AtollError as error:
+                if self._run is None:
+                    await self._refuse(error, accept)
+                raise
         if run.failed is not None:
             raise run.failed
 
-    async def _serve_run(self, listener: socket.socket, files: int) -> Coordinator:
-        """Serve the run of the state directory until it ends, or until it has to begin again with other shapes."""
-        context, schedule = None, self._workflows
-        # load files and functions first: if one is wrong, no run is left that a corrected start would continue
-        if self.settings.network.tls_cert and self.settings.network.tls_key:
-            context = server_context(self.settings.network.tls_cert, self.settings.network.tls_key)
+    async def _open(self) -> Coordinator:
+        # load functions first: if one is wrong, no run is left that a corrected start would continue
+        if self._workflows is not None:
+            self._workflows.load()
         persistor = Persistor(self.settings)
         opened = open_run(self.settings, self._model, persistor, self._outer, self._saved)
+        self._model = None  # free its memory: version 0 is on disk
         try:
-            run = Coordinator(*opened, persistor, self._filters.results, schedule)
+            return Coordinator(*opened, persistor, self._filters.results, self._workflows)
         except BaseException:
             opened[1].close()
             raise
-        self._model = None  # free its memory: version 0 is on disk
-        runner = runner_of(make_app(run, self._gate, version("atoll")), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
+
+    async def _serve_run(self, accept: Accept) -> Coordinator:
+        """Serve the run of the state directory until it ends, or until it has to begin again with other shapes."""
+        run = await self._open()
+        schedule, app = self._workflows, make_app(run, self._gate, version("atoll"))
+        runner = runner_of(app, HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting: Listener | None = None
         try:
             await runner.setup()
+            if self.settings.network.port is None and self.port != DEFAULT_PORT:
+                LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
             run.start(self.url)
             keep_status(run)
             self._run = run
             if schedule is not None:
                 schedule.start(run)
-            accepting = await start_listener(
-                listener.dup(), runner, context, files=files, idle_timeout_s=self.settings.network.idle_timeout_s
-            )
+            accepting = await accept(runner)
+            run.store.run_log.fail("")  # the start has succeeded
             self._thread.ready()
             await self._until_end(run)
         finally:
@@ -332,6 +356,30 @@ class Server:
                 self._last_status = keep_status(run)
             await run.stop()
         return run
+
+    async def _refuse(self, error: AtollError, accept: Accept) -> None:
+        """If the run had failed for good and cannot even start now, tell the sites that ask for `ASK_AGAIN_S` seconds.
+
+        Args:
+            error: why the start failed.
+            accept: starts to accept connections.
+        """
+        before = recorded_failure(self.settings.disk.state_dir) if error.is_final else ""
+        if not before:
+            return
+        LOG.error("%s", error)
+        LOG.warning("the run had failed before, too; telling this to its sites for %g s, then ending", ASK_AGAIN_S)
+        failed = failure_for_sites(
+            self.settings.run.name, f"{before.rstrip('.')}. It cannot be started again: {error.message}"
+        )
+        runner = runner_of(make_refusing_app(self._gate, failed), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
+        accepting = await accept(runner)
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._thread.stopping.wait(), ASK_AGAIN_S)
+        finally:
+            await accepting.close()
+            await runner.cleanup()
 
     async def _until_end(self, run: Coordinator) -> None:
         stopping = self._thread.stopping
@@ -347,8 +395,35 @@ class Server:
             keep_status(run)
             self._finished.set()
             await self._until_left(run)
+        elif run.failed is not None and run.failed.is_final and not stopping.is_set():
+            if self._workflows is not None:
+                self._workflows.stop()
+            run.store.run_log.fail(run.failed.message)
+            keep_status(run)
+            self._finished.set()
+            await self._until_told(run)
         for wait in waits:
             wait.cancel()
+
+    async def _until_told(self, run: Coordinator) -> None:
+        """After a failure, wait until every site that takes part has asked for something, and so was told.
+
+        Wait no longer than until the next heartbeat of each, or the next attempt of one that waits for the server.
+        """
+        most_s = ASK_AGAIN_S
+        if any(run.roster[site].heard for site in run.untold):  # it need not ask before its next heartbeat
+            most_s = min(max(most_s, 1.2 * self.settings.network.heartbeat_interval_s or GRACE_S), LONGEST_TELL_S)
+        loop = asyncio.get_running_loop()
+        begin_s, is_logged = loop.time(), False
+        while (waited_s := loop.time() - begin_s) < most_s and not self._thread.stopping.is_set():
+            untold = ", ".join(sorted(site for site in run.untold if run.state.members[site].alive))
+            if not untold:
+                return
+            if not is_logged and waited_s >= GRACE_SAID_S:
+                is_logged = True
+                LOG.info("telling %s that the run has failed, for at most %g s; Ctrl-C ends this wait", untold, most_s)
+            await asyncio.sleep(TELL_S)
+        LOG.warning("%s was not told that the run has failed, and waits for this server", untold)
 
     async def _until_left(self, run: Coordinator) -> None:
         """Wait until every worker has downloaded the result and left, for at most `GRACE_S` seconds.

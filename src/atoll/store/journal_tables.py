@@ -439,9 +439,10 @@ CREATE TABLE meta (
     id INTEGER PRIMARY KEY CHECK (id = 1),
     epoch INTEGER NOT NULL,
     finished INTEGER NOT NULL,
+    failed TEXT NOT NULL DEFAULT '',
     {ROW_CHECK}
 ) STRICT;
-INSERT INTO meta VALUES (1, 0, 0, {row_check(1, 0, 0)});
+INSERT INTO meta VALUES (1, 0, 0, '', {row_check(1, 0, 0, "")});
 
 CREATE TABLE shapes (
     fragment INTEGER NOT NULL,

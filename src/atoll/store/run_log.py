@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
-from atoll.errors import StoreError
+from atoll.errors import AtollError, StoreError
+from atoll.posix import require_regular
 from atoll.store.audit_log import AuditLog
 from atoll.store.journal import Journal, placeholders
 from atoll.store.journal_tables import (
@@ -21,6 +26,7 @@ from atoll.store.journal_tables import (
     RoundRow,
     RunRow,
     Totals,
+    files_of,
     utc_text,
 )
 
@@ -33,6 +39,22 @@ def restored_counter(fragment: int) -> str:
 def shapes_counter(fragment: int) -> str:
     """Return the name of the counter that is 1 once a fragment has the shapes of the first update."""
     return f"first shapes of fragment {fragment}"
+
+
+def recorded_failure(directory: Path) -> str:
+    """Return why the run in a state directory has failed for good, without opening its store.
+
+    Return an empty text if it has not failed, if a later start succeeded, or if the journal cannot be read.
+    """
+    path = directory / "journal.sqlite"
+    try:
+        for each in filter(os.path.lexists, files_of(path)):
+            require_regular(each, own=True)
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+            ((why,),) = db.execute("SELECT failed FROM meta")
+            return str(why)
+    except (OSError, AtollError, ValueError, sqlite3.Error):
+        return ""
 
 
 class RunLog:
@@ -83,6 +105,21 @@ class RunLog:
             if self.finished != finished:
                 self._journal.execute("UPDATE meta SET finished = ?", int(finished))
                 self._audit.append("finished" if finished else "continued")
+
+    @property
+    def failed(self) -> str:
+        """Why the run has failed for good; empty if it has not, or if a later start of the server succeeded."""
+        return str(self._journal.value("SELECT failed FROM meta"))
+
+    def fail(self, why: str) -> None:
+        """Record why the run has failed for good, so that a next start that fails, too, can tell its sites.
+
+        Args:
+            why: message of the error; empty after a start that succeeded.
+        """
+        if why != self.failed:
+            with self._journal.transaction():
+                self._journal.execute("UPDATE meta SET failed = ?", why)
 
     def totals(self) -> Totals:
         """Return the numbers of versions, updates, deaths and bytes that the run has had so far."""

@@ -371,3 +371,22 @@ def test_a_run_of_real_workers_is_left_alone(tmp_path: Path, client: str) -> Non
             pass
     with pytest.raises(ConfigError, match="has real workers, for example clinic-a"):
         run(tmp_path, client)
+
+
+RAISING = """
+from atoll.reducers import Reducer
+
+
+class Raising(Reducer):
+    def reduce_(self, rows, weights, out):
+        raise ZeroDivisionError("3 of 0 rows")
+"""
+
+
+def test_the_error_of_a_reducer_reaches_the_caller_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "raising.py").write_text(RAISING)
+    reducer = {"aggregation.reducer.path": f"{tmp_path / 'raising.py'}:Raising"}
+    with pytest.raises(RunFailed, match=r"Round 1 failed: ZeroDivisionError\('3 of 0 rows'\)") as raised:
+        simulation(tmp_path, sites=1, **reducer).run()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert len([each for each in caplog.records if "3 of 0 rows')" in each.getMessage()]) == 1

@@ -45,6 +45,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         rounds=settings.rounds.total,
         finished=run.state.finished if run.workflows is None else run.task_queue.finished,
         stopped=run.state.rules.tracking.why(run.state.progress),
+        failed=run.failed.message if run.failed is not None else "",
         address=run.address,
         best=_best(run),
         uptime_s=now_s - run.started_s,

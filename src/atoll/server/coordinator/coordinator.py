@@ -32,10 +32,12 @@ from atoll.errors import (
     Gone,
     LeaseLost,
     RunFailed,
+    ServerFailed,
     Superseded,
     TicketClosed,
+    out_of_memory,
 )
-from atoll.format_text import time_left
+from atoll.format_text import time_left, visible
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events
 from atoll.rounds.state import Rules, State
@@ -165,6 +167,7 @@ class Coordinator:
         self.watched_s: float | None = None  # time of the last status request of a client that is no site
 
         self.failed: AtollError | None = None
+        self.untold = set[str]()  # after a failure: the sites that take part, and do not know of it yet
         self.finished, self.trained, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.new_shapes: NewShapes | None = None
         self.begins_again = asyncio.Event()
@@ -233,12 +236,32 @@ class Coordinator:
         self.store.close()
 
     def fail(self, error: AtollError) -> None:
-        """Log an error after which the run cannot go on, and end the server."""
+        """Log an error after which the run cannot go on, and end the server.
+
+        If the error is final, so that a restart does not help, answer all requests of sites with `ServerFailed`.
+        """
         if self.failed is None:
             error = directory_gone(self.settings.disk.state_dir) or error
             LOG.error("%s", error)
             self.failed = error
             self.ended.set()
+            if error.is_final:
+                self.untold = set(self._alive())
+                self.send_away()
+
+    def failure_for(self, lease: str | None) -> ServerFailed | None:
+        """If the run has failed with a final error, return the error that answers a site's request; else None.
+
+        Record that the site is told.
+
+        Args:
+            lease: the lease in the site's request; None if it has none.
+        """
+        if self.failed is None or not self.failed.is_final:
+            return None
+        with contextlib.suppress(AtollError):
+            self.untold.discard(self.require_lease(lease).site)
+        return failure_for_sites(self.settings.run.name, self.failed.message)
 
     # -- events
 
@@ -779,6 +802,8 @@ class Coordinator:
 
     async def _next_version(self, closed: events.RoundClosed) -> None:
         """Make and commit the version of a closed round. Retry while the disk is full; other errors end the server."""
+        if self.failed is not None:  # sites are told so now; the next start makes this version
+            return
         self.admission.reports.compare()
         await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[closed.fragment].number
@@ -866,8 +891,25 @@ class Coordinator:
         error = directory_gone(self.settings.disk.state_dir) or error
         if not isinstance(error, AtollError):
             LOG.error("%s failed", what, exc_info=error)
-            error = RunFailed(f"{what} failed: {error!r}.", remedy)
+            failed = out_of_memory(error) or RunFailed(f"{what} failed: {error!r}.", remedy)
+            failed.is_final = failed.is_final and not isinstance(error, OSError)  # the machine may be mended
+            failed.__cause__ = error
+            error = failed
         self.fail(error)
+
+
+def failure_for_sites(run: str, why: str) -> ServerFailed:
+    """Return the error that the sites of a failed run get.
+
+    Args:
+        run: name of the run.
+        why: message of the error that ended the run at the server.
+    """
+    most = messages.SHOWN_CHARS // 2
+    return ServerFailed(
+        f"The run {run} has failed at the server: {visible(' '.join(why.split()), most)}",
+        "When the cause is mended there and the server runs again, start this site again: it continues from its files.",
+    )
 
 
 def _receipt(row: TicketRow) -> messages.Receipt:

@@ -25,6 +25,7 @@ from atoll.errors import (
     AtollError,
     AuthError,
     BadRequest,
+    ServerFailed,
     StoreError,
     is_transient,
     no_more_files,
@@ -84,6 +85,26 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
         app.router.add_route(operation.method, operation.path, handler, name=operation.name)
         if operation.path == routes.HEALTH:  # load balancers ask with HEAD, too
             app.router.add_route("HEAD", operation.path, handler, name=f"{operation.name}_head")
+    return app
+
+
+def make_refusing_app(gate: Gate, error: ServerFailed) -> web.Application:
+    """Return an application that answers every request with the failure of the run, which cannot even begin again.
+
+    Args:
+        gate: check of the Host and Authorization headers.
+        error: the failure.
+    """
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        try:
+            _admit(gate, request, is_open=False)
+        except AuthError as refused:
+            return problem(refused.code, refused.message, refused.remedy)
+        return problem(error.code, error.message, error.remedy)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", refuse)
     return app
 
 
@@ -192,13 +213,24 @@ def _hex(name: str, text: str, digits: int) -> str:
     return text
 
 
+PAGES = {operation.name for operation in OPERATIONS if hasattr(ServerPages, operation.name)}
+"""Operations that are answered even after the run has failed: `atoll status` shows why."""
+
+
 def _guard(gate: Gate, coordinator: Coordinator) -> Any:
     open_names = {name for each in OPERATIONS if each.open for name in (each.name, f"{each.name}_head")}
+
+    def failure(request: web.Request) -> ServerFailed | None:
+        if (request.match_info.route.name or "").removesuffix("_head") in PAGES:
+            return None
+        return coordinator.failure_for(request.headers.get(routes.LEASE_HEADER))
 
     @web.middleware
     async def guard(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
         try:
             _admit(gate, request, is_open=request.match_info.route.name in open_names)
+            if (failed := failure(request)) is not None:
+                raise failed
             return await handler(request)
         except TimeoutError:
             raise
@@ -211,7 +243,7 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
         except Exception as error:
             if request.path == routes.WORKERS and isinstance(error, AtollError) and not is_transient(error):
                 gate.refusals.note("join", f"refused to let a site join from {request.remote}: {error.message}")
-            return _failed(coordinator, request, error)
+            return _failed(coordinator, request, failure(request) or error)  # the run may have failed meanwhile
         finally:
             interceptor = interceptor_of(request)
             if interceptor is not None and request.method == "PUT":

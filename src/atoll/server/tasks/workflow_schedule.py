@@ -343,7 +343,7 @@ class WorkflowSchedule:
             raise RunFailed(
                 f"The workflow {step.entry.name} failed: {type(error).__name__}: {error}",
                 "See the traceback in the log. The next start of the server begins the workflow again.",
-            )
+            ) from error
 
     async def _wait_for_sites(self, step: WorkflowRun, index: int) -> None:
         """Wait until enough sites take part for a workflow of tasks.

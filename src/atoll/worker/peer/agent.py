@@ -37,6 +37,7 @@ from atoll.errors import (
     AtollError,
     ConfigError,
     LeaseLost,
+    ServerFailed,
     StateCorrupt,
     Superseded,
     VersionSkew,
@@ -317,7 +318,7 @@ class SwarmPeer:
                     LOG.debug("%s: no longer takes part in the run: %s", self.site, error)
                     return
                 self._stopping.wait(pause_s)
-            except Superseded:
+            except (Superseded, ServerFailed):  # the heartbeats get it, too
                 return
             except AtollError as error:
                 text = f"{self.site}: cannot ask the server for work: {error}"

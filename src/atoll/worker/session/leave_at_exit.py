@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from atoll.errors import Superseded
+from atoll.errors import ServerFailed, Superseded
 from atoll.posix import no_sync, open_own, own_folder, read_own, replace_file
 
 if TYPE_CHECKING:
@@ -76,13 +76,14 @@ class EndedBySignal(SystemExit):
 def last_words(error: BaseException | None) -> str | None:
     """Return the text that tells the server which error ended training.
 
-    Return None if training ended well, or if the user interrupted it. If another process of the site has taken over,
-    also tell `atoll worker`, which then does not restart this one.
+    Return None if training ended well, or if the user interrupted it. If another process of the site has taken over, or
+    the run has failed at the server, also tell `atoll worker`, which then does not restart this one.
     """
-    if isinstance(error, Superseded) and (folder := os.environ.get(LEASES)):
+    if isinstance(error, Superseded | ServerFailed) and (folder := os.environ.get(LEASES)):
         with contextlib.suppress(OSError):
+            name = SUPERSEDED if isinstance(error, Superseded) else RUN_FAILED
             own_folder(Path(folder), Path(folder).parent)
-            os.close(open_own(Path(folder, SUPERSEDED), os.O_WRONLY | os.O_CREAT))
+            os.close(open_own(Path(folder, name), os.O_WRONLY | os.O_CREAT))
     if isinstance(error, EndedBySignal):
         return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
@@ -365,6 +366,8 @@ def _leave_all() -> None:
 
 SUPERSEDED = ".superseded"
 """File in the folder `ATOLL_LEASES`: another process has joined as a site of this command."""
+RUN_FAILED = ".run-failed"
+"""File in the folder `ATOLL_LEASES`: the run of a site of this command has failed at the server."""
 
 
 def note_lease(site: str, server: str, lease: str) -> None:

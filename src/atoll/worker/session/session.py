@@ -25,12 +25,14 @@ from atoll.errors import (
     ConfigError,
     Gone,
     LeaseLost,
+    ServerFailed,
     ServerLost,
     ServerUnreachable,
     Superseded,
     TicketClosed,
     TransferStalled,
     VersionSkew,
+    print_interrupt_in_a_line,
 )
 from atoll.format_text import duration
 from atoll.protocol import messages, routes
@@ -77,6 +79,9 @@ WORK_S = 60.0
 """Seconds that a worker takes between two calls after which the later one counts as the first without progress."""
 REMEMBERED = 16
 """Number of updates, versions and tasks that count as progress only once."""
+
+FATAL = (Superseded, ServerFailed)
+"""Errors that end a worker, whichever of its requests gets them first."""
 
 SAY_EVERY_S = 15.0
 """Seconds between two log lines while the worker waits for a round."""
@@ -369,6 +374,17 @@ class Session:
         if self._closing.is_set():
             raise self._fatal or ServerUnreachable("This worker has left the run.", "Join again.")
 
+    def ends_by(self, error: AtollError) -> None:
+        """Let every later call and step of this worker raise an error, and end the heartbeats."""
+        self._fatal = error
+        self._closing.set()
+        print_interrupt_in_a_line()  # a loop over rounds or tasks is a generator, and no public function raises for it
+
+    def require_sound(self) -> None:
+        """Raise the error that a heartbeat got and that ends this worker, if there is one."""
+        if self._fatal is not None:
+            raise self._fatal
+
     def closing_wait(self, seconds: float) -> bool:
         """Wait for some seconds, or until this worker leaves. Return whether it has left."""
         return self._closing.wait(seconds)
@@ -409,9 +425,8 @@ class Session:
             self._send_heartbeat()
             self._answered()
             return True
-        except Superseded as error:
-            self._fatal = error
-            self._closing.set()
+        except FATAL as error:
+            self.ends_by(error)
         except LeaseLost:
             if not self._closing.is_set():
                 with contextlib.suppress(AtollError):
@@ -545,8 +560,7 @@ class Session:
                 try:
                     self._join(0)
                 except ServerLost as error:
-                    self._fatal = error
-                    self._closing.set()
+                    self.ends_by(error)
                     raise
 
     def leave(self, error: str | None = None) -> None:
@@ -579,6 +593,8 @@ class Session:
                 keep_last_status(self.http)
                 message = messages.Leave(error=error_text(error) if error else None)
                 self.http.send(routes.LEAVE, message, timeout_s=GOODBYE_S)
+            elif isinstance(self._fatal, ServerFailed):
+                keep_last_status(self.http)  # it says why
             forget_lease(self.site, self.http.lease)
         except (AtollError, OSError) as problem:
             LOG.debug("%s: could not tell the server that this worker leaves: %s", self.site, problem)
@@ -879,6 +895,8 @@ class _Attempts:
 
         If a further attempt cannot help, raise the error at once.
         """
+        if isinstance(error, FATAL):
+            self._session.ends_by(error)
         if not isinstance(error, (LeaseLost, *TRANSIENT)) and not error.is_damaged:
             raise error
         self._error = error

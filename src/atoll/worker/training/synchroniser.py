@@ -391,7 +391,11 @@ class Synchroniser:
 
         Args:
             step: the number of the local step.
+
+        Raises:
+            AtollError: the error that a heartbeat got and that ends this worker, such as `ServerFailed`.
         """
+        self._session.require_sound()
         self._step = step
         return self._is_due or any(each.done.is_set() or step >= each.step + self._rules.tau for each in self._pending)
 

@@ -1,0 +1,303 @@
+"""A run that fails by a fault at the server: its sites end with the reason, instead of waiting for the server."""
+
+from __future__ import annotations
+
+import socket
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import Nursery, free_port, wait_until
+from kit.models import build_model
+from kit.processes import command
+from kit.servers import plain_server, serve, state_of
+from kit.sites import DiLoCoSites, FederatedSites
+from kit.wire import WireSite
+from kit.workflows import AnsweringSites, workflow_server
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import atoll
+from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, ServerFailed, StateCorrupt, out_of_memory
+from atoll.filters import Filter, Outgoing
+from atoll.reducers import Reducer
+from atoll.testing.run import Threads
+
+ASYNC = {"rounds.sites": 2, "async.enabled": True, "rounds.total": 9, "aggregation.reducer.name": "stubborn"}
+
+
+class Stubborn(Reducer):
+    """A reducer of a third party that raises when the test lets it.
+
+    Attributes:
+        may_raise: event that the reducer waits for.
+        is_mended: whether the reducer works.
+    """
+
+    may_raise = threading.Event()
+    is_mended = False
+
+    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Write the weighted mean, or raise."""
+        assert self.may_raise.wait(60)
+        if not self.is_mended:
+            raise ZeroDivisionError("3 of 0 rows")
+        out.zero_()
+        for row, weight in zip(rows, weights, strict=True):
+            out.add_(row, alpha=weight)
+
+
+@pytest.fixture(autouse=True)
+def stubborn(monkeypatch: pytest.MonkeyPatch) -> type[Stubborn]:
+    """The reducer `stubborn`, which waits and then raises."""
+    monkeypatch.setattr(Stubborn, "may_raise", threading.Event())
+    monkeypatch.setattr(Stubborn, "is_mended", False)
+    atoll.register("reducers", "stubborn", Stubborn)
+    return Stubborn
+
+
+def reason_in_journal(folder: Path) -> str:
+    """What the journal of the server in `folder` says of a failure."""
+    with closing(sqlite3.connect(folder / "state" / "journal.sqlite")) as db:
+        ((why,),) = db.execute("SELECT failed FROM meta")
+        return str(why)
+
+
+class AsksHalfway(Filter):
+    """A filter that calls a function while an update is being formed."""
+
+    def __init__(self, ask: Callable[[], None]) -> None:
+        self._ask = ask
+
+    def begin(self, update: Outgoing) -> None:
+        """Call the function."""
+        self._ask()
+
+
+def outcome(job: Callable[[], object]) -> BaseException | None:
+    """The error that a function raises."""
+    try:
+        job()
+    except BaseException as error:
+        return error
+    return None
+
+
+@pytest.mark.covers("X9")
+@pytest.mark.parametrize("moment", ["pulling", "training", "uploading"])
+def test_sites_end_with_the_error_of_a_reducer(
+    tmp_path: Path, stubborn: type[Stubborn], moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Site a waits for the next round, while b is at one of these moments."""
+    b_is_there, has_failed = threading.Event(), threading.Event()
+
+    def halt() -> None:
+        b_is_there.set()
+        assert has_failed.wait(60)
+
+    def at(site: str, now: str) -> None:
+        if site == "a" and now == "pulling":
+            assert b_is_there.wait(60)
+        if site == "b" and now == moment:
+            halt()
+
+    with serve(tmp_path, None, **ASYNC) as server:
+        ends: dict[str, BaseException | None] = {}
+
+        def work(site: str) -> None:
+            sites = FederatedSites(
+                server.url,
+                tmp_path,
+                site,
+                before=lambda site, _: at(site, "pulling"),
+                during=lambda site, _: at(site, "training"),
+                filters=[AsksHalfway(lambda: at(site, "uploading"))],
+            )
+            ends[site] = outcome(sites.join)
+
+        both = Threads(*(partial(work, site) for site in "ab"))
+        assert b_is_there.wait(60)
+        stubborn.may_raise.set()
+        wait_until(lambda: server.status().failed, "the failure")
+        has_failed.set()
+        with pytest.raises(RunFailed, match=r"Round 1 failed: ZeroDivisionError\('3 of 0 rows'\)") as raised:
+            server.run()
+        both.join()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    for site in "ab":
+        error = ends[site]
+        assert isinstance(error, ServerFailed)
+        assert error.exit_code == 10
+        assert "has failed at the server: Round 1 failed: ZeroDivisionError('3 of 0 rows')" in error.message
+        assert "start this site again: it continues from its files" in error.remedy
+    assert "ZeroDivisionError" in server.status().failed
+    assert "ZeroDivisionError" in reason_in_journal(tmp_path)
+
+
+def test_a_mended_run_goes_on_with_the_update_that_failed(tmp_path: Path, stubborn: type[Stubborn]) -> None:
+    """The mean of one update, θ₀ + 1, with the outer step w ← w − g."""
+    settings = {"rounds.sites": 1, "rounds.total": 1, "aggregation.reducer.name": "stubborn"}
+    plain = {
+        "algorithm.outer_optimizer.lr": 1.0,
+        "algorithm.outer_optimizer.momentum": 0.0,
+        "network.port": free_port(),
+    }
+    stubborn.may_raise.set()
+
+    def train(model: nn.Module, site: str, number: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1
+
+    def work(server: atoll.Server) -> BaseException | None:
+        return outcome(FederatedSites(server.url, tmp_path, "a", train=train).join)
+
+    with serve(tmp_path, None, **settings, **plain) as server:
+        assert isinstance(work(server), ServerFailed)
+        with pytest.raises(RunFailed):
+            server.run()
+    stubborn.is_mended = True
+    with serve(tmp_path, None, **settings, **plain) as server:
+        assert reason_in_journal(tmp_path) == ""
+        assert work(server) is None
+        server.run()
+        assert server.status().failed == ""
+    result = load_file(tmp_path / "state" / "exports" / "model.safetensors")
+    for name, parameter in build_model().named_parameters():
+        assert torch.allclose(result[name], parameter + 1)
+
+
+def test_a_diloco_site_ends_in_the_middle_of_its_local_steps(tmp_path: Path, stubborn: type[Stubborn]) -> None:
+    """Its heartbeats are told, and its next step ends with the reason."""
+    settings = {"algorithm": "diloco", "H": 10**6, "network.heartbeat_interval_s": 0.2} | ASYNC
+    settings |= {"codec": "none"}
+    stubborn.may_raise.set()
+    with serve(tmp_path, None, **settings) as server:
+        loops: list[DiLoCoSites] = []
+
+        def work() -> None:
+            loops.append(DiLoCoSites(server.url, tmp_path, 10**9, "b"))
+            assert isinstance(outcome(loops[0].join), ServerFailed)
+
+        running = Threads(work)
+        wait_until(lambda: state_of(server, "b") == "alive", "site b")
+        WireSite(server.url, "a").train(1.0).submit()
+        running.join()
+        with pytest.raises(RunFailed):
+            server.wait(60)
+
+
+def fails_at_once(controller: Any) -> None:
+    controller.sites(at_least=1, timeout_s=30)
+    raise KeyError("no such column")
+
+
+def test_a_site_that_waits_for_tasks_ends_with_the_error_of_the_workflow(tmp_path: Path) -> None:
+    with workflow_server(tmp_path, fails_at_once) as server:
+        error = outcome(AnsweringSites(server.url, "a", {"echo": lambda payload: payload}).join)
+        with pytest.raises(RunFailed) as raised:
+            server.run()
+    assert isinstance(error, ServerFailed)
+    assert "The workflow fails_at_once failed: KeyError: 'no such column'" in error.message
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_site_ends_if_an_evaluation_measured_nothing(tmp_path: Path) -> None:
+    def raises(model: object) -> dict[str, float]:
+        raise ValueError("no data here")
+
+    steps = {
+        "workflow.steps": ({"kind": "cross_site_evaluation", "args": {"site_models": False}},),
+        "rounds.total": 0,
+        "rounds.sites": 1,
+    }
+    with plain_server(tmp_path, build_model(), **steps) as server:
+
+        def work() -> None:
+            with atoll.tasks(server.url, "a") as worker:
+                worker.evaluates(raises)
+                worker.run()
+
+        error = outcome(work)
+        with pytest.raises(RunFailed):
+            server.run()
+    assert isinstance(error, ServerFailed)
+    assert "evaluated nothing: version 0 on a: ValueError: no data here" in error.message
+
+
+def test_a_server_that_cannot_start_after_a_failure_tells_its_sites(tmp_path: Path) -> None:
+    """The second start has a workflow whose file cannot be imported, so it fails before the run begins."""
+    (tmp_path / "flow.py").write_text("def main(controller):\n    raise KeyError('w')\n")
+    settings = {"workflow.function": f"{tmp_path}/flow.py:main", "network.port": free_port()}
+    server = plain_server(tmp_path, **settings)
+    with pytest.raises(RunFailed):
+        server.run()
+    (tmp_path / "other.py").write_text("import no_such_package\n")
+    again = plain_server(tmp_path, **settings | {"workflow.function": f"{tmp_path}/other.py:main"})
+    starting = Threads(again.run)
+
+    def ask() -> BaseException | None:
+        return outcome(lambda: atoll.tasks(f"http://127.0.0.1:{settings['network.port']}", "a"))
+
+    error = ask()
+    again.stop()
+    assert isinstance(error, ServerFailed)
+    assert "KeyError: 'w'" in error.message
+    assert "It cannot be started again: " in error.message
+    assert "no_such_package" in error.message
+    with pytest.raises(ConfigError, match="no_such_package"):
+        starting.join()
+
+
+def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(tmp_path: Path) -> None:
+    """Else a wrong run file would end the sites of a run that has not failed."""
+    (tmp_path / "flow.py").write_text("import no_such_package\n")
+    port = free_port()
+    with pytest.raises(ConfigError):
+        plain_server(tmp_path, **{"workflow.function": f"{tmp_path}/flow.py:main", "network.port": port}).start()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5).close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_final"),
+    [
+        (RunFailed("the workflow failed"), True),
+        (ConfigError("no such metric"), True),
+        (DiskFull("no space"), False),
+        (StateCorrupt("a damaged base"), False),
+        (out_of_memory(MemoryError()), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_only_errors_that_a_restart_would_repeat_are_final(error: AtollError, is_final: bool) -> None:
+    assert error.is_final == is_final
+
+
+@pytest.mark.slow
+def test_does_not_restart_a_worker_of_a_failed_run(nursery: Nursery, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import atoll\nwith atoll.tasks() as worker:\n"
+        "    open('begun', 'a').write('x')\n"
+        "    for task in worker.tasks():\n        pass\n"
+    )
+    with workflow_server(tmp_path, fails_at_once) as server:
+        words = ("--server", server.url, "--site", "a", "--restarts", "3", "--", sys.executable, str(script))
+        process = nursery.start("atoll", "worker", *words, cwd=tmp_path)
+        assert process.wait(60) == 10, process.output()
+        with pytest.raises(RunFailed):
+            server.run()
+    assert "not restarted, because the run has failed at the server" in process.output()
+    assert "atoll: The run atoll has failed at the server: The workflow fails_at_once failed: " in process.output()
+    assert (tmp_path / "begun").read_text() == "x"
+    shown = command(nursery, tmp_path, "status", "--dir", str(tmp_path / "state"))
+    assert "FAILED" in shown.stdout
+    assert "the run has failed: The workflow fails_at_once failed: KeyError: 'no such column'" in shown.stdout
