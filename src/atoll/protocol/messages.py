@@ -504,7 +504,7 @@ class Outcome(Message):
     """The state of a ticket (the right to submit one update) and of its update."""
 
     ticket: Count
-    state: Literal["open", "accepted", "counted", "refused", "expired"]
+    state: Literal["open", "accepted", "counted", "refused", "sat out", "expired"]
     base_version: Count
     version: Count | None = Field(None, description="Version that contains the update, once it counts.")
     digest: str = Field("", pattern="^([0-9a-f]{64})?$", description="Digest of the acknowledged update.")
@@ -607,6 +607,15 @@ class Complete(Message):
     metrics: Metrics = Field(default_factory=dict)
     generation: Count = Field(0, description="Generation of the algorithm's state with which it was formed.")
     source: Reference | None = Field(None, description="Reference to the update, for the aggregator of a swarm.")
+
+
+class SitOut(Message):
+    """A request to sit out the round of a ticket: the site sends no update, for example because it has no samples.
+
+    The request may be repeated.
+    """
+
+    metrics: Metrics = Field(default_factory=dict, description="Recorded for the site, but in no mean.")
 
 
 class Receipt(Message):

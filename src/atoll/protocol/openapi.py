@@ -144,6 +144,15 @@ OPERATIONS: tuple[Operation, ...] = (
         problems=(*_LEASED, "gone", "ticket_closed", "update_refused", "conflict", "disk_full"),
     ),
     Operation(
+        "sit_out",
+        "POST",
+        routes.SIT_OUT,
+        "Sit out the round of a ticket: no update is sent, and the round does not wait for one. May be repeated.",
+        request=messages.SitOut,
+        lease=True,
+        problems=(*_LEASED, "gone", "ticket_closed", "update_refused", "disk_full"),
+    ),
+    Operation(
         "get_manifest",
         "GET",
         routes.MANIFEST,

@@ -80,17 +80,21 @@ class RoundSummary(Message):
     )
     aggregator: Shown = Field("", description="Worker of a swarm that aggregated the round; empty: the server.")
     checker: Shown = Field("", description="Worker that checked the version before it became the head.")
+    sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sat out the round.")
 
     def line(self, *, has_fragments: bool = False) -> str:
         """Return the round as one line of text; if the run has several fragments, the line names the fragment."""
         of = of_fragment(self.fragment if has_fragments else None)
         updates = counted(len(self.workers), "update")
-        instead = f" instead of {self.expected}" if len(self.workers) < self.expected else ""
+        is_partial = len(self.workers) + len(self.sat_out) < self.expected
+        instead = f" instead of {self.expected}" if is_partial else ""
+        sat_out = f"; {', '.join(self.sat_out)} sat out" if self.sat_out else ""
         behind = f", {', '.join(map(str, self.staleness))} behind" if any(self.staleness) else ""
         told = f"; {numbers(self.metrics)}" if self.metrics else ""
         return (
             f"round {self.round}{of}: version {self.version} from {updates}{instead} "
-            f"({', '.join(self.workers)}{behind}), {size(self.bytes_up)}, aggregated in {self.seconds:.2f} s{told}"
+            f"({', '.join(self.workers)}{behind}{sat_out}), {size(self.bytes_up)}, "
+            f"aggregated in {self.seconds:.2f} s{told}"
         )
 
 
@@ -110,6 +114,7 @@ class FragmentStatus(Message):
     version: Count
     phase: Shown
     waiting_for: Many[Missing]
+    sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sit out the open round.")
     reason: Shown
     place: PlaceStatus | None = Field(None, description="Workers of a swarm for this fragment.")
 

@@ -25,7 +25,8 @@ class UpdateInfo:
     """The data of an update besides its tensors.
 
     Attributes:
-        weight: number of samples or tokens, or any positive number, by which the mean of the round is weighted.
+        weight: number of samples or tokens, or any positive number, by which the mean of the round is weighted; 0: the
+            site sits out the round.
         steps: local optimizer steps in the round; 0 if they are not counted.
         metrics: name → finite number.
     """
@@ -96,6 +97,10 @@ class Accepted(NamedTuple):
     """The server has recorded the update in its journal. The update counts when a version made from it is committed."""
 
     digest: str
+
+
+class SatOut(NamedTuple):
+    """The server has recorded in its journal that the site sits out the round."""
 
 
 class Refused(NamedTuple):
@@ -187,6 +192,7 @@ class FrozenRound(Message):
         1.0, ge=0, le=MAX_WEIGHT, description="Previous round's population weight, divided by this round's."
     )
     from_zero: bool = Field(False, description="The base version's tensors of the algorithm count as zero.")
+    sat_out: list[Site] = Field(default_factory=list, exclude=True)
 
     @property
     def tickets(self) -> list[int]:

@@ -76,6 +76,13 @@ class RefusalRecorded:
 
 
 @dataclass(frozen=True, slots=True)
+class SatOut:
+    """The site of `ticket` sits out the round: it sends no update. The journal has recorded this already."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class VersionCommitted:
     """A new version of `fragment` is committed. It is now the head, the newest version.
 
@@ -130,6 +137,7 @@ Event = (
     | TicketRequested
     | UpdateAccepted
     | RefusalRecorded
+    | SatOut
     | VersionCommitted
     | AggregatorLost
     | StateLost
@@ -268,6 +276,23 @@ class RoundClosed(Decision):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundSatOut(Decision):
+    """All sites have sat out the round from `base_version`, so it ends without a version.
+
+    Args:
+        fragment: index of the fragment.
+        base_version: version that the round started from. The next round starts from the same one.
+        in_a_row: number of rounds, this one included, that ended so since `base_version` was committed.
+        next_ticket: tickets with this number or a later one belong to later rounds.
+    """
+
+    fragment: int
+    base_version: int
+    in_a_row: int
+    next_ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class BestFound(Effect):
     """The measured version is the best so far: keep it until a better one is found.
 
@@ -279,7 +304,7 @@ class BestFound(Effect):
 
 @dataclass(frozen=True, slots=True)
 class RunFinished(Decision):
-    """The last round is committed. Inform the workers and export the result."""
+    """The last round has ended. Inform the workers and export the result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
             _submits_no_more(draft, site)
         case events.TicketRequested(site, _, fragment):
             _request(draft, site, fragment)
-        case events.UpdateAccepted() | events.RefusalRecorded():
+        case events.UpdateAccepted() | events.RefusalRecorded() | events.SatOut():
             _update(draft, event)
         case events.VersionCommitted(fragment, version, value):
             _commit(draft, fragment, version, value)
@@ -78,6 +78,11 @@ def _join(draft: StateDraft, site: str) -> None:
     draft.change(members=members, next_lease=lease + 1, ending=draft.state.ending - {site})
     draft.see(site)
     draft.effects.append(events.LeaseGranted(site, lease))
+    for fragment, round_ in enumerate(draft.state.rounds):
+        is_needed = round_.phase == "open" and draft.state.lacks_sites(fragment)
+        if is_needed and site in round_.sat_out:  # the new process may have samples
+            tickets = {other: ticket for other, ticket in round_.tickets.items() if other != site}
+            draft.change_round(fragment, tickets=tickets)
     _review_rounds(draft)
 
 
@@ -118,7 +123,6 @@ def _request(draft: StateDraft, site: str, fragment: int) -> None:
         _request_async(draft, site, fragment)
         return
     ticket = round_.tickets.get(site)
-    cannot_close = len(round_.expected) < draft.state.rules.floor
     reason = ""
     if round_.phase == "finished":
         reason = events.FINISHED
@@ -126,8 +130,10 @@ def _request(draft: StateDraft, site: str, fragment: int) -> None:
         reason = draft.state.why(fragment, draft.now_s)
     elif ticket and ticket.state == "accepted":
         reason = f"its update is accepted; the round {draft.state.why(fragment, draft.now_s)}"
-    elif ticket and ticket.state == "refused" and not cannot_close:
+    elif ticket and ticket.state == "refused" and not draft.state.lacks_sites(fragment):
         reason = f"its update was refused ({ticket.reason}); it {NEXT_ROUND}"
+    elif ticket and ticket.state == "sat out":
+        reason = f"it sits out this round; the round {draft.state.why(fragment, draft.now_s)}"
     elif ticket is None and site not in round_.expected:
         reason = NEXT_ROUND if draft.state.rules.sampling.fraction == 1 else NOT_DRAWN
     if reason:
@@ -141,16 +147,14 @@ def _request(draft: StateDraft, site: str, fragment: int) -> None:
 def _request_async(draft: StateDraft, site: str, fragment: int) -> None:
     """In an asynchronous round, issue a ticket for the newest version, in place of one for an earlier version.
 
-    If the site's update is accepted and not yet in a version, withhold the ticket.
+    If the site's update is accepted and not yet in a version, or the site sits out this round, withhold the ticket.
     """
     round_ = draft.round(fragment)
     ticket = round_.tickets.get(site)
-    if ticket and ticket.state == "accepted":
-        draft.effects.append(
-            events.TicketWithheld(
-                site, fragment, f"its update is accepted; the round {draft.state.why(fragment, draft.now_s)}"
-            )
-        )
+    if ticket and ticket.state in ("accepted", "sat out"):
+        what = "its update is accepted" if ticket.state == "accepted" else "it sits out this round"
+        reason = f"{what}; the round {draft.state.why(fragment, draft.now_s)}"
+        draft.effects.append(events.TicketWithheld(site, fragment, reason))
     elif ticket and ticket.state == "open" and ticket.base_version == round_.head:
         draft.effects.append(events.TicketIssued(site, ticket.id, fragment, ticket.base_version, new=False))
     else:
@@ -168,18 +172,18 @@ def _issue(draft: StateDraft, site: str, fragment: int) -> None:
         _review_rounds(draft)
 
 
-def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalRecorded) -> None:
+def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalRecorded | events.SatOut) -> None:
     ticket = draft.state.ticket_by_id(event.ticket)
-    what = "update accepted" if isinstance(event, events.UpdateAccepted) else "update refused"
+    whats = {events.UpdateAccepted: "update accepted", events.RefusalRecorded: "update refused"}
+    what = whats.get(type(event), "site sits out")
     if ticket is None:
         raise IllegalTransition(f"Ticket {event.ticket} is in no current round: {what!r} is not possible.")
     state = advance(f"Ticket {event.ticket}", TICKET, ticket.state, what)
     if state == ticket.state:
         return
-    if isinstance(event, events.UpdateAccepted):
-        draft.put(replace(ticket, state=state, reason="", order=event.order))
-    else:
-        draft.put(replace(ticket, state=state, reason=event.reason, order=0))
+    order = event.order if isinstance(event, events.UpdateAccepted) else 0
+    reason = event.reason if isinstance(event, events.RefusalRecorded) else ""
+    draft.put(replace(ticket, state=state, reason=reason, order=order))
     _drop_ended(draft, ticket.fragment)
     round_ = draft.round(ticket.fragment)
     if state == "accepted" and round_.phase == "open" and round_.first_s is None:
@@ -193,7 +197,6 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
     round_ = draft.round(fragment)
     if version <= round_.head:
         raise IllegalTransition(f"Fragment {fragment} is at version {round_.head}: version {version} cannot follow.")
-    rounds = draft.state.rules.rounds
     for ticket in round_.tickets.values():
         if ticket.id in round_.frozen:
             advance(f"Ticket {ticket.id}", TICKET, ticket.state, "version committed")
@@ -202,9 +205,22 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
         draft.change(progress=draft.state.rules.tracking.follow(draft.state.progress, measured))
         if draft.state.progress.best == measured:
             draft.effects.append(events.BestFound(measured))
-    draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1)
-    if (rounds and draft.round(fragment).done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
-        phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "last version committed")
+    draft.change_round(fragment, head=version, lost=round_.lost + version - round_.head - 1, sat_out_in_a_row=0)
+    _go_on(draft, fragment, "version committed", "last version committed")
+
+
+def _go_on(draft: StateDraft, fragment: int, event: str, last_event: str) -> None:
+    """After the end of a round, open the next one; after the last round, finish the fragment.
+
+    Args:
+        draft: the new state, which this function changes.
+        fragment: index of the fragment.
+        event: the event that ended the round, from the table of transitions `ROUND`.
+        last_event: the event if this was the last round.
+    """
+    round_, rounds = draft.round(fragment), draft.state.rules.rounds
+    if (rounds and round_.done >= rounds) or draft.state.rules.tracking.stops(draft.state.progress):
+        phase = advance(f"Fragment {fragment}", ROUND, round_.phase, last_event)
         _end_open(draft, fragment, "run finished", "the run is finished")
         # Keep acknowledged updates: the run may be started again with more rounds.
         waiting = {site: ticket for site, ticket in _pending_tickets(round_).items() if ticket.state == "accepted"}
@@ -213,7 +229,7 @@ def _commit(draft: StateDraft, fragment: int, version: int, value: float | None)
         if draft.state.finished:
             draft.effects.append(events.RunFinished())
     else:
-        _open_next(draft, fragment, "version committed")
+        _open_next(draft, fragment, event)
         _review_rounds(draft)
 
 
@@ -222,6 +238,16 @@ def _repeat(draft: StateDraft, event: events.AggregatorLost | events.StateLost) 
         _collect_again(draft, event.fragment, event.reason)
     else:
         _begin_anew(draft, event.why)
+
+
+def _end_sat_out(draft: StateDraft, fragment: int) -> None:
+    """End a round that all sites have sat out: without a version, and as one of `rounds.total` rounds."""
+    round_ = draft.round(fragment)
+    in_a_row = round_.sat_out_in_a_row + 1
+    draft.effects.append(events.RoundSatOut(fragment, round_.head, in_a_row, draft.state.next_ticket))
+    draft.change_round(fragment, sat_out_rounds=round_.sat_out_rounds + 1, sat_out_in_a_row=in_a_row)
+    _expire(draft, fragment)
+    _go_on(draft, fragment, "all sites sat out", "all sites sat out the last round")
 
 
 def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
@@ -283,13 +309,19 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
     tickets: list[dict[str, IssuedTicket]] = [{} for _ in journal.fragments]
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
         recorded = journal.fragments[ticket.fragment]
-        if ticket.is_live if rules.policy.is_async(recorded.done + 1) else ticket.base_version == recorded.head:
+        is_of_round = ticket.base_version == recorded.head and ticket.id >= recorded.first_ticket
+        if ticket.is_live if rules.policy.is_async(recorded.done + 1) else is_of_round:
             tickets[ticket.fragment][ticket.site] = ticket
     stopped = rules.tracking.stops(journal.progress)
     rounds = tuple(
-        CurrentRound("finished", fragment.head, tickets=mine, lost=fragment.lost)
-        if stopped
-        else _restored(rules, fragment, mine, now_s)
+        replace(
+            CurrentRound("finished", fragment.head, tickets=mine)
+            if stopped
+            else _restored(rules, fragment, mine, now_s),
+            lost=fragment.lost,
+            sat_out_rounds=fragment.sat_out_rounds,
+            sat_out_in_a_row=fragment.sat_out_in_a_row,
+        )
         for fragment, mine in zip(journal.fragments, tickets, strict=True)
     )
     members = {member.site: member for member in journal.members}
@@ -317,16 +349,16 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
 
 
 def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, IssuedTicket], now_s: float) -> CurrentRound:
-    head, lost = journal.head, journal.lost
+    head = journal.head
     if rules.rounds and journal.done >= rules.rounds:
-        return CurrentRound("finished", head, tickets=tickets, lost=lost)
+        return CurrentRound("finished", head, tickets=tickets)
     if journal.frozen:
-        return CurrentRound("closing", head, now_s, tickets=tickets, frozen=journal.frozen, lost=lost)
+        return CurrentRound("closing", head, now_s, tickets=tickets, frozen=journal.frozen)
     if journal.expected is not None:
         expected = dict.fromkeys(journal.expected, now_s)
         first_s = now_s if any(ticket.state == "accepted" for ticket in tickets.values()) else None
-        return CurrentRound("open", head, now_s, expected, tickets, lost=lost, first_s=first_s)
-    return CurrentRound("closing" if journal.started else "gathering", head, tickets=tickets, lost=lost)
+        return CurrentRound("open", head, now_s, expected, tickets, first_s=first_s)
+    return CurrentRound("closing" if journal.started else "gathering", head, tickets=tickets)
 
 
 # -- rounds open, expect sites and close
@@ -335,8 +367,8 @@ def _restored(rules: Rules, journal: FragmentSnapshot, tickets: dict[str, Issued
 def _review_rounds(draft: StateDraft) -> None:
     """Update all rounds after a change of members, tickets or time. Close those that the policy closes."""
     rules = draft.state.rules
-    for fragment, round_ in enumerate(draft.state.rounds):
-        if round_.phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
+    for fragment in range(len(draft.state.rounds)):
+        if draft.round(fragment).phase == "gathering" and not rules.held and len(draft.state.seen_s) >= rules.sites:
             _open_next(draft, fragment, "enough workers joined")
         if draft.round(fragment).phase == "open":
             limit, head = rules.max_staleness, draft.round(fragment).head
@@ -361,7 +393,7 @@ def _open_next(draft: StateDraft, fragment: int, event: str) -> None:
     round_ = draft.round(fragment)
     phase = advance(f"Fragment {fragment}", ROUND, round_.phase, event)
     rules, alive = draft.state.rules, draft.state.active_s
-    drawn = rules.sampling.draw(alive, fragment, round_.head, at_least=rules.floor)
+    drawn = rules.sampling.draw(alive, fragment, round_.head + round_.sat_out_rounds, at_least=rules.floor)
     expected = dict.fromkeys(drawn, draft.now_s)
     tickets = _pending_tickets(round_) if draft.state.is_async(fragment) else {}
     waits = any(ticket.state == "accepted" for ticket in tickets.values())
@@ -382,24 +414,26 @@ def _open_next(draft: StateDraft, fragment: int, event: str) -> None:
 def _revise(draft: StateDraft, fragment: int) -> None:
     """Set the expected sites of an open round.
 
-    In an asynchronous round, these are all sites that may submit, and all sites with an accepted update.
+    In an asynchronous round, these are all sites that may submit and do not sit out the round, and all sites with an
+    accepted update.
 
     In a synchronous round, these are:
       - the sites with an accepted update, alive or not;
-      - of the sites that may still submit: those with an open ticket, and those that were expected before and have
-        no refused ticket.
+      - of the sites that may still submit: those with an open ticket, and those that were expected before, do not sit
+        out the round, and have no refused ticket.
     If these are too few to close the round, other live sites without a ticket are added, oldest lease first.
     """
-    round_, members, floor = draft.round(fragment), draft.state.members, draft.state.rules.floor
-    alive = draft.state.active_s.keys()
+    round_, members = draft.round(fragment), draft.state.members
+    floor, alive = draft.state.rules.floor_without(len(round_.sat_out)), draft.state.active_s.keys()
     state_of = {site: ticket.state for site, ticket in round_.tickets.items()}
     if draft.state.is_async(fragment):
-        _expect(draft, fragment, {*alive, *(site for site, state in state_of.items() if state == "accepted")})
+        accepted = {site for site, state in state_of.items() if state == "accepted"}
+        _expect(draft, fragment, {*(site for site in alive if state_of.get(site) != "sat out"), *accepted})
         return
     are_here = len(round_.expected) >= floor and round_.expected.keys() <= alive
-    if are_here and state_of.keys() <= round_.expected.keys() and "refused" not in state_of.values():
+    if are_here and state_of.keys() <= round_.expected.keys() and not {"refused", "sat out"} & {*state_of.values()}:
         return  # shortcut for large rounds: the rest would give the same result
-    wanted = {site for site in round_.expected if site in alive and state_of.get(site) != "refused"}
+    wanted = {site for site in round_.expected if site in alive and state_of.get(site) not in ("refused", "sat out")}
     wanted.update(
         site for site, state in state_of.items() if state == "accepted" or (state == "open" and site in alive)
     )
@@ -421,6 +455,9 @@ def _expect(draft: StateDraft, fragment: int, wanted: set[str]) -> None:
 
 
 def _judge(draft: StateDraft, fragment: int) -> None:
+    if draft.state.all_sat_out(fragment):
+        _end_sat_out(draft, fragment)
+        return
     round_, policy = draft.round(fragment), draft.state.rules.policy
     if type(policy) is Barrier and round_.until_s is None:
         states = [ticket.state for ticket in round_.tickets.values()]
@@ -456,13 +493,17 @@ def _pending_tickets(round_: CurrentRound) -> dict[str, IssuedTicket]:
 
 
 def _drop_ended(draft: StateDraft, fragment: int) -> None:
-    """In an asynchronous round, drop the tickets that are neither open nor accepted.
+    """In an asynchronous round, drop the tickets of updates that were refused or did not come in time.
 
     In a synchronous round, keep all.
     """
     if draft.state.is_async(fragment):
-        tickets = draft.round(fragment).tickets
-        draft.change_round(fragment, tickets={site: ticket for site, ticket in tickets.items() if ticket.is_live})
+        kept = {
+            site: ticket
+            for site, ticket in draft.round(fragment).tickets.items()
+            if ticket.is_live or ticket.state == "sat out"
+        }
+        draft.change_round(fragment, tickets=kept)
 
 
 def _expire(draft: StateDraft, fragment: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from atoll.config import Settings
 from atoll.format_text import counted
 from atoll.rounds import leases
-from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline, RoundView, StayOpen
+from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline, RoundView, StayOpen, listed
 from atoll.rounds.early_stopping import MetricProgress, Tracking
 from atoll.rounds.events import Effect, LeaseRefused, Woken
 from atoll.rounds.leases import Member
@@ -42,6 +42,7 @@ class Rules:
             applied to; None for no limit.
         max_inflight: number of fragments for which one worker may have unfinished updates at a time.
         held: whether the first round must wait for the event `TrainingBegins`.
+        all_drawn: whether `min_sites` stands for all sites of a round. Then those that sit out are not needed.
     """
 
     sites: int
@@ -55,6 +56,7 @@ class Rules:
     max_staleness: int | None = None
     max_inflight: int = 1
     held: bool = False
+    all_drawn: bool = False
 
     @classmethod
     def from_settings(
@@ -77,10 +79,11 @@ class Rules:
         elif settings.rounds.quorum and settings.rounds.deadline_s:
             policy = QuorumDeadline(settings.rounds.quorum, settings.rounds.deadline_s)
         sampling = Sampling(settings.rounds.sample_fraction, settings.rounds.sample_min, settings.rounds.sample_seed)
-        needs_all = needs_all and not settings.async_.enabled and not settings.rounds.quorum
+        is_set = settings.rounds.min_sites or settings.async_.enabled or settings.rounds.quorum
+        all_drawn = needs_all and not is_set
         return cls(
             sites=settings.rounds.sites,
-            min_sites=settings.rounds.min_sites or (sampling.size(settings.rounds.sites) if needs_all else 1),
+            min_sites=settings.rounds.min_sites or (sampling.size(settings.rounds.sites) if all_drawn else 1),
             heartbeat_timeout_s=settings.network.heartbeat_timeout_s,
             rounds=settings.rounds.total,
             policy=policy,
@@ -95,12 +98,17 @@ class Rules:
             max_staleness=settings.async_.max_staleness,
             max_inflight=settings.diloco.max_inflight,
             held=held,
+            all_drawn=all_drawn,
         )
 
     @property
     def floor(self) -> int:
-        """Minimum number of updates with which a round may close; at least 1."""
+        """Minimum number of updates with which a round may close if no site sits out; at least 1."""
         return max(1, self.min_sites, self.policy.quorum)
+
+    def floor_without(self, sat_out: int) -> int:
+        """Return the minimum number of updates with which a round may close that `sat_out` sites have sat out."""
+        return max(1, self.floor - sat_out) if self.all_drawn else self.floor
 
     @property
     def floor_name(self) -> str:
@@ -123,6 +131,8 @@ class CurrentRound:
         until_s: time at which the policy may close the round without an event; None if there is no such time.
         lost: number of versions up to `head` that the server has lost; a power loss may destroy the newest versions.
         first_s: time when the round first had an accepted update: the start of the grace time; None if it has none.
+        sat_out_rounds: number of rounds of the fragment that ended without a version, because all sites sat out.
+        sat_out_in_a_row: number of these rounds that started from `head`.
     """
 
     phase: str
@@ -134,16 +144,23 @@ class CurrentRound:
     until_s: float | None = None
     lost: int = 0
     first_s: float | None = None
+    sat_out_rounds: int = 0
+    sat_out_in_a_row: int = 0
 
     @property
     def done(self) -> int:
-        """Number of committed rounds. Rounds with versions that were lost do not count."""
-        return self.head - self.lost
+        """Number of rounds that have ended, with or without a version. Rounds whose versions were lost do not count."""
+        return self.head - self.lost + self.sat_out_rounds
 
     @property
     def number(self) -> int:
-        """Number of the round that starts from `head`; the first is 1."""
+        """Number of the current round; the first is 1."""
         return self.done + 1
+
+    @property
+    def sat_out(self) -> tuple[str, ...]:
+        """The sites that sit out this round, sorted."""
+        return tuple(sorted(site for site, ticket in self.tickets.items() if ticket.state == "sat out"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +213,7 @@ class State:
                 for index, other in enumerate(self.rounds)
                 if index != fragment and other.phase == "open"
                 for ticket in other.tickets.values()
-                if ticket.state == "accepted"
+                if ticket.state in ("accepted", "sat out")
             )
         accepted = [
             ticket
@@ -210,12 +227,27 @@ class State:
             opened_s=round_.opened_s,
             expected=tuple(sorted(round_.expected)),
             accepted=tuple(accepted),
-            floor=self.rules.floor,
+            floor=self.rules.floor_without(len(round_.sat_out)),
             floor_name=self.rules.floor_name,
             number=round_.number,
             first_s=round_.first_s,
             elsewhere=tuple(sorted(site for site, count in elsewhere.items() if count >= self.rules.max_inflight)),
         )
+
+    def lacks_sites(self, fragment: int) -> bool:
+        """Return whether the open round expects too few updates to close, so that other sites have to be asked."""
+        round_ = self.rounds[fragment]
+        return len(round_.expected) < self.rules.floor_without(len(round_.sat_out))
+
+    def all_sat_out(self, fragment: int) -> bool:
+        """Return whether the open round gets no update, because all sites that could submit one sit it out.
+
+        If these are fewer sites than the round needs, return False: then it waits for another site.
+        """
+        round_ = self.rounds[fragment]
+        sites = round_.sat_out
+        enough = bool(sites) and len(sites) >= self.rules.floor_without(len(sites)) and not round_.frozen
+        return enough and not round_.expected and {*self.active_s} <= {*sites} and bool(self.active_s)
 
     def ticket_by_id(self, number: int) -> IssuedTicket | None:
         """Return the ticket with this number if it is in a current round; else None."""
@@ -250,7 +282,9 @@ class State:
         if round_.phase == "finished":
             return "; ".join(filter(None, ["is finished", self.rules.tracking.why(self.progress)]))
         decision = self.rules.policy.decide(self.view(fragment), now_s)
-        return decision.reason if isinstance(decision, StayOpen) else "is about to close"
+        if not isinstance(decision, StayOpen):
+            return "is about to close"
+        return f"{decision.reason}; {listed(round_.sat_out)} sat out" if round_.sat_out else decision.reason
 
     def may_submit(self, site: str, lease: int, ticket: int) -> LeaseRefused | str | None:
         """Return None if the process that holds `lease` may submit an update for `ticket` now.
@@ -288,14 +322,16 @@ class State:
         return round_.head + (round_.phase == "closing") + steps - ticket.base_version
 
     def due(self, site: str) -> int:
-        """Return the fragment that a site should synchronise first: the one with the fewest committed rounds.
+        """Return the fragment that a site should synchronise first: the one with the fewest rounds that have ended.
 
-        If the server has already accepted the site's update for a fragment's current round, that fragment comes last.
+        If the site has already submitted its update for a fragment's current round, or sits out this round, that
+        fragment comes last.
         """
-        accepted = [
-            (ticket := round_.tickets.get(site)) is not None and ticket.state == "accepted" for round_ in self.rounds
+        answered = [
+            (ticket := round_.tickets.get(site)) is not None and ticket.state in ("accepted", "sat out")
+            for round_ in self.rounds
         ]
-        return min(range(len(self.rounds)), key=lambda f: (accepted[f], self.rounds[f].done, f))
+        return min(range(len(self.rounds)), key=lambda f: (answered[f], self.rounds[f].done, f))
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -321,6 +357,9 @@ class FragmentSnapshot:
         started: whether a round of the fragment was ever opened. It has a meaning only if neither `expected` nor
             `frozen` is set.
         lost: number of lost versions up to `head`.
+        sat_out_rounds: number of rounds that ended without a version, because all sites sat out.
+        sat_out_in_a_row: number of these rounds that started from `head`.
+        first_ticket: earlier tickets belong to earlier rounds, also if they have the same base version.
     """
 
     head: int
@@ -328,11 +367,14 @@ class FragmentSnapshot:
     frozen: tuple[int, ...] = ()
     started: bool = False
     lost: int = 0
+    sat_out_rounds: int = 0
+    sat_out_in_a_row: int = 0
+    first_ticket: int = 0
 
     @property
     def done(self) -> int:
-        """Number of committed rounds. Rounds with versions that were lost do not count."""
-        return self.head - self.lost
+        """Number of rounds that have ended, with or without a version. Rounds whose versions were lost do not count."""
+        return self.head - self.lost + self.sat_out_rounds
 
 
 @dataclass(frozen=True, slots=True)

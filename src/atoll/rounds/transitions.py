@@ -32,16 +32,20 @@ MEMBER: Table = {
 ROUND: Table = {
     ("gathering", "enough workers joined"): "open",
     ("open", "policy closes"): "closing",
+    ("open", "all sites sat out"): "open",
+    ("open", "all sites sat out the last round"): "finished",
     ("open", "aggregator lost"): "open",
     ("closing", "aggregator lost"): "open",
     ("closing", "version committed"): "open",
     ("closing", "last version committed"): "finished",
 }
-"""Transitions of a fragment's rounds. `gathering` comes only before round 1; later, a commit opens the next round."""
+"""Transitions of a fragment's rounds. `gathering` comes only before round 1; later, the end of a round opens the next.
+"""
 
 TICKET: Table = {
     ("open", "update accepted"): "accepted",
     ("open", "update refused"): "refused",
+    ("open", "site sits out"): "sat out",
     ("open", "round closed without it"): "expired",
     ("open", "replaced by a newer one"): "expired",
     ("open", "too far behind"): "expired",
@@ -52,8 +56,9 @@ TICKET: Table = {
     ("accepted", "aggregator lost"): "open",
     ("accepted", "version committed"): "counted",
     ("refused", "update refused"): "refused",
+    ("sat out", "site sits out"): "sat out",
 }
-"""Transitions of a ticket. A repeated acceptance or refusal of its update changes nothing."""
+"""Transitions of a ticket. A repeated acceptance or refusal of its update, or sitting out again, changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,8 @@ class IssuedTicket:
         site: the site.
         fragment: index of the fragment (part of the model); 0 if the model is not divided.
         base_version: version that the site trains from.
-        state: state in the table of transitions `TICKET`: `open`, `accepted`, `counted`, `refused` or `expired`.
+        state: state in the table of transitions `TICKET`: `open`, `accepted`, `counted`, `refused`, `sat out` or
+            `expired`.
         reason: why the update was refused, or why the ticket has expired.
         order: position of the update among all accepted updates of the run, from 1; 0 if it is not accepted.
     """

@@ -129,7 +129,7 @@ class SiteScheduler:
         self._jobs: dict[str, Job] = {}
         self._counted = set[str]()  # sites with an accepted update in the run
         self._bases = VersionsInUse(run.store.versions)
-        self._done = run.state.rounds[0].done
+        self._done = self._versions()
         self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
@@ -253,11 +253,16 @@ class SiteScheduler:
         )
 
     def _tell_of_rounds(self) -> None:
-        done = self._run.state.rounds[0].done
+        done = self._versions()
         if done > self._done:
             for row in self._run.store.run_log.history(done - self._done, 0):
                 self._on_round(status_messages.RoundSummary.model_validate_json(row.summary_json))
             self._done = done
+
+    def _versions(self) -> int:
+        """Return the number of rounds that have led to a version."""
+        round_ = self._run.state.rounds[0]
+        return round_.done - round_.sat_out_rounds
 
     # -- sites
 
@@ -383,7 +388,7 @@ class SiteScheduler:
         self._bases.release()
 
     async def _take(self, job: Job, result: JobResult) -> None:
-        """Handle the result of a job: submit the site's update to the server, or end the site's participation."""
+        """Handle the result of a job: submit the update, sit out the round, or end the site's participation."""
         del self._jobs[job.site]
         self._release(job)
         lease = self._leases[job.site]
@@ -399,6 +404,10 @@ class SiteScheduler:
                 raise NotSimulated(result.error, result.remedy)
             if result.stuck:
                 await self._did_not_return(job, lease)
+                return
+            if result.sat_out is not None:
+                await self._run.sit_out(lease, job.ticket.id, result.sat_out)
+                del self._stuck[job.site]
                 return
             if result.update is None:
                 await self._end(lease, result)

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
-    *("versions", "deltas", "heads", "history", "workflows", "generations"),
+    *("versions", "deltas", "heads", "history", "workflows", "generations", "sat_out_rounds"),
 )
 """Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed, so need no check."""
 
@@ -103,7 +103,7 @@ def _columns(db: sqlite3.Connection, table: str) -> tuple[list[str], list[str]]:
 
 MemberState = Literal["alive", "dead", "left", "failed"]
 RoundState = Literal["open", "frozen", "committed"]
-TicketState = Literal["open", "accepted", "counted", "refused", "expired"]
+TicketState = Literal["open", "accepted", "counted", "refused", "sat out", "expired"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,24 @@ class RoundRow:
     opened_at: str
     population: int = 0
     total_weight: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SatOutRow:
+    """The rounds of one fragment that ended without a version, because all sites sat out.
+
+    Attributes:
+        base_version: the version that the last one of these rounds started from.
+        in_a_row: number of these rounds that started from `base_version`.
+        total: number of all these rounds.
+        first_ticket: tickets with a lower number and this base version belong to rounds that have ended.
+    """
+
+    fragment: int
+    base_version: int
+    in_a_row: int
+    total: int
+    first_ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +422,7 @@ def _split_digests(joined: bytes) -> tuple[bytes, ...]:
 RUNS = Table("run", RunRow, "id INTEGER PRIMARY KEY CHECK (id = 1)")
 MEMBERS = Table("members", MemberRow, "PRIMARY KEY (site)", "UNIQUE (lease)")
 ROUNDS = Table("rounds", RoundRow, "PRIMARY KEY (fragment, base_version)")
+SAT_OUT = Table("sat_out_rounds", SatOutRow, "PRIMARY KEY (fragment)")
 TICKETS = Table(
     "tickets",
     TicketRow,
@@ -432,6 +451,7 @@ HISTORY = Table("history", HistoryRow, "seq INTEGER PRIMARY KEY", "lost INTEGER 
 GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
+TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, GENERATIONS, AUDIT)
 SCHEMA_VERSION = 8
 
 SCHEMA = f"""
@@ -470,7 +490,7 @@ CREATE TABLE workflows (
 CREATE TABLE counters (name TEXT NOT NULL PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE exports_under_way (path TEXT NOT NULL PRIMARY KEY) STRICT;
 
-{"".join(table.sql for table in (RUNS, MEMBERS, ROUNDS, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, GENERATIONS, AUDIT))}
+{"".join(table.sql for table in TABLES)}
 CREATE UNIQUE INDEX one_round ON rounds (fragment) WHERE state IN ('open', 'frozen');
 CREATE UNIQUE INDEX one_ticket ON tickets (site, fragment, base_version)
     WHERE state IN ('open', 'accepted', 'counted');

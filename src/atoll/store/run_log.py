@@ -20,11 +20,13 @@ from atoll.store.journal_tables import (
     MEMBERS,
     ROUNDS,
     RUNS,
+    SAT_OUT,
     GenerationRow,
     HistoryRow,
     MemberRow,
     RoundRow,
     RunRow,
+    SatOutRow,
     Totals,
     files_of,
     utc_text,
@@ -261,7 +263,8 @@ class RunLog:
     def _weigh(self, fragment: int, base_version: int, tickets: Sequence[int]) -> None:
         """Store the weights of the round's sites that had no counted update before, and estimate that of all sites.
 
-        Estimate: sum of the known weights × number of sites that ever joined / number of sites with a known weight.
+        Estimate: sum of the known weights × number of sites / number of sites with a known weight. A site that has only
+        sat out rounds so far has no samples, so it is not among the sites.
         """
         marks = placeholders(tickets)
         self._journal.execute(
@@ -277,9 +280,16 @@ class RunLog:
             *tickets,
         )
         heard = [weight for (weight,) in rows]
+        without_samples = self._journal.value(
+            "SELECT count(*) FROM members WHERE rounds_counted = 0 "
+            f"AND site NOT IN (SELECT site FROM tickets WHERE ticket IN ({marks})) "
+            "AND EXISTS (SELECT 1 FROM tickets WHERE tickets.site = members.site AND tickets.state = 'sat out')",
+            *tickets,
+        )
         self._journal.execute(
-            "UPDATE rounds SET total_weight = ? * population / ? WHERE fragment = ? AND base_version = ?",
+            "UPDATE rounds SET total_weight = ? * (population - ?) / ? WHERE fragment = ? AND base_version = ?",
             math.fsum(heard),
+            without_samples,
             len(heard),
             fragment,
             base_version,
@@ -301,6 +311,7 @@ class RunLog:
         restored = "coalesce((SELECT value FROM counters WHERE name = ?2), 0)"
         sql = (
             "SELECT 1 FROM rounds WHERE fragment = ?1 "
+            f"UNION SELECT 1 FROM sat_out_rounds WHERE fragment = ?1 AND base_version >= {restored} "
             f"UNION SELECT 1 FROM history WHERE fragment = ?1 AND version > {restored}"
         )
         return self._journal.row(sql, fragment, restored_counter(fragment)) is not None
@@ -322,6 +333,36 @@ class RunLog:
         self._journal.insert(HISTORY, HistoryRow(fragment, 0, digest, "", utc_text()))
         self._journal.count(shapes_counter(fragment))
         self._audit.append("reshaped", fragment=fragment, version=0, digest=digest, tickets=[])
+
+    def end_sat_out(self, fragment: int, base_version: int, in_a_row: int, next_ticket: int) -> None:
+        """Record that a round has ended without a version, because all sites sat out.
+
+        Args:
+            fragment: the fragment.
+            base_version: the version that the round started from.
+            in_a_row: number of rounds, this one included, that ended so since this version was committed.
+            next_ticket: number of the next ticket, which belongs to the next round.
+
+        Raises:
+            StoreError: the round is not open.
+        """
+        with self._journal.transaction():
+            ended = self._journal.execute(
+                "DELETE FROM rounds WHERE fragment = ? AND base_version = ? AND state = 'open'", fragment, base_version
+            )
+            if not ended:
+                raise self._not_open(fragment, base_version)
+            self._journal.insert(
+                SAT_OUT,
+                SatOutRow(fragment, base_version, in_a_row, 1, next_ticket),
+                "ON CONFLICT (fragment) DO UPDATE SET base_version = excluded.base_version, "
+                "in_a_row = excluded.in_a_row, total = total + 1, first_ticket = excluded.first_ticket",
+            )
+            self._audit.append("sat out by all", fragment=fragment, base_version=base_version)
+
+    def sat_out(self, fragment: int) -> SatOutRow:
+        """Return the record of a fragment's rounds that ended without a version; all zero if there was none."""
+        return self._journal.first(SAT_OUT, "WHERE fragment = ?", fragment) or SatOutRow(fragment, 0, 0, 0, 0)
 
     # -- history
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from atoll.store.journal_tables import HISTORY, MEMBERS, RUNS, TICKETS, RunRow, TicketRow
+from atoll.store.journal_tables import GENERATIONS, HISTORY, MEMBERS, RUNS, SAT_OUT, TICKETS, RunRow, TicketRow
 from atoll.store.run_log import restored_counter
 from atoll.store.store import Store
 from atoll.store.verify_journal import OF_UPDATE
@@ -22,7 +22,7 @@ def saved_rows(store: Store) -> Rows:
     """Return the rows of a run that a saved state needs. Call it with the journal's lock.
 
     These are: the run; its sites, with the weight and the last counted update of each; the history of its versions;
-    its counters and ended workflows. The newest ticket is there because ticket numbers must not be used again. The
+    its counters and ended workflows; the generations of the algorithm's state. The newest ticket is there because ticket numbers must not be used again. The
     open round and its updates are left out.
     """
     journal = store.journal
@@ -45,6 +45,8 @@ def saved_rows(store: Store) -> Rows:
             )
         ],
         "workflows": journal.rows("SELECT place, name, ended_at FROM workflows"),
+        "generations": [GENERATIONS.write(row) for row in journal.select(GENERATIONS)],
+        "sat_out_rounds": [SAT_OUT.write(row) for row in journal.select(SAT_OUT)],
         "counters": dict(journal.rows("SELECT name, value FROM counters")),
     }
 
@@ -99,6 +101,10 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
         journal.count(restored_counter(fragment), newest[fragment])
         if newest[fragment] != head:
             audit.append("fell back", fragment=fragment, lost=newest[fragment], version=head, tickets=[])
+    for values in rows["generations"]:
+        journal.insert(GENERATIONS, GENERATIONS.read(tuple(values)))
+    for values in rows["sat_out_rounds"]:
+        journal.insert(SAT_OUT, SAT_OUT.read(tuple(values)))
     for place, name, ended_at in rows["workflows"]:
         journal.execute("INSERT INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, ended_at)
     if rows["finished"]:

@@ -19,8 +19,9 @@ from atoll.store.update_spool import PartWriter, Spool
 class Tickets:
     """The tickets of a run, and the files (spools) of their updates.
 
-    A ticket is open until its update is accepted or refused, or the ticket expires. An accepted ticket becomes
-    counted when the version made from its update is committed. Open and accepted tickets are called live.
+    A ticket is open until its update is accepted or refused, its site sits out the round, or it expires. An accepted
+    ticket becomes counted when the version made from its update is committed. Open and accepted tickets are called
+    live.
     """
 
     def __init__(self, journal: Journal, audit: AuditLog, slots: Slots) -> None:
@@ -349,6 +350,43 @@ class Tickets:
         self._end_open([ticket], "refused", reason)
         return self.get(ticket)
 
+    def sit_out(self, ticket: int, metrics: Mapping[str, float]) -> TicketRow:
+        """Record that the site of an open ticket sits out the round, and return the ticket. A repeated call is allowed.
+
+        Args:
+            ticket: number of the ticket.
+            metrics: metrics of the worker. They are kept, but are in no mean.
+
+        Raises:
+            TicketClosed, UpdateRefused: the ticket has an update, has expired, or its update was refused.
+        """
+        with self._journal.transaction():
+            row = self.get(ticket)
+            if row.state not in ("open", "sat out"):
+                raise why_closed(row)
+            failpoint("sit_out.before")
+            self.change("UPDATE tickets SET metrics = ? WHERE ticket = ?", [ticket], json.dumps(dict(metrics)))
+            self._end_open([ticket], "sat out", "")
+            self._journal.after_commit(lambda: failpoint("sit_out.after"))
+        return self.get(ticket)
+
+    def sat_out(self, fragment: int, base_version: int, since: int) -> list[str]:
+        """Return the sites that sit out a round, sorted.
+
+        Args:
+            fragment: the fragment.
+            base_version: the version that the round starts from.
+            since: lowest number of a ticket of this round.
+        """
+        found = self._journal.rows(
+            "SELECT DISTINCT site FROM tickets WHERE fragment = ? AND base_version = ? AND ticket >= ? "
+            "AND state = 'sat out' ORDER BY site",
+            fragment,
+            base_version,
+            since,
+        )
+        return [site for (site,) in found]
+
     def expire(self, tickets: Sequence[int], reason: str) -> None:
         """Expire open tickets. Refused and expired tickets stay unchanged.
 
@@ -446,7 +484,9 @@ def why_closed(row: TicketRow) -> AtollError:
             f"The update of {row.site} was refused: {row.reason}.",
             "Correct the cause, then ask for the next ticket.",
         )
-    what = {"accepted": "has an update already", "counted": "has been counted"}.get(row.state, f"is {row.state}")
+    what = {"accepted": "has an update already", "counted": "has been counted", "sat out": "was sat out"}.get(
+        row.state, f"is {row.state}"
+    )
     return TicketClosed(
         f"Ticket {row.ticket} of {row.site} {what}{': ' + row.reason if row.reason else ''}.",
         "Ask for the next ticket.",

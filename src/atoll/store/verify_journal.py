@@ -217,7 +217,7 @@ class _Comparison:
         match entry.what:
             case "accepted":
                 return self._accepted_entry(entry.seq, detail)
-            case "refused" | "expired":
+            case "refused" | "expired" | "sat out":
                 self._decided([detail["ticket"]], entry.what)
             case "reopened":
                 self._decided(detail["tickets"], "reopened")

@@ -75,19 +75,20 @@ def require_counts(**given: int | None) -> None:
             raise UsageError(f"{name} is {value!r}.", "Give a whole number, at least 1, or leave it out.")
 
 
-def positive(weight: float) -> float:
-    """Return the weight of an update as a float.
+def weight_of(weight: float) -> float:
+    """Return the weight of an update as a float; 0: the site sits out the round.
 
     Raises:
-        UsageError: the weight is zero, negative, not finite, or not a number.
+        UsageError: the weight is negative, not finite, or not a number.
     """
     try:
         value = number(weight)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         value = math.nan
-    if not 0 < value < float("inf"):
+    if not 0 <= value < float("inf"):
         raise UsageError(
-            f"The weight is {weight!r}.", "Give a positive, finite number: the samples or tokens trained on."
+            f"The weight is {weight!r}.",
+            "Give a positive, finite number: the samples or tokens trained on. With 0, the site sits out the round.",
         )
     return value
 

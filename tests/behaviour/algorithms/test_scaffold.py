@@ -17,7 +17,7 @@ from kit import ask_journal
 from kit.manual_site import ManualSite
 from kit.servers import plain_server
 from kit.sites import finish, manual_sites
-from scaffold_world import ETA, STEPS, TARGETS, One, first_round, one_round, sgd, train
+from scaffold_world import ETA, STEPS, TARGETS, One, first_round, local_part, one_round, sgd, train
 from torch import nn
 
 import atoll
@@ -221,6 +221,35 @@ def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Pa
         history = server.status().history
     assert [(len(each.workers), each.population) for each in history] == [(3, 3), (2, 3), (2, 4)]
     assert [each.total_weight for each in history] == pytest.approx([7.0, 7.0, 28 / 3])
+
+
+def test_a_site_without_samples_is_not_in_the_total(tmp_path: Path) -> None:
+    """Weights 2 and 6. In round 1 b sits out and was never heard: W = 2, so c is a's control alone.
+
+    In round 2 both train: W = 8. In round 3 b sits out again: its weight and its control stay, and W = 8.
+    """
+    weights, x, c, total = {"a": 2.0, "b": 6.0}, 0.0, 0.0, 2.0
+    own = dict.fromkeys(TARGETS, 0.0)
+    with plain_server(tmp_path, One(), algorithm="scaffold", sites=2, rounds=4) as server:
+        sites = manual_sites(server, tmp_path)
+        for number, (trains, total_now) in enumerate([("a", 2.0), ("ab", 8.0), ("a", 8.0)], 1):
+            y, change = {}, {}
+            for site, client in sites.items():
+                assert client.next_round() == number
+                if site in trains:
+                    y[site], plus = local_part(x, c, own[site], TARGETS[site])
+                    change[site] = plus - own[site]
+                with_the_round(client.round, TARGETS[site], weight=weights[site] if site in trains else 0)
+            c = c * total / total_now + sum(weights[site] / total_now * change[site] for site in trains)
+            x = sum(weights[site] * y[site] for site in trains) / sum(weights[site] for site in trains)
+            total, own = total_now, {site: own[site] + change.get(site, 0.0) for site in own}
+        for site, client in sites.items():
+            assert client.next_round() == 4
+            assert client.round.load_into(One()).w.item() == pytest.approx(x, rel=1e-5)
+            assert client.round.global_state("control")["w"].item() == pytest.approx(c, rel=1e-5)
+            assert client.round.own_state("control")["w"].item() == pytest.approx(own[site], rel=1e-5)
+            client.close()
+        assert [each.total_weight for each in server.status().history] == [2.0, 8.0, 8.0]
 
 
 def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

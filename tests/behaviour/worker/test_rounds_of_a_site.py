@@ -159,7 +159,7 @@ def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> Non
         ({"steps": 2**62}, "steps is 4611686018427387904"),
         ({"weight": 10**400}, "The weight is 1000"),
         ({"weight": "3"}, "The weight is '3'. Give a positive, finite number"),
-        *(({"weight": weight}, "The weight is") for weight in (0.0, -1.0, math.inf, math.nan)),
+        *(({"weight": weight}, "The weight is") for weight in (-1.0, -1e-300, math.inf, -math.inf, math.nan)),
         *(({"weight": weight}, "The weight is") for weight in (True, np.bool_(True), torch.tensor(True), "inf")),
         ({"steps": True}, "steps is True"),
         *(({"metrics": {"loss": text}}, "The metric 'loss' is") for text in ("0.5", b"1", True, torch.tensor(False))),

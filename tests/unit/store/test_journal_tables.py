@@ -39,7 +39,7 @@ CHECKS: dict[str, str | list[str]] = {
     "cpu_capability, created_at) VALUES (2, '', '{}', '{}', '', '', '', '')",
     "members: state IN ('alive', 'dead', 'left', 'failed')": MEMBER + "('c', 9, 'gone', '', '', '{}', '', 0, '')",
     "rounds: state IN ('open', 'frozen', 'committed')": ROUND + "(1, 0, 'closed', '[]', '[]', '')",
-    "tickets: state IN ('open', 'accepted', 'counted', 'refused', 'expired')": TICKET
+    "tickets: state IN ('open', 'accepted', 'counted', 'refused', 'sat out', 'expired')": TICKET
     + "(9, 'c', 0, 1, 'lost', NULL, NULL, 0, NULL)",
     "tickets: slot IS NULL OR state IN ('open', 'accepted')": [
         TICKET + "(9, 'c', 0, 1, 'expired', 7, NULL, 0, NULL)",
@@ -64,6 +64,8 @@ UNIQUES: dict[str, str | list[str]] = {
     "members.lease": MEMBER + "('c', 1, 'alive', '', '', '{}', '', 0, '')",
     "rounds.fragment, rounds.base_version": ROUND + "(0, 0, 'committed', '[]', '[]', '')",
     "rounds.fragment": [ROUND + f"(0, 2, '{state}', '[]', '[]', '')" for state in ("open", "frozen")],
+    "sat_out_rounds.fragment": "INSERT INTO sat_out_rounds (fragment, base_version, in_a_row, total, first_ticket) "
+    "VALUES (0, 0, 1, 1, 2), (0, 1, 1, 2, 3)",
     "tickets.ticket": TICKET + "(1, 'c', 0, 1, 'open', NULL, NULL, 0, NULL)",
     "tickets.site, tickets.fragment, tickets.base_version": [
         TICKET + "(9, 'a', 0, 1, 'open', NULL, NULL, 0, NULL)",  # beside the accepted one of site a

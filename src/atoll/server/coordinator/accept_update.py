@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, StoreError, UpdateRefused, transient_reason
+from atoll.format_text import numbers
 from atoll.protocol import messages
 from atoll.rounds import events
 from atoll.server.coordinator.ledger import Ledger
@@ -88,6 +89,30 @@ class UpdateAdmission:
             presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
         return row
 
+    def sit_out(self, site: str, ticket: int, metrics: Mapping[str, float]) -> None:
+        """Record that a site sits out the round of its ticket.
+
+        Args:
+            site: name of the site.
+            ticket: number of the ticket.
+            metrics: metrics of the worker.
+
+        Raises:
+            TicketClosed, UpdateRefused: the ticket is over.
+            DiskFull: the disk is full; nothing has changed.
+            StoreError: the store failed. The server ends, unless the cause is temporary.
+        """
+        number = self._ledger.state.rounds[self._store.tickets.get(ticket).fragment].number
+        try:
+            self._store.tickets.sit_out(ticket, metrics)
+        except StoreError as error:
+            if transient_reason(error) is None:
+                self._fail(error)
+            raise
+        told = f" ({numbers(metrics)})" if metrics else ""
+        LOG.info("%s sat out round %d%s: it has no samples, or its weight is 0", site, number, told)
+        self._ledger.apply(events.SatOut(ticket))
+
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
         """Return a site's message with the weight of the site's first update, if the run needs constant weights.
 
@@ -152,11 +177,11 @@ class UpdateAdmission:
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)
         state, then = self._ledger.state, "The round continues with the other updates"
-        member, round_ = state.members.get(site), state.rounds[self._store.tickets.get(ticket).fragment]
+        member, fragment = state.members.get(site), self._store.tickets.get(ticket).fragment
         if presence.refused_in_a_row >= REFUSALS and member is not None:
             then = f"{presence.refused_in_a_row} updates in a row were refused"
             self._ledger.apply(events.WorkerLeft(site, member.lease, f"{then}, the last because {reason}"))
-        elif round_.phase == "open" and len(round_.expected) < state.rules.floor:
+        elif state.rounds[fragment].phase == "open" and state.lacks_sites(fragment):
             needed = f"{state.rules.floor} update{'' if state.rules.floor == 1 else 's'}"
             then = f"The round waits: it needs {needed} ({state.rules.floor_name})"
         raise UpdateRefused(f"The update of {site} was refused: {reason}.", f"{then}; {remedy}")

@@ -67,6 +67,7 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> 
         population_weight=total,
         population_scale=(summary.get("total_weight") or total) / total if total else 1.0,
         from_zero=store.run_log.generation.begins_at(base_version),
+        sat_out=store.tickets.sat_out(fragment, base_version, store.run_log.sat_out(fragment).first_ticket),
     )
 
 
@@ -208,4 +209,5 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
         population=frozen.population,
         total_weight=frozen.population_weight or None,
         staleness=[each.staleness for each in updates],
+        sat_out=frozen.sat_out,
     )

@@ -288,6 +288,8 @@ class Coordinator:
                 self.spawn(self._next_version(effect))
             case events.GenerationBegun():
                 LOG.warning("%s", self.store.run_log.generation.reason)
+            case events.RoundSatOut():
+                self.attendance.all_sat_out(effect, self.state)
             case events.BestFound(measured):
                 self._saving_best = self.spawn(self.background.save_best(measured))
             case events.RunFinished():
@@ -520,6 +522,7 @@ class Coordinator:
                     case events.TicketWithheld(_, fragment, reason):
                         # answer at once if the run is finished, or the site submits no more and there is a newer head
                         moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
+                        moved = moved or (previous is not None and previous.state == "sat out")
                         ended = reason == events.ENDS and moved
                         if reason == events.FINISHED or ended or time.monotonic() >= until_s:
                             return self._wait_reply(fragment, reason, previous, ended=ended)
@@ -751,6 +754,23 @@ class Coordinator:
             if reason:
                 self.admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
         return _receipt(self.admission.accept(lease.site, ticket, message, norm))
+
+    async def sit_out(self, lease: Lease, ticket: int, message: messages.SitOut) -> None:
+        """Record that a site sits out the round of its ticket, so that the round does not wait for it.
+
+        A repeated request changes nothing.
+
+        Raises:
+            LeaseLost, Superseded: the lease is not valid.
+            TicketClosed, UpdateRefused: the ticket is over, has an update, or belongs to another site.
+        """
+        row = self.store.tickets.get(ticket)
+        if row.site != lease.site:
+            raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
+        if row.state == "sat out":
+            return
+        self.require_open(lease, ticket)
+        self.admission.sit_out(lease.site, ticket, message.metrics)
 
     # -- swarms
 

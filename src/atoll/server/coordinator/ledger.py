@@ -23,7 +23,7 @@ from atoll.store.store import Store
 
 LOG = logging.getLogger("atoll.server")
 
-FACTS = (events.UpdateAccepted, events.RefusalRecorded, events.VersionCommitted)
+FACTS = (events.UpdateAccepted, events.RefusalRecorded, events.SatOut, events.VersionCommitted)
 """Events about rows that are already in the journal. If the disk is full, the ledger applies such an event later."""
 
 
@@ -147,6 +147,8 @@ def record_in(
                     run_log.begin_generation(base, why)
                 case events.RoundClosed(fragment, base, numbers):
                     run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
+                case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
+                    run_log.end_sat_out(fragment, base, in_a_row, next_ticket)
                 case events.RunFinished():
                     run_log.finish()
 
@@ -158,8 +160,19 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
         row = run_log.round(fragment, head)
         expected = row.expected if row is not None and row.state == "open" else None
         frozen = row.tickets if row is not None and row.state == "frozen" else ()
-        lost = len(run_log.lost_versions(fragment))
-        fragments.append(FragmentSnapshot(head, expected, frozen, started=run_log.has_begun(fragment), lost=lost))
+        sat_out = run_log.sat_out(fragment)
+        fragments.append(
+            FragmentSnapshot(
+                head,
+                expected,
+                frozen,
+                started=run_log.has_begun(fragment),
+                lost=len(run_log.lost_versions(fragment)),
+                sat_out_rounds=sat_out.total,
+                sat_out_in_a_row=sat_out.in_a_row if sat_out.base_version == head else 0,
+                first_ticket=sat_out.first_ticket,
+            )
+        )
     return Snapshot(
         fragments=tuple(fragments),
         members=tuple(

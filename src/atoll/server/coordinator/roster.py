@@ -311,13 +311,21 @@ class Attendance:
             f"{meant + ' ' if meant else ''}If the name is a mistake, start its worker again under the right one."
         )
 
+    def all_sat_out(self, effect: events.RoundSatOut, state: State) -> None:
+        """Log that all sites have sat out a round. If this is the third such round in a row, warn."""
+        if effect.in_a_row == SAT_OUT_ROUNDS:
+            LOG.warning("%s", _all_sat_out(effect.in_a_row))
+        else:
+            of = of_fragment(effect.fragment if len(state.rounds) > 1 else None)
+            LOG.info("all sites sat out a round%s, so it ended without a version", of)
+
     def closed(self, summary: status_messages.RoundSummary) -> None:
         """Warn if a round was closed without an update of some site.
 
-        If enough sites took part, only sites that are dead or failed count as missing. If only sites are missing that
-        were missing before, do not warn again.
+        If enough sites took part, only sites that are dead or failed count as missing. Sites that sat out the round are
+        not missing. If only sites are missing that were missing before, do not warn again.
         """
-        sites, fragment = set(summary.workers), summary.fragment
+        sites, fragment = {*summary.workers, *summary.sat_out}, summary.fragment
         asked = self._expected.get(fragment, set())
         complete = len(sites) >= summary.expected
         absent = {site for site in self._roster.keys() - sites if self._is_missed(site, asked, complete)}
@@ -360,7 +368,20 @@ class Attendance:
         """Return the warnings for the status. Fragments that miss the same sites share one warning."""
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
         short = "" if self.simulated else short_of(state, self._roster)
-        return [text for text in (short, *partial.values()) if text]
+        in_a_row = max((round_.sat_out_in_a_row for round_ in state.rounds), default=0)
+        sat_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
+        return [text for text in (short, sat_out, *partial.values()) if text]
+
+
+SAT_OUT_ROUNDS = 3
+"""Number of rounds in a row that all sites have sat out after which to warn."""
+
+
+def _all_sat_out(rounds: int) -> str:
+    return (
+        f"{rounds} rounds in a row ended without a version, because all sites sat out (weight 0): the model does not "
+        "change. Check that the sites find their samples"
+    )
 
 
 _OTHER_MODEL = f"{SchemaMismatch.__module__}.{SchemaMismatch.__name__}"
@@ -374,7 +395,9 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     empty.
     """
     present, floor, name = len(state.active_s), state.rules.floor, state.rules.floor_name
-    if present >= floor or all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
+    if present >= floor:
+        return _short_of_samples(state)
+    if all(round_.phase in ("gathering", "finished") for round_ in state.rounds):
         return ""
     absent = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
     ended = f" ({listed([f'{site} {how}' for site, how in absent.items()])})" if absent else ""
@@ -388,6 +411,20 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
         f"{present} {'site takes' if present == 1 else 'sites take'} part{ended}, but a round needs at least "
         f"{floor} ({name}): the run waits. {again}{lower}"
     )
+
+
+def _short_of_samples(state: State) -> str:
+    """Return a warning about an open round that cannot close because too many sites sat out; empty if there is none."""
+    floor, name = state.rules.floor, state.rules.floor_name
+    for fragment, round_ in enumerate(state.rounds):
+        if round_.phase == "open" and round_.sat_out and state.lacks_sites(fragment):
+            here = len(round_.expected)
+            lower = f", or restart the server with {name} = {here}" if here else ""
+            return (
+                f"round {round_.number} needs at least {floor} updates ({name}), but {listed(round_.sat_out)} sat out: "
+                f"the run waits. Start another site, or start {listed(round_.sat_out)} again with samples{lower}"
+            )
+    return ""
 
 
 # -- Staleness of updates: how many versions the head was ahead of an update's base when the update was aggregated.

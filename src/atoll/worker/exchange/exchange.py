@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from atoll.errors import TRANSIENT, Gone, TicketClosed, UpdateRefused
-from atoll.protocol import messages
+from atoll.protocol import messages, routes
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import (
     Accepted,
@@ -28,6 +28,7 @@ from atoll.protocol.values import (
     Pull,
     Pulled,
     Refused,
+    SatOut,
     TooLate,
     UpdateInfo,
     VersionGone,
@@ -492,6 +493,37 @@ class Exchange:
         self.upload.retract()
         self.outbox.begin(ticket.layout_digest)
         return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
+
+    def sit_out(
+        self, ticket: Ticket, info: UpdateInfo, retries: int | None = None
+    ) -> SatOut | Refused | TooLate | Lost:
+        """Tell the server that this site sits out the round of a ticket. Nothing is formed, and no tensor is sent.
+
+        The outbox and the state that the site keeps between rounds stay as they are.
+
+        Args:
+            ticket: the ticket of the round.
+            info: the metrics to record.
+            retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
+        """
+        path, message = routes.SIT_OUT.format(ticket=ticket.id), messages.SitOut(metrics=dict(info.metrics))
+
+        def ask() -> bool:
+            self.session.http.send(path, message)
+            return True
+
+        try:
+            answer = self.session.call(ask, "sit out the round", retries=retries, kind=bool)
+        except UpdateRefused as error:
+            return Refused(error)
+        except (TicketClosed, Gone) as error:
+            return TooLate(error)
+        if isinstance(answer, Lost):
+            return answer
+        self.session.require_here()
+        LOG.info("%s: sits out round %d: its weight is 0", self.site, ticket.round)
+        self.session.tell(state=f"sat out round {ticket.round}")
+        return SatOut()
 
     def deliver(self, retries: int | None = None, *, resuming: bool = False) -> Delivered:
         """Send the outbox's update: its parts, then the message that the update is complete.

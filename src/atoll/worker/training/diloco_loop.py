@@ -54,7 +54,7 @@ from atoll.tensors.module_tensors import (
 )
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import finite_metrics, positive, require_counts, require_joined, site_of, sync_retries
+from atoll.worker.arguments import finite_metrics, require_counts, require_joined, site_of, sync_retries, weight_of
 from atoll.worker.exchange.encode_update import LocalFragment
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
@@ -229,7 +229,8 @@ class DiLoCo:
         num_fragments: number of fragments, K, into which the model is divided, to synchronise one at a time; by default
             the run's number. The server refuses a value that differs from the run's.
         site: this worker's name; by default `ATOLL_SITE`, else made from host and process; "alone" without a server.
-        weight: this worker's weight in the mean: a number, or a function that is called at every synchronisation.
+        weight: this worker's weight in the mean: a number, or a function that is called at every synchronisation. With
+            0, this worker sits out the round: it sends nothing, and takes the next version in place of its own steps.
         metrics: a function that returns finite numbers by name. It is called at the start and after every
             synchronisation, while `model` has the weights of the global model. The server averages the numbers over the
             workers and records them for this version of the global model.
@@ -819,7 +820,7 @@ class DiLoCo:
         def own() -> UpdateInfo:
             reported = self._reports.take(base.fragment, is_lost=is_lost)
             local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
-            weight = positive(self._weight() if callable(self._weight) else self._weight)
+            weight = weight_of(self._weight() if callable(self._weight) else self._weight)
             return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
 
         return joined.session.ranks.from_rank0(own, UpdateInfo)

@@ -41,7 +41,7 @@ from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
 from atoll.transport.http_client import http_to, server_of
-from atoll.worker.arguments import counted, finite_metrics, positive, require_joined, site_of
+from atoll.worker.arguments import counted, finite_metrics, require_joined, site_of, weight_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
@@ -244,13 +244,17 @@ class Round:
     ) -> None:
         """Submit the trained model. Return when the server has recorded the update on disk.
 
-        If the server refuses the update, or the update comes too late, log a warning and return.
+        If the server refuses the update, or the update comes too late, log a warning and return. With `weight=0`, sit
+        out the round: nothing is sent, the round does not wait for this site, and the state that the site keeps between
+        rounds stays as it is.
 
         Args:
             model: a module with the same tensors as the run's model; or a mapping of names to tensors, numpy arrays, or
                 objects with DLPack or `__array__`. It is not changed.
-            weight: this update's weight in the mean: samples, tokens, or any positive number.
-            metrics: finite numbers by name; the server averages them over the workers, by weight.
+            weight: this update's weight in the mean: samples, tokens, or any positive number; 0 to sit out the round,
+                for example because the site has no samples.
+            metrics: finite numbers by name; the server averages them over the workers, by weight. Those of a site that
+                sits out are only in the server's log.
             steps: number of local optimizer steps in the round. The server's status shows it, and FedNova divides by
                 it. By default the steps that `correct` counted.
             groups: the tensors that the run's algorithm needs in the update besides the model, if your loop computes
@@ -267,17 +271,22 @@ class Round:
         """
         if self.done:
             raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
-        info = UpdateInfo(positive(weight), counted(steps), metrics or {})
+        info = UpdateInfo(weight_of(weight), counted(steps), metrics or {})
         self._require_joined()
         tensors = self._backend.tensors_of(model)
-        self._require_base()
+        if info.weight:
+            self._require_base()
         if self._hooks is not None:
             self._hooks.close()
             info = replace(info, steps=info.steps or self._hooks.steps)
-        self._require_steps(info.steps)
-        finish = self._finish(groups, info.steps)
+        if info.weight:
+            self._require_steps(info.steps)
+            finish = self._finish(groups, info.steps)
         info = replace(info, metrics=finite_metrics(info.metrics, self._backend.site))
-        self._backend.submit(self._ticket, tensors, info, finish, self._optimizers)
+        if info.weight:
+            self._backend.submit(self._ticket, tensors, info, finish, self._optimizers)
+        else:
+            self._backend.sit_out(self._ticket, info)
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
         self._copies.forget_model()

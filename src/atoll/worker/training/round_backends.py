@@ -132,6 +132,14 @@ class RoundBackend(Protocol):
             optimizers: the optimizers of the model that were passed to Atoll.
         """
 
+    def sit_out(self, ticket: Ticket, info: UpdateInfo) -> None:
+        """Sit out the round of a ticket: no update is formed or sent, and the site's state stays as it is.
+
+        Args:
+            ticket: the ticket of the round.
+            info: the metrics to record.
+        """
+
     def leave(self, error: BaseException | None) -> None:
         """End the site's participation. `error` is the error that ended training; None: training ended well."""
 
@@ -255,6 +263,14 @@ class ServerBackend:
                 case Lost(error):
                     raise error
         session.optimizers = []  # free the model while this worker waits
+
+    def sit_out(self, ticket: Ticket, info: UpdateInfo) -> None:
+        """Tell the server that the site sits out the round. Return when the server has recorded it on disk."""
+        match self.participation.exchange.sit_out(ticket, info):
+            case TooLate(error) | Refused(error):
+                LOG.warning("%s: round %d closed before this site sat it out: %s", self.site, ticket.round, error)
+            case Lost(error):
+                raise error
 
     def leave(self, error: BaseException | None) -> None:
         """Leave the run, and close the site's files."""
@@ -392,6 +408,12 @@ class ScriptAlone:
         losses.end(self._digest_of(tensors) == self._digest, info.steps, filters=False)
         metrics = numbers(info.metrics)
         LOG.info("%s: trained without a server%s", self.site, f" ({metrics})" if metrics else "")
+        self._model = None
+
+    def sit_out(self, ticket: Ticket, info: UpdateInfo) -> None:
+        """Log that the script sat out its only round. Forget the model."""
+        metrics = numbers(info.metrics)
+        LOG.info("%s: sat out the round: its weight is 0%s", self.site, f" ({metrics})" if metrics else "")
         self._model = None
 
     def leave(self, error: BaseException | None) -> None:

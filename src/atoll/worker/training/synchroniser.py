@@ -19,11 +19,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from atoll.errors import is_transient
 from atoll.format_text import of_fragment
 from atoll.protocol.messages import Ticket, VersionRef
-from atoll.protocol.values import Accepted, Finished, Lost, Next, Open, Refused, TooLate, UpdateInfo, Wait, require
+from atoll.protocol.values import (
+    Accepted,
+    Delivered,
+    Finished,
+    Lost,
+    Next,
+    Open,
+    Refused,
+    SatOut,
+    TooLate,
+    UpdateInfo,
+    Wait,
+    require,
+)
 from atoll.runtime import Latch
 from atoll.tensors.module_tensors import Tensors
 from atoll.worker.exchange import apply_version
@@ -138,12 +152,13 @@ class FragmentState:
 class PendingSync:
     """An update in flight. A thread sends it, waits for the new version, and downloads this version to `base-next`.
 
-    The thread runs from `start` on.
+    The thread runs from `start` on. If the worker sits out the round, the thread says so in place of sending an update.
 
     Args:
         fragment: the fragment of the update.
         step: the local step after which the update was formed.
         retries: how often to try again after a network error.
+        deliver: sends the update, or the message that the worker sits out the round.
 
     Attributes:
         step: the local step after which the update was formed.
@@ -155,10 +170,20 @@ class PendingSync:
             happened.
         error: the error that ended the thread, if any.
         late: in an asynchronous run, whether the new version had not arrived when it should have been merged.
+        sits_out: whether the worker sits out the round.
     """
 
-    def __init__(self, fragment: FragmentState, step: int, retries: int) -> None:
+    def __init__(
+        self,
+        fragment: FragmentState,
+        step: int,
+        retries: int,
+        deliver: Callable[[], Delivered | SatOut],
+        *,
+        sits_out: bool,
+    ) -> None:
         self.fragment, self.step, self._retries = fragment, step, retries
+        self._deliver, self.sits_out = deliver, sits_out
         self.reply: Next | None = None
         self.refusal: Refused | None = None
         self.broke_off: TooLate | Lost | None = None
@@ -173,8 +198,8 @@ class PendingSync:
 
     def _run(self) -> None:
         try:
-            match self.fragment.exchange.deliver(self._retries):
-                case Accepted():
+            match self._deliver():
+                case Accepted() | SatOut():
                     self.sent.set()
                     self._fetch()
                 case Refused() as refusal:
@@ -577,24 +602,33 @@ class Synchroniser:
         if fragment.ended or ticket is None:  # no ticket: a newer head appeared during the download
             return
         info = self._info_of(ticket.base, self._step - fragment.base_step)
+        sits_out, retries = not info.weight, self._retries
         self._order.took(fragment.index)
         self.newest_step = self._step
         if self._rules.overlap:
-            agreed = exchange.agree_on_shapes(ticket, self._own(fragment), self._retries)
-            if isinstance(agreed, TooLate | Lost):
-                self._skip(fragment, agreed)
-                return
-            exchange.form(agreed, self._own(fragment), info)
+            deliver: Callable[[], Delivered | SatOut] = partial(exchange.sit_out, ticket, info, retries)
+            if not sits_out:
+                agreed = exchange.agree_on_shapes(ticket, self._own(fragment), retries)
+                if isinstance(agreed, TooLate | Lost):
+                    self._skip(fragment, agreed)
+                    return
+                exchange.form(agreed, self._own(fragment), info)
+                deliver = partial(exchange.deliver, retries)
             fragment.ticket = None
             self._answered()
-            pending = PendingSync(fragment, self._step, self._retries)
+            pending = PendingSync(fragment, self._step, retries, deliver, sits_out=sits_out)
             self._pending.append(pending)  # before it starts: `abandon` must find it even if Ctrl-C comes just then
             pending.start()
             return
-        match exchange.submit(ticket, self._own(fragment), info, retries=self._retries):
-            case Accepted():
+        broke_off: TooLate | Lost | None
+        match (
+            exchange.sit_out(ticket, info, retries)
+            if sits_out
+            else exchange.submit(ticket, self._own(fragment), info, retries=retries)
+        ):
+            case Accepted() | SatOut():
                 fragment.ticket = None
-                broke_off: TooLate | Lost | None = self._await_result(fragment)
+                broke_off = self._await_result(fragment, sat_out=sits_out)
             case Refused() as refusal:
                 self._refused(fragment, refusal)
                 reply = exchange.ask_and_resend(0.0, retries=self._retries)
@@ -605,19 +639,23 @@ class Synchroniser:
             self._answered()
             self._after_new_version()
         else:
-            self._skip(fragment, broke_off)
+            self._skip(fragment, broke_off, sits_out=sits_out)
 
-    def _await_result(self, fragment: FragmentState) -> Lost | None:
-        """Wait until the round has led to a new version, and load or merge that version into the model."""
+    def _await_result(self, fragment: FragmentState, *, sat_out: bool) -> Lost | None:
+        """Wait until the round has led to a new version, and load or merge that version into the model.
+
+        If this worker has sat out the round, load the version as it is.
+        """
         self._session.tell(state="waiting for the other sites")
         reply = fragment.exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
             return reply
-        self._counted(reply)
+        if not sat_out:
+            self._counted(reply)
         # if local steps may be discarded, wait for a whole version instead of training from a partial one
         waits = isinstance(reply, Finished) or self._rules.on_missed == "reset"
         patience = Patience(self._retries, None if waits else self._retries)
-        return self._load(fragment, reply, self._step, patience, alpha=self._rules.alpha)
+        return self._load(fragment, reply, self._step, patience, alpha=0.0 if sat_out else self._rules.alpha)
 
     def _counted(self, reply: Next) -> None:
         self.rounds += 1
@@ -636,12 +674,13 @@ class Synchroniser:
         if pending.refusal is not None:
             self._refused(fragment, pending.refusal)
         if pending.broke_off is not None:
-            self._skip(fragment, pending.broke_off)
+            self._skip(fragment, pending.broke_off, sits_out=pending.sits_out)
             return
         assert pending.reply is not None
-        if pending.refusal is None:
+        is_in = pending.refusal is None and not pending.sits_out
+        if is_in:
             self._counted(pending.reply)
-        alpha = self._rules.alpha if pending.refusal is None else 0.0
+        alpha = self._rules.alpha if is_in else 0.0
         self._merge(fragment, pending.reply, pending.step, alpha)
         self._after_new_version()
 
@@ -765,11 +804,15 @@ class Synchroniser:
         LOG.warning("%s: update refused: steps%s since version %d are lost", self._session.site, of, fragment.version)
         fragment.exchange.refused(refusal)
 
-    def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost) -> None:
+    def _skip(self, fragment: FragmentState, broke_off: TooLate | Lost, *, sits_out: bool = False) -> None:
         """Skip a synchronisation that failed. The fragment's next update will contain all local steps.
 
-        If the update came too late because the run has ended, load the run's result instead.
+        If the update came too late because the run has ended, load the run's result instead. If the worker wanted to
+        sit out the round, its steps so far have no weight: the next update will contain only later ones.
         """
+        if sits_out and fragment.exchange.shards is None:
+            fragment.exchange.make_base_of(self._own(fragment))
+            fragment.base_step = self._step
         if isinstance(broke_off, TooLate) and self._ended_without_us(fragment):
             self._look_whether_finished()
             return

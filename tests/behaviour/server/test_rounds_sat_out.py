@@ -1,0 +1,343 @@
+"""Sites without samples: a site that submits with weight 0 sits out the round, and the run goes on without it."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness.processes import free_port
+from kit import ask_journal
+from kit.manual_site import ManualSite
+from kit.servers import PLAIN_DILOCO, new_simulation, plain_server
+from kit.sites import finish, logged, manual_sites
+from safetensors.torch import load_file
+from torch import nn
+
+import atoll
+from atoll.cli.status import plain
+from atoll.protocol.values import UpdateInfo
+from atoll.testing.run import Threads
+
+START = {"w": torch.zeros(2)}
+MOMENTUM = {
+    "algorithm.outer_optimizer.name": "sgd",
+    "algorithm.outer_optimizer.lr": 1.0,
+    "algorithm.outer_optimizer.momentum": 0.5,
+}
+
+
+def move(site: ManualSite, number: int, value: float, **how: Any) -> None:
+    """In round `number`, submit the pulled model moved by `value`."""
+    assert site.next_round() == number
+    site.submit({"w": site.pull()["w"] + value}, **how)
+
+
+def sit_out(site: ManualSite, number: int, **how: Any) -> None:
+    """Sit out round `number`, with a model that would change the version."""
+    move(site, number, 1000.0, weight=0, **how)
+
+
+def outcomes(folder: Path) -> list[tuple[str, int, str]]:
+    """Site, base version and state of every ticket."""
+    return [tuple(row) for row in ask_journal(folder, "SELECT site, base_version, state FROM tickets ORDER BY ticket")]
+
+
+def version_of(server: atoll.Server) -> int:
+    return server.status().fragments[0].version
+
+
+def test_a_version_is_made_from_the_other_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In round 1 a moves by 2 and b sits out: the version is 2. In round 2 both move, by 1 and by 3: it is 4."""
+    caplog.set_level(logging.INFO)
+    with plain_server(tmp_path, START, sites=2, rounds=2) as server:
+        sites = manual_sites(server, tmp_path)
+        up = sites["b"].worker.bytes_up
+        sit_out(sites["b"], 1, metrics={"loss": 7.0})
+        status = server.status()
+        assert status.fragments[0].sat_out == ["b"]
+        assert "waits for a; b sat out" in status.fragments[0].reason
+        assert any("b sat out" in line for line in plain(status, server.url))
+        assert sites["b"].worker.bytes_up == up
+        move(sites["a"], 1, 2.0, metrics={"loss": 3.0})
+        assert sites["b"].next_round() == 2
+        assert sites["b"].pull()["w"].tolist() == [2.0, 2.0]
+        sites["b"].submit({"w": torch.full((2,), 5.0)})
+        move(sites["a"], 2, 1.0)
+        assert finish(server, sites)["w"].tolist() == [4.0, 4.0]
+        first, second = server.status().history
+    assert (first.workers, first.sat_out, second.workers, second.sat_out) == (["a"], ["b"], ["a", "b"], [])
+    assert first.metrics == {"loss": 3.0}
+    assert outcomes(tmp_path) == [("b", 0, "sat out"), ("a", 0, "counted"), ("b", 1, "counted"), ("a", 1, "counted")]
+    assert any("b sat out round 1 (loss 7)" in line for line in logged(caplog))
+    assert not any("without b" in line for line in logged(caplog))
+
+
+def test_rounds_that_all_sites_sit_out_end_the_run_without_a_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Four rounds: all count towards the total, no outer step is made, and the third one warns once."""
+    start = {"w": torch.tensor([1.0, -2.0])}
+    with plain_server(tmp_path, start, sites=2, rounds=4, **MOMENTUM) as server:
+        sites = manual_sites(server, tmp_path)
+        for number in (1, 2, 3, 4):
+            warned = [text for text in server.status().warnings if "rounds in a row" in text]
+            assert len(warned) == (number == 4)
+            for site in sites.values():
+                sit_out(site, number)
+        assert torch.equal(finish(server, sites)["w"], start["w"])
+        assert version_of(server) == 0
+        assert any("4 rounds in a row" in text for text in server.status().warnings)
+    assert sum("rounds in a row ended without a version" in line for line in logged(caplog)) == 1
+    assert {state for _, _, state in outcomes(tmp_path)} == {"sat out"}
+
+
+def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) -> None:
+    """With momentum 0.5 and updates of 1 in rounds 1 and 3: 1, then 1 + 1.5 = 2.5; a step in round 2 would add 0.5."""
+    with plain_server(tmp_path, START, sites=1, rounds=3, **MOMENTUM) as server:
+        sites = manual_sites(server, tmp_path, "a")
+        move(sites["a"], 1, 1.0)
+        sit_out(sites["a"], 2)
+        move(sites["a"], 3, 1.0)
+        assert finish(server, sites)["w"].tolist() == [2.5, 2.5]
+        assert [each.round for each in server.status().history] == [1, 3]
+
+
+def test_a_site_that_sits_out_does_not_count_for_min_sites(tmp_path: Path) -> None:
+    """Two updates are needed and only one is there: the round waits and says why, until a third site trains."""
+    with plain_server(tmp_path, START, sites=2, rounds=1, **{"rounds.min_sites": 2}) as server:
+        sites = manual_sites(server, tmp_path)
+        move(sites["a"], 1, 2.0)
+        sit_out(sites["b"], 1)
+        status = server.status()
+        assert "only 1 of 2 updates accepted or expected (rounds.min_sites); b sat out" in status.fragments[0].reason
+        assert any("round 1 needs at least 2 updates (rounds.min_sites), but b sat out" in w for w in status.warnings)
+        assert sites["b"].next_round(0) is None
+        sites |= manual_sites(server, tmp_path, "c")
+        move(sites["c"], 1, 4.0)
+        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+
+
+def test_a_new_process_of_a_site_that_is_needed_may_train_after_all(tmp_path: Path) -> None:
+    """The round of two updates waits because b sat out; b's next process has samples, and the round ends."""
+    with plain_server(tmp_path, START, sites=2, rounds=1, **{"rounds.min_sites": 2}) as server:
+        sites = manual_sites(server, tmp_path)
+        move(sites["a"], 1, 2.0)
+        sit_out(sites["b"], 1)
+        sites["b"].close()
+        move(sites["b"], 1, 4.0)
+        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+
+
+def test_a_quorum_waits_for_updates_not_for_sites(tmp_path: Path) -> None:
+    """Of three sites two train: the quorum of 2 is there without c, long before the deadline."""
+    rules = {"rounds.quorum": 2, "rounds.deadline_s": 1000.0}
+    with plain_server(tmp_path, START, sites=3, rounds=1, **rules) as server:
+        sites = manual_sites(server, tmp_path, "abc")
+        sit_out(sites["c"], 1)
+        move(sites["a"], 1, 2.0)
+        move(sites["b"], 1, 4.0)
+        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+
+
+def test_another_site_is_drawn_for_one_that_sits_out(tmp_path: Path) -> None:
+    """One of three sites is drawn for a round; those that sit out are replaced, one by one, until one trains."""
+    rules = {"rounds.sample_fraction": 0.3, "rounds.sample_min": 1}
+    with plain_server(tmp_path, START, sites=3, rounds=1, **rules) as server:
+        sites = manual_sites(server, tmp_path, "abc")
+        for _ in range(2):
+            (drawn,) = (missing.site for missing in server.status().fragments[0].waiting_for)
+            sit_out(sites[drawn], 1)
+        (last,) = (missing.site for missing in server.status().fragments[0].waiting_for)
+        move(sites[last], 1, 5.0)
+        assert finish(server, sites)["w"].tolist() == [5.0, 5.0]
+
+
+def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path) -> None:
+    """Round 1 is sat out by both, round 2 by b before the restart: b gets no second ticket, a's update is round 2's."""
+    port = {"network.port": free_port()}
+    with plain_server(tmp_path, START, sites=2, rounds=2, **port) as server:
+        sites = manual_sites(server, tmp_path)
+        for site in sites.values():
+            sit_out(site, 1)
+        sit_out(sites["b"], 2)
+    with plain_server(tmp_path, rounds=2, sites=2, **port) as server:
+        assert server.status().fragments[0].sat_out == ["b"]
+        assert sites["b"].next_round(0) is None
+        move(sites["a"], 2, 3.0)
+        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+
+
+def test_a_restart_between_two_rounds_that_were_sat_out_ends_none_twice(tmp_path: Path) -> None:
+    """Three of five rounds are sat out before the restart; the fourth is still open after it, and the warning stays."""
+    port = {"network.port": free_port()}
+    with plain_server(tmp_path, START, sites=1, rounds=5, **port) as server:
+        sites = manual_sites(server, tmp_path, "a")
+        for number in (1, 2, 3):
+            sit_out(sites["a"], number)
+    with plain_server(tmp_path, rounds=5, sites=1, **port) as server:
+        assert any("3 rounds in a row" in text for text in server.status().warnings)
+        move(sites["a"], 4, 3.0)
+        assert sites["a"].next_round() == 5
+        assert not any("rounds in a row" in text for text in server.status().warnings)
+        sites["a"].submit({"w": sites["a"].pull()["w"] + 1.0})
+        assert finish(server, sites)["w"].tolist() == [4.0, 4.0]
+
+
+def test_sitting_out_again_is_one_and_an_update_excludes_it(tmp_path: Path) -> None:
+    """The message may be repeated; after an update it is refused, and an update after it, too."""
+    with plain_server(tmp_path, START, sites=2, rounds=1) as server:
+        sites = manual_sites(server, tmp_path)
+        a, b = sites["a"], sites["b"]
+        sit_out(b, 1)
+        exchange, ticket = b._place.exchange, b.round._ticket
+        info = UpdateInfo(0.0)
+        assert type(exchange.sit_out(ticket, info)).__name__ == "SatOut"
+        b.round.done = False
+        b.submit({"w": torch.ones(2)})
+        assert a.next_round() == 1
+        assert type(exchange.sit_out(a.round._ticket, info)).__name__ == "TooLate"
+        a.submit({"w": a.pull()["w"] + 1})
+        assert finish(server, sites)["w"].tolist() == [1.0, 1.0]
+    assert sorted(outcomes(tmp_path)) == [("a", 0, "counted"), ("b", 0, "sat out")]
+
+
+def test_what_encoding_lost_stays_while_a_site_sits_out(tmp_path: Path) -> None:
+    """int8 with scale 1: 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3, whatever came between."""
+    with plain_server(tmp_path, START, sites=1, rounds=3, codec="int8") as server:
+        sites = manual_sites(server, tmp_path, "a")
+        for number in (1, 3):
+            assert sites["a"].next_round() == number
+            sites["a"].submit({"w": sites["a"].pull()["w"] - torch.tensor([127.0, 0.28])})
+            if number == 1:
+                sit_out(sites["a"], 2)
+        assert finish(server, sites)["w"].tolist() == [-254.0, -1.0]
+
+
+@pytest.mark.parametrize("algorithm", ["fednova", "fedprox", "scaffold", "fedadam"])
+def test_no_algorithm_asks_a_site_that_sits_out_for_more(tmp_path: Path, algorithm: str) -> None:
+    """Neither steps nor a correction are needed, nor that the model was loaded, and the run comes to its end."""
+    with plain_server(tmp_path, nn.Linear(2, 1), algorithm=algorithm, sites=1, rounds=2) as server:
+        model, sites = nn.Linear(2, 1), manual_sites(server, tmp_path, "a")
+        assert sites["a"].next_round() == 1
+        sites["a"].submit(model, weight=0)
+        assert sites["a"].next_round() == 2
+        sites["a"].round.load_into(model)
+        with sites["a"].round.correct(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+            sites["a"].submit(model, weight=0.0)
+        finish(server, sites)
+        assert version_of(server) == 0
+
+
+def test_an_asynchronous_step_does_not_wait_for_a_site_that_sits_out(tmp_path: Path) -> None:
+    """A buffer of two: b sits out, so a's update alone makes version 1, and b goes on from that one.
+
+    Then both sit out, which ends the second and last round.
+    """
+    rules = {"async.enabled": True, "async.buffer_size": 2}
+    with plain_server(tmp_path, START, sites=2, rounds=2, **rules) as server:
+        sites = manual_sites(server, tmp_path)
+        sit_out(sites["b"], 1)
+        assert sites["b"].next_round(0) is None
+        move(sites["a"], 1, 3.0)
+        for site in sites.values():
+            sit_out(site, 2)
+        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+        assert version_of(server) == 1
+
+
+class Vector(nn.Module):
+    """One parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("tau", [0, 1])
+def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, tau: int) -> None:
+    """a moves by 1 in each of two rounds and b, with weight 0, by 10: the model is 2 at both."""
+    rules = (
+        {"diloco.fragment_sync_delay": tau, "diloco.sync_every": 2 if tau else 1} if tau else {"diloco.sync_every": 1}
+    )
+    with plain_server(tmp_path, Vector(), **(PLAIN_DILOCO | rules), sites=2, rounds=2) as server:
+        models = {}
+
+        def work(site: str, weight: float, gradient: float) -> None:
+            model = models[site] = Vector()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            with atoll.DiLoCo(
+                model, optimizer, server=server.url, site=site, weight=weight, folder=tmp_path / "w"
+            ) as loop:
+                for _ in range(20):
+                    if loop.finished:
+                        break
+                    model.w.grad = torch.full((2,), gradient / (2 if tau else 1))
+                    optimizer.step()
+                assert loop.finished
+                assert loop.rounds == (2 if weight else 0)
+
+        Threads(partial(work, "a", 1.0, -1.0), partial(work, "b", 0.0, -10.0)).join()
+        assert server.wait(60)
+        result = load_file(server.exports / "model.safetensors")["w"]
+        assert torch.equal(models["a"].w.detach(), result)
+        assert torch.equal(models["b"].w.detach(), result)
+        if not tau:
+            assert result.tolist() == [2.0, 2.0]
+        assert all(each.sat_out == ["b"] for each in server.status().history)
+
+
+def test_a_script_alone_sits_out_its_only_round(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a server, nothing is checked or sent, and the model stays."""
+    caplog.set_level(logging.INFO)
+    model = Vector()
+    with atoll.join() as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            fl_round.submit(model, weight=0)
+    assert model.w.tolist() == [0.0, 0.0]
+    assert any("sat out the round" in line for line in logged(caplog))
+
+
+def test_the_functional_way_sits_out_a_round_too(tmp_path: Path) -> None:
+    """`send` with weight 0, like `submit`."""
+    with plain_server(tmp_path, START, sites=1, rounds=2) as server:
+        atoll.functional.init(server.url, "a", folder=tmp_path / "w")
+        for weight in (0, 1):
+            assert atoll.functional.is_running()
+            atoll.functional.receive()
+            atoll.functional.send({"w": torch.full((2,), 3.0)}, weight=weight)
+        assert not atoll.functional.is_running()
+        assert server.wait(60)
+        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
+
+
+SCRIPT = """
+import torch
+import atoll
+
+with atoll.join() as worker:
+    for fl_round in worker:
+        model = fl_round.state_dict()
+        idle = worker.site == "site-0001" or fl_round.number == 2
+        fl_round.submit({"w": model["w"] + 1.0}, weight=0 if idle else 1)
+"""
+
+
+@pytest.mark.slow
+def test_a_simulated_site_sits_out_rounds(tmp_path: Path) -> None:
+    """Of two sites one never trains, and the other one not in round 2: two versions in three rounds, each + 1."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    settings = {
+        "algorithm.name": "fedavg",
+        "rounds.total": 3,
+        "disk.state_dir": tmp_path / "s",
+        "disk.min_free_bytes": 0,
+    }
+    result = new_simulation(START, script=str(script), sites=2, processes=1, **settings).run()
+    assert (result.version, result.worker_rounds, result.failed) == (2, 2, {})
+    assert load_file(result.model)["w"].tolist() == [2.0, 2.0]
