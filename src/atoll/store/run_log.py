@@ -311,7 +311,7 @@ class RunLog:
         restored = "coalesce((SELECT value FROM counters WHERE name = ?2), 0)"
         sql = (
             "SELECT 1 FROM rounds WHERE fragment = ?1 "
-            f"UNION SELECT 1 FROM sat_out_rounds WHERE fragment = ?1 AND base_version >= {restored} "
+            "UNION SELECT 1 FROM sat_out_rounds WHERE fragment = ?1 AND in_a_row > 0 "
             f"UNION SELECT 1 FROM history WHERE fragment = ?1 AND version > {restored}"
         )
         return self._journal.row(sql, fragment, restored_counter(fragment)) is not None

@@ -104,7 +104,7 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
     for values in rows["generations"]:
         journal.insert(GENERATIONS, GENERATIONS.read(tuple(values)))
     for values in rows["sat_out_rounds"]:
-        journal.insert(SAT_OUT, SAT_OUT.read(tuple(values)))
+        journal.insert(SAT_OUT, replace(SAT_OUT.read(tuple(values)), in_a_row=0))  # no round has begun here
     for place, name, ended_at in rows["workflows"]:
         journal.execute("INSERT INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, ended_at)
     if rows["finished"]:
