@@ -251,7 +251,7 @@ def _end_sat_out(draft: StateDraft, fragment: int) -> None:
 
 
 def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
-    """Reopen a round whose accepted updates are lost or of no use, as after a swarm has lost an aggregator.
+    """Reopen a round after its accepted updates were lost or became useless, as when a swarm loses an aggregator.
 
     The tickets of these updates are open again, so that their sites submit again.
     """

@@ -149,7 +149,7 @@ class CurrentRound:
 
     @property
     def done(self) -> int:
-        """Number of rounds that have ended, with or without a version. Rounds whose versions were lost do not count."""
+        """Number of rounds that have ended, with or without a version, except those with a lost version."""
         return self.head - self.lost + self.sat_out_rounds
 
     @property
@@ -373,7 +373,7 @@ class FragmentSnapshot:
 
     @property
     def done(self) -> int:
-        """Number of rounds that have ended, with or without a version. Rounds whose versions were lost do not count."""
+        """Number of rounds that have ended, with or without a version, except those with a lost version."""
         return self.head - self.lost + self.sat_out_rounds
 
 

@@ -407,7 +407,7 @@ class SiteScheduler:
                 return
             if result.sat_out is not None:
                 await self._run.sit_out(lease, job.ticket.id, result.sat_out)
-                del self._stuck[job.site]
+                self._stuck.pop(job.site, None)
                 return
             if result.update is None:
                 await self._end(lease, result)

@@ -22,8 +22,8 @@ def saved_rows(store: Store) -> Rows:
     """Return the rows of a run that a saved state needs. Call it with the journal's lock.
 
     These are: the run; its sites, with the weight and the last counted update of each; the history of its versions;
-    its counters and ended workflows; the generations of the algorithm's state. The newest ticket is there because ticket numbers must not be used again. The
-    open round and its updates are left out.
+    its counters and ended workflows; the generations of the algorithm's state. The newest ticket is there because
+    ticket numbers must not be used again. The open round and its updates are left out.
     """
     journal = store.journal
     run = store.run_log.run

@@ -152,7 +152,7 @@ class _Comparison:
     def __init__(self, rows: Query, since: int, everything: bool) -> None:
         self._rows, self._since, self._everything = rows, since, everything
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
-        self._reshaped = set[int]()  # fragments whose version 0 was written again
+        self._reshaped = set[int]()  # fragments with a version 0 that was written again
         self._accepted_tickets = set[int]()  # tickets with an accepted entry
         states = ("accepted", "counted") if everything else ("accepted",)
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)

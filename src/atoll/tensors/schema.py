@@ -45,7 +45,7 @@ KEPT = (f"{PARAMS}.keep", f"{BUFFERS}.keep")
 """Groups of tensors that each site keeps for itself: they are in versions with their initial values, never in updates.
 """
 FIRST = f"{BUFFERS}.first"
-"""Group of buffers whose next value is that of one site. The first update decides their shapes, once."""
+"""Group of buffers that take the next value from one site. The first update decides their shapes, once."""
 NOTHING = "nothing"
 """Name of the only tensor in a run without a model: a run that has only workflows."""
 
@@ -249,7 +249,7 @@ class Schema:
 
     @functools.cached_property
     def first(self) -> frozenset[str]:
-        """The names of the buffers with the rule `first`, whose shapes the first update decides."""
+        """The names of the buffers with the rule `first`. The first update decides their shapes."""
         return frozenset(spec.name for spec in self.tensors if spec.group == FIRST)
 
     def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> Schema:

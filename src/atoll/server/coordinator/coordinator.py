@@ -696,6 +696,18 @@ class Coordinator:
         failpoint("part.received")
         self.store.tickets.record_part(ticket, part, stats.digest, stats.sumsq, writer)
 
+    def _ticket_of(self, lease: Lease, ticket: int) -> TicketRow:
+        """Return the row of a site's ticket, whatever its state.
+
+        Raises:
+            Gone: this run has never issued the ticket.
+            TicketClosed: it belongs to another site.
+        """
+        row = self.store.tickets.get(ticket)
+        if row.site != lease.site:
+            raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
+        return row
+
     async def complete(self, lease: Lease, ticket: int, message: messages.Complete) -> messages.Receipt:
         """Accept an update after all its parts arrived. A repeated request with the same digest gets the same receipt.
 
@@ -710,9 +722,7 @@ class Coordinator:
             UpdateRefused: the weight, the norm or the number of steps is implausible, a filter failed, or an earlier
                 update for this ticket was refused.
         """
-        row = self.store.tickets.get(ticket)
-        if row.site != lease.site:
-            raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
+        row = self._ticket_of(lease, ticket)
         if row.is_in:
             return _receipt(
                 self.store.tickets.accept(
@@ -764,9 +774,7 @@ class Coordinator:
             LeaseLost, Superseded: the lease is not valid.
             TicketClosed, UpdateRefused: the ticket is over, has an update, or belongs to another site.
         """
-        row = self.store.tickets.get(ticket)
-        if row.site != lease.site:
-            raise TicketClosed(f"Ticket {ticket} was not issued to {lease.site!r}.", "Ask for a ticket.")
+        row = self._ticket_of(lease, ticket)
         if row.state == "sat out":
             return
         self.require_open(lease, ticket)

@@ -1,9 +1,9 @@
 """The shapes of buffers with the rule `first`: the first update decides them, before version 1 is made.
 
-Observers of quantisation and other modules learn the shapes of their buffers from the data. A site whose buffers have
-other shapes than the run's asks for a ticket with its shapes. If nothing depends on the run's shapes yet, the server
-takes the site's: it writes version 0 again, and expires the tickets of that round, whose updates have another layout.
-Else the site is refused.
+Observers of quantisation and other modules learn the shapes of their buffers from the data. If a site's buffers have
+other shapes than the run's, it asks for a ticket with its shapes. If nothing depends on the run's shapes yet, the
+server takes the site's: it writes version 0 again, and expires the tickets of that round, because their updates have
+another layout. Else the site is refused.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def new_shapes(plan: Plan, store: Store, state: State, asked: NewShapes, *, has_
     nbytes = sum(math.prod(shape) * specs[name].item_bytes for name, shape in changed.items())
     if nbytes > max(MOST_BYTES, plan.schema.nbytes):
         raise SchemaMismatch(
-            f"Worker {asked.site} has buffers with {size(nbytes)} whose shapes come from its data: the model has less.",
+            f"Worker {asked.site} has buffers with {size(nbytes)} with shapes from its data: the model has less.",
             "Check what these buffers are.",
         )
     return NewShapes(asked.site, asked.fragment, changed) if changed else None

@@ -136,7 +136,7 @@ class Exchange:
         self.__post_init__()
 
     def agree_on_shapes(self, ticket: Ticket, tensors: Tensors, retries: int | None = None) -> Ticket | TooLate | Lost:
-        """Return a ticket for an update of these tensors, whose first update may give new shapes to buffers.
+        """Return a ticket for an update of these tensors. The run's first update may give new shapes to buffers.
 
         The server takes over the shapes of the run's first update. Then the ticket and the layouts change, and the
         base file gets version 0 in its new layout.
