@@ -6,7 +6,16 @@ import re
 from pathlib import Path
 
 import pytest
-from crash_images import Image, Scenario, images_of, images_of_a_restart, recovered, take_steps, undisturbed
+from crash_images import (
+    Image,
+    Scenario,
+    images_of,
+    images_of_a_restart,
+    recovered,
+    sit_out_rounds,
+    take_steps,
+    undisturbed,
+)
 from harness.processes import Nursery
 from kit import SETTINGS, SITES
 
@@ -70,6 +79,11 @@ SCENARIOS = {
             "algorithm.outer_optimizer.momentum": 0.0,
             "aggregation.upload_codec.name": "int8",
         },
+    ),
+    "sitting out": Scenario(
+        server=dict.fromkeys(("sit_out.before", "sit_out.after"), (1, 2, 3)),
+        settings={"aggregation.upload_codec.name": "int8"},
+        part=sit_out_rounds,
     ),
     "workflows": Scenario(
         server=twice("workflow.ended"),

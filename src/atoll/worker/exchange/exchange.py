@@ -521,6 +521,7 @@ class Exchange:
         if isinstance(answer, Lost):
             return answer
         self.session.require_here()
+        self.session.progress.made("ticket", ticket.id)
         LOG.info("%s: sits out round %d: its weight is 0", self.site, ticket.round)
         self.session.tell(state=f"sat out round {ticket.round}")
         return SatOut()
