@@ -31,7 +31,7 @@ def rows(page: Path) -> dict[str, list[str]]:
 def test_every_setting_has_its_type_and_default(pages: Path) -> None:
     found = rows(pages / "settings.md")
     assert set(FIELDS) <= set(found)
-    assert found["diloco.sync_every"][1:3] == ["integer ≥ 1", "500"]
+    assert found["diloco.sync_every"][1:3] == ["integer ≥ 1, ≤ 1000000000000", "500"]
     assert found["disk.durability"][1:3] == ["process` or `power", "process"]
     assert found["rounds.sample_fraction"][1:3] == ["number > 0, ≤ 1", "1"]
     assert found["aggregation.upload_codec"][1:3] == ["choice", ""]

@@ -192,7 +192,7 @@ class FrozenRound(Message):
         1.0, ge=0, le=MAX_WEIGHT, description="Previous round's population weight, divided by this round's."
     )
     from_zero: bool = Field(False, description="The base version's tensors of the algorithm count as zero.")
-    sat_out: list[Site] = Field(default_factory=list, exclude=True)
+    sat_out: Many[Site] = Field(default_factory=list, exclude=True)
 
     @property
     def tickets(self) -> list[int]:

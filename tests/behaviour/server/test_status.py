@@ -262,15 +262,17 @@ def test_stop_waits_for_the_end_behind_an_interrupt(tmp_path: Path, monkeypatch:
     timer.join()
 
 
-def require_sent_away(server: atoll.Server, site: WireSite, path: str, end: Callable[[], object]) -> None:
+def require_sent_away(
+    server: atoll.Server, site: WireSite, path: str, end: Callable[[], object], code: str, why: str
+) -> None:
     """A request of the site that waits when the server ends is told so."""
     with ThreadPoolExecutor(1) as thread:
         answer = heard(server, site.name, lambda: thread.submit(site.post, path, {"wait_s": 20.0}))
         assert not answer.done()
         end()
         _, told = answer.result(60)
-    assert told["code"] == "busy"
-    assert "The server is stopping" in told["message"]
+    assert told["code"] == code
+    assert why in told["message"]
 
 
 @pytest.mark.parametrize("kind", ["tickets", "tasks"])
@@ -280,7 +282,7 @@ def test_ends_a_wait_for_a_round_or_a_task(tmp_path: Path, kind: str) -> None:
 
     options: dict[str, Any] = {"workflow": workflow} if kind == "tasks" else {"rounds.sites": 2}
     with plain_server(tmp_path, START, **options) as server:
-        require_sent_away(server, WireSite(server.url), f"/v1/{kind}", server.stop)
+        require_sent_away(server, WireSite(server.url), f"/v1/{kind}", server.stop, "busy", "The server is stopping")
 
 
 def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
@@ -290,9 +292,10 @@ def test_ends_a_wait_while_an_aggregator_fails(tmp_path: Path) -> None:
         first, last = (WireSite(server.url, site) for site in ("first", "last"))
         update = last.train()
         first.train().submit()
-        require_sent_away(server, first, "/v1/tickets", update.submit)
+        require_sent_away(server, first, "/v1/tickets", update.submit, "server_failed", "no such luck")
         with pytest.raises(RunFailed, match="no such luck"):
-            server.run()
+            server.wait()
+        server.stop()
 
 
 @pytest.mark.covers("X4")
