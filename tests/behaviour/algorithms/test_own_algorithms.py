@@ -142,7 +142,7 @@ def test_never_loads_it_from_a_path_of_the_server(tmp_path: Path, monkeypatch: p
         with atoll.join(server.url, site="a", folder=tmp_path / "sites") as worker:
             assert type(worker._backend.participation.exchange.local.rule).__module__ == "feddyn_local"
             monkeypatch.setattr("atoll.registry.entry_points", lambda **_: ())
-            with pytest.raises(ConfigError, match="Install feddyn-local 1.0 at this site"):
+            with pytest.raises(ConfigError, match=r"Install feddyn-local 1\.0 at this site"):
                 atoll.join(server.url, site="b", folder=tmp_path / "sites")
 
 
