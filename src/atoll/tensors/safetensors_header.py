@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ MOST_DIMS = 64
 """Maximum number of dimensions of a tensor, as in torch."""
 _LENGTH_BYTES = 8
 _REMEDY = "Write the file with safetensors."
+_SHORT = reprlib.Repr()
+"""Shortens values of a header in errors, since a header may have any content."""
+_SHORT.maxstring, _SHORT.maxlist = 200, MOST_DIMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ def read_header(read: Callable[[int, int], bytes | str], file_bytes: int, what: 
     for spec, start, stop in tensors:
         if start != end:
             how = "overlaps the previous tensor" if start < end else "leaves a gap after the previous tensor"
-            raise _wrong(f"{what} has tensor {spec.name!r} at byte {start} of the data, where it {how}")
+            raise _wrong(f"{what} has tensor {_SHORT.repr(spec.name)} at byte {start} of the data, where it {how}")
         end = stop
     if begin + end != file_bytes:
         raise _wrong(f"{what} has {file_bytes - begin} bytes of tensors, but its header describes {end} bytes")
@@ -85,7 +89,7 @@ def _table(text: bytes | str, what: str) -> dict[str, Any]:
         built: dict[str, Any] = {}
         for key, value in pairs:
             if key in built:
-                raise _wrong(f"{what} has {key!r} twice in its header")
+                raise _wrong(f"{what} has {_SHORT.repr(key)} twice in its header")
             built[key] = value
         return built
 
@@ -119,18 +123,26 @@ def read_tensor(name: str, entry: Any, what: str) -> tuple[TensorSpec, int, int]
         BadRequest: the entry is invalid.
     """
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _wrong(f"{what} does not describe tensor {name!r} with exactly the keys dtype, shape, data_offsets")
+        raise _wrong(
+            f"{what} does not describe tensor {_SHORT.repr(name)} with exactly the keys dtype, shape, data_offsets"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise BadRequest(
-            f"{what} has tensor {name!r} in the dtype {dtype!r}, which Atoll does not support.",
+            f"{what} has tensor {_SHORT.repr(name)} in the dtype {_SHORT.repr(dtype)}, which Atoll does not support.",
             f"Use one of {', '.join(ITEM_BYTES)}.",
         )
     if not _counts(shape) or not _counts(offsets) or len(offsets) != 2:
-        raise _wrong(f"{what} has tensor {name!r} with the invalid shape {shape!r} or offsets {offsets!r}")
+        raise _wrong(
+            f"{what} has tensor {_SHORT.repr(name)} with the invalid shape {_SHORT.repr(shape)} "
+            f"or offsets {_SHORT.repr(offsets)}"
+        )
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
     if offsets[1] - offsets[0] != nbytes:
-        raise _wrong(f"{what} has tensor {name!r} at the offsets {offsets!r}, but {dtype}{shape} needs {nbytes} bytes")
+        raise _wrong(
+            f"{what} has tensor {_SHORT.repr(name)} at the offsets {_SHORT.repr(offsets)}, "
+            f"but {dtype}{shape} needs {nbytes} bytes"
+        )
     return TensorSpec(name, dtype, tuple(shape)), offsets[0], offsets[1]
 
 

@@ -203,6 +203,19 @@ def test_what_is_no_head_is_refused_by_name(name: str) -> None:
     assert "clinic-a" in str(caught.value)
 
 
+LONG = "x" * 100_000
+
+
+@pytest.mark.covers("D3")
+@pytest.mark.parametrize(
+    "table", [{"a": entry(LONG)}, {LONG: entry("F33")}, {LONG: 1}, {"a": entry(shape=[1] * 100_000)}]
+)
+def test_an_error_about_a_head_is_short(table: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parsed(made(table, bytes(4)))
+    assert len(str(caught.value)) < 2_000
+
+
 @pytest.mark.covers("D3")
 def test_a_head_that_is_too_long_is_not_even_read() -> None:
     asked: list[int] = []
