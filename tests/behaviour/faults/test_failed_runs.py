@@ -256,7 +256,9 @@ def test_a_server_that_cannot_start_after_a_failure_tells_its_sites(tmp_path: Pa
         starting.join()
 
 
-def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(tmp_path: Path) -> None:
+def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else a wrong run file would end the sites of a run that has not failed."""
     (tmp_path / "flow.py").write_text("import no_such_package\n")
     port = free_port()
@@ -264,6 +266,7 @@ def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(tmp_path: Path)
         plain_server(tmp_path, **{"workflow.function": f"{tmp_path}/flow.py:main", "network.port": port}).start()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 5).close()
+    assert "telling this to its sites" not in caplog.text
 
 
 @pytest.mark.parametrize(
