@@ -258,12 +258,12 @@ def _collect_again(draft: StateDraft, fragment: int, reason: str) -> None:
     round_ = draft.round(fragment)
     if round_.phase not in ("open", "closing"):
         return
-    phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "aggregator lost")
+    phase = advance(f"Fragment {fragment}", ROUND, round_.phase, "updates lost")
     lost = [ticket for ticket in round_.tickets.values() if ticket.state == "accepted"]
     if not lost and phase == round_.phase:
         return
     for ticket in lost:
-        state = advance(f"Ticket {ticket.id}", TICKET, ticket.state, "aggregator lost")
+        state = advance(f"Ticket {ticket.id}", TICKET, ticket.state, "updates lost")
         draft.put(replace(ticket, state=state, order=0))
     alive = draft.state.active_s.keys()
     expected = {ticket.site: draft.now_s for ticket in lost if ticket.site in alive} | dict(round_.expected)

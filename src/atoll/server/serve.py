@@ -304,7 +304,7 @@ class Server:
                 )
 
             try:
-                while (run := await self._serve_run(accept)).new_shapes is not None:
+                while (run := await self._serve_run(accept)).new_shapes is not None and run.failed is None:
                     await asyncio.to_thread(take_over_shapes, run.plan, run.new_shapes)
             except AtollError as error:
                 if self._run is None:
@@ -352,7 +352,7 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._run is run and run.new_shapes is None:  # it is another if the start failed; its error is raised
+            if self._run is run and (run.new_shapes is None or run.failed is not None):  # else the start failed
                 self._last_status = keep_status(run)
             await run.stop()
         return run

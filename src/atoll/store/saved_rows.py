@@ -6,7 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from atoll.store.journal_tables import GENERATIONS, HISTORY, MEMBERS, RUNS, SAT_OUT, TICKETS, RunRow, TicketRow
+from atoll.store.journal_tables import (
+    GENERATIONS,
+    HISTORY,
+    MEMBERS,
+    RUNS,
+    SAT_OUT,
+    TICKETS,
+    RunRow,
+    SatOutRow,
+    TicketRow,
+)
 from atoll.store.run_log import restored_counter
 from atoll.store.store import Store
 from atoll.store.verify_journal import OF_UPDATE
@@ -15,6 +25,7 @@ Rows = dict[str, Any]
 """Table → its rows, each a list of SQL values in the order of the table's columns."""
 
 _COUNTED = "ticket IN (SELECT max(ticket) FROM tickets WHERE state = 'counted' GROUP BY site, fragment)"
+_SAT_OUT = "ticket IN (SELECT max(ticket) FROM tickets WHERE state = 'sat out' GROUP BY site, fragment)"
 _NEWEST = "ticket = (SELECT max(ticket) FROM tickets)"
 
 
@@ -32,7 +43,7 @@ def saved_rows(store: Store) -> Rows:
         replace(row, process="", state="left" if row.state == "alive" else row.state)  # `process`: a lease's secret
         for row in store.run_log.members()
     ]
-    tickets = {row.ticket: row for where in (_COUNTED, _NEWEST) for row in store.tickets.select(where)}
+    tickets = {row.ticket: row for where in (_COUNTED, _SAT_OUT, _NEWEST) for row in store.tickets.select(where)}
     return {
         "run": RUNS.write(run),
         "finished": store.run_log.finished,
@@ -95,16 +106,18 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
         newest[row.fragment] = row.version
         tickets = counted.get((row.fragment, row.version), [])
         audit.append("committed", fragment=row.fragment, version=row.version, digest=row.digest, tickets=tickets)
-    for name, value in rows["counters"].items():
-        journal.count(name, value)
+    for name in rows["counters"].keys() - {restored_counter(fragment) for fragment in range(len(heads))}:
+        journal.count(name, rows["counters"][name])
     for fragment, head in enumerate(heads):
         journal.count(restored_counter(fragment), newest[fragment])
         if newest[fragment] != head:
             audit.append("fell back", fragment=fragment, lost=newest[fragment], version=head, tickets=[])
     for values in rows["generations"]:
         journal.insert(GENERATIONS, GENERATIONS.read(tuple(values)))
-    for values in rows["sat_out_rounds"]:
-        journal.insert(SAT_OUT, replace(SAT_OUT.read(tuple(values)), in_a_row=0))  # no round has begun here
+    sat_out = {row.fragment: row.total for row in (SAT_OUT.read(tuple(values)) for values in rows["sat_out_rounds"])}
+    first_ticket = 1 + max((TICKETS.read(tuple(values)).ticket for values in rows["tickets"]), default=0)
+    for fragment, head in enumerate(heads):  # no round has begun here, so all these tickets belong to earlier rounds
+        journal.insert(SAT_OUT, SatOutRow(fragment, head, 0, sat_out.get(fragment, 0), first_ticket))
     for place, name, ended_at in rows["workflows"]:
         journal.execute("INSERT INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, ended_at)
     if rows["finished"]:

@@ -396,7 +396,7 @@ class Tickets:
         self._end_open(tickets, "expired", reason)
 
     def reopen(self, fragment: int, base_version: int, tickets: Sequence[int], reason: str) -> None:
-        """Open a swarm's round again, because the worker that aggregated it was lost with the collected updates.
+        """Open a round again, because its accepted updates were lost, or do not fit any more.
 
         Accepted tickets become open, because their updates have to be sent again. If the round was closed, it becomes
         open. If there is nothing to change, no entry is added to the audit log.

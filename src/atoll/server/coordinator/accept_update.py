@@ -182,7 +182,8 @@ class UpdateAdmission:
             then = f"{presence.refused_in_a_row} updates in a row were refused"
             self._ledger.apply(events.WorkerLeft(site, member.lease, f"{then}, the last because {reason}"))
         elif state.rounds[fragment].phase == "open" and state.lacks_sites(fragment):
-            needed = f"{state.rules.floor} update{'' if state.rules.floor == 1 else 's'}"
+            floor = state.rules.floor_without(len(state.rounds[fragment].sat_out))
+            needed = f"{floor} update{'' if floor == 1 else 's'}"
             then = f"The round waits: it needs {needed} ({state.rules.floor_name})"
         raise UpdateRefused(f"The update of {site} was refused: {reason}.", f"{then}; {remedy}")
 

@@ -468,7 +468,7 @@ class Coordinator:
             LOG.info("%s has the first update, which decides the shapes of buffers: %s", site, found)
             self.new_shapes = found
             self.begins_again.set()
-        raise Busy("The run takes over the shapes of the first update.", "Ask again.")
+        raise _takes_over_shapes()
 
     async def request_ticket(self, lease: Lease, message: messages.TicketRequest) -> messages.TicketReply:
         """Return the site's ticket for a fragment's open round. Wait up to `wait_s` seconds for a round to open.
@@ -662,7 +662,10 @@ class Coordinator:
         Raises:
             LeaseLost, Superseded: the lease is not valid.
             TicketClosed, UpdateRefused: the ticket is no longer open.
+            Busy: the run takes over other shapes, and its tickets are about to end.
         """
+        if self.new_shapes is not None:
+            raise _takes_over_shapes()
         refusal = self.state.may_submit(lease.site, lease.number, ticket)
         if isinstance(refusal, events.LeaseRefused):
             self._refuse_lease(lease, refusal)
@@ -830,7 +833,7 @@ class Coordinator:
 
     async def _next_version(self, closed: events.RoundClosed) -> None:
         """Make and commit the version of a closed round. Retry while the disk is full; other errors end the server."""
-        if self.failed is not None:  # sites are told so now; the next start makes this version
+        if self.failed is not None or self.new_shapes is not None:  # the next start makes this version
             return
         self.admission.reports.compare()
         await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
@@ -938,6 +941,10 @@ def failure_for_sites(run: str, why: str) -> ServerFailed:
         f"The run {run} has failed at the server: {visible(' '.join(why.split()), most)}",
         "When the cause is mended there and the server runs again, start this site again: it continues from its files.",
     )
+
+
+def _takes_over_shapes() -> Busy:
+    return Busy("The run takes over the shapes of the first update.", "Ask again.")
 
 
 def _receipt(row: TicketRow) -> messages.Receipt:
