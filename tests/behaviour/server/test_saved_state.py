@@ -364,3 +364,34 @@ def test_early_stopping_counts_the_rounds_before(tmp_path: Path) -> None:
         play(server, tmp_path, 3)
         assert server.wait(30)
         assert server.status().finished
+
+
+def test_sites_that_sit_out_stay_out_of_the_total_weight_in_a_loaded_run(tmp_path: Path) -> None:
+    """SCAFFOLD's total weight W is 2 in every round: a and b have one each, and c only sits out."""
+    kept = tmp_path
+
+    def play_round(server: atoll.Server, folder: Path, number: int) -> Path:
+        sites = manual_sites(server, folder, "cab")
+        assert {site.next_round() for site in sites.values()} == {number}
+        for name, site in sites.items():
+            model = site.round.load_into(nn.Linear(2, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            with site.round.correct(model, optimizer):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            site.submit(model, weight=0 if name == "c" else 1)
+        wait_until(lambda: server.status().version == number, "the version")
+        assert [each.total_weight for each in server.status().history] == [2.0] * number
+        for site in sites.values():
+            site.close()
+        return server.save_state(tmp_path / f"{number}.safetensors")
+
+    three = {"rounds.sites": 3, "rounds.total": 4, "algorithm.name": "scaffold"}
+    with plain_server(tmp_path, nn.Linear(2, 1), **three) as server:
+        path = play_round(server, tmp_path, 1)
+    for number in (2, 3):
+        folder = tmp_path / str(number)
+        shutil.copytree(kept / "w", folder / "w")
+        with loaded(path, folder) as server:
+            path = play_round(server, folder, number)
+        kept = folder
