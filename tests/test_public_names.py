@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -94,3 +96,11 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="DiLoco"):
         atoll.DiLoco  # noqa: B018
+
+
+def test_the_public_names_do_not_import_torchs_compiler() -> None:
+    """The import takes seconds, and each process of a run would spend them at its start."""
+    script = "import sys, atoll; print([getattr(atoll, each) for each in atoll.__all__], *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "atoll.worker.training.diloco_loop" in done.stdout
+    assert "torch._dynamo" not in done.stdout.split()

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -131,7 +132,10 @@ class WeightCopies:
         _discovering[key] = weakref.ref(self, lambda _: _discovering.pop(key, None))
         with _installing:
             if not _installed:
-                _installed.append(register_optimizer_step_pre_hook(_discover))
+                hook: Any = _discover
+                if "torch._dynamo" in sys.modules:  # else there is no optimizer yet, and the import takes seconds
+                    hook = torch.compiler.disable(_discover)  # type: ignore[no-untyped-call]
+                _installed.append(register_optimizer_step_pre_hook(hook))
 
     @contextmanager
     def loading(self, model: object, tensors: Tensors, *, refuses: bool = True) -> Iterator[None]:
@@ -220,8 +224,9 @@ _installed: list[Any] = []
 """The hook of all optimizers. It stays: another thread may be calling the hooks, which must not change then."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _discover(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
     for each in list(_discovering.values()):
         copies = each()
         if copies is not None:
