@@ -98,6 +98,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         atoll.DiLoco  # noqa: B018
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_the_public_names_do_not_import_torchs_compiler() -> None:
     """The import takes seconds, and each process of a run would spend them at its start."""
     script = "import sys, atoll; print([getattr(atoll, each) for each in atoll.__all__], *sys.modules)"
