@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from atoll.errors import StateCorrupt, StoreError, UsageError
-from atoll.posix import file_error, read_own, require_regular
+from atoll.posix import file_error, read_own
 from atoll.protocol import routes, status_messages
 from atoll.store import journal_tables
 from atoll.tensors.schema import Schema
@@ -87,11 +87,9 @@ def open_journal(state_dir: Path) -> Iterator[sqlite3.Connection]:
     """
     path = journal_of(state_dir)
     with permitted(state_dir):
-        for each in journal_tables.files_of(path):
-            if os.path.lexists(each):
-                require_regular(each, own=True)
+        journal_tables.require_regular_files(path)
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        with closing(journal_tables.connect_read_only(path)) as db:
             db.execute("BEGIN")
             yield db
     except (sqlite3.Error, UnicodeDecodeError) as error:  # UnicodeDecodeError: SQLite's message may quote damaged bytes

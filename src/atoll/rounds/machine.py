@@ -172,10 +172,17 @@ def _issue(draft: StateDraft, site: str, fragment: int) -> None:
         _review_rounds(draft)
 
 
+_ENDS = {
+    events.UpdateAccepted: "update accepted",
+    events.RefusalRecorded: "update refused",
+    events.SatOut: "site sits out",
+}
+"""Event about a ticket → its name in the table of transitions `TICKET`."""
+
+
 def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalRecorded | events.SatOut) -> None:
     ticket = draft.state.ticket_by_id(event.ticket)
-    whats = {events.UpdateAccepted: "update accepted", events.RefusalRecorded: "update refused"}
-    what = whats.get(type(event), "site sits out")
+    what = _ENDS[type(event)]
     if ticket is None:
         raise IllegalTransition(f"Ticket {event.ticket} is in no current round: {what!r} is not possible.")
     state = advance(f"Ticket {event.ticket}", TICKET, ticket.state, what)

@@ -304,8 +304,8 @@ class Server:
                 )
 
             try:
-                while (run := await self._serve_run(accept)).new_shapes is not None and run.failed is None:
-                    await asyncio.to_thread(take_over_shapes, run.plan, run.new_shapes)
+                while (shapes := (run := await self._serve_run(accept)).shapes_to_take_over) is not None:
+                    await asyncio.to_thread(take_over_shapes, run.plan, shapes)
             except AtollError as error:
                 if self._run is None:
                     await self._refuse(error, accept)
@@ -352,7 +352,7 @@ class Server:
             if accepting is not None:
                 await accepting.close()
             await runner.cleanup()
-            if self._run is run and (run.new_shapes is None or run.failed is not None):  # else the start failed
+            if self._run is run and run.shapes_to_take_over is None:  # else the start failed, or the run begins again
                 self._last_status = keep_status(run)
             await run.stop()
         return run

@@ -221,16 +221,8 @@ def take_over_shapes(plan: Plan, new: NewShapes) -> None:
         stack.enter_context(store.journal.transaction(synced=True))
         live = [row.ticket for row in store.tickets.live() if row.fragment == fragment]
         store.tickets.expire(live, f"the update of {new.site} was the first, and decided the shapes of buffers")
-        for kind, shape in now.shapes().by_kind().items():
-            store.journal.execute(
-                "UPDATE shapes SET nbytes = ?, header_digest = ? WHERE fragment = ? AND kind = ?",
-                shape.nbytes,
-                shape.header_digest,
-                fragment,
-                kind,
-            )
         row = store.versions.forget_first(fragment)
-        store.slots.shape([each.shapes() for each in changed.fragments])
+        store.slots.reshape([each.shapes() for each in changed.fragments], fragment)
         store.slots.pool(VERSION, fragment).avoid(row.slot)
         draft = store.versions.begin(fragment, 0)
         stack.callback(draft.abandon)

@@ -333,6 +333,23 @@ class Slots:
         self._shapes: tuple[FragmentShapes, ...] = ()
         self._pools: dict[tuple[str, int], SlotPool] = {}
 
+    def reshape(self, fragments: Sequence[FragmentShapes], changed: int) -> None:
+        """Set other sizes and headers of one fragment's files than the run began with. Call it inside a transaction.
+
+        Args:
+            fragments: the shapes of all fragments.
+            changed: the fragment that has other shapes.
+        """
+        for kind, shape in fragments[changed].by_kind().items():
+            self._journal.execute(
+                "UPDATE shapes SET nbytes = ?, header_digest = ? WHERE fragment = ? AND kind = ?",
+                shape.nbytes,
+                shape.header_digest,
+                changed,
+                kind,
+            )
+        self.shape(fragments)
+
     def shape(self, fragments: Sequence[FragmentShapes]) -> None:
         """Set sizes, headers and hashed regions of the run's files. Call it at every start, before `Store.recover`.
 

@@ -11,6 +11,7 @@ program changes a value, the row no longer matches its checksum.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from blake3 import blake3
+
+from atoll.posix import require_regular
 
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
@@ -43,6 +46,21 @@ def row_check(*values: object) -> int:
 def files_of(journal: Path) -> tuple[Path, ...]:
     """Return the paths of all files that SQLite keeps for a journal."""
     return tuple(journal.with_name(f"{journal.name}{end}") for end in ("", "-wal", "-shm", "-journal"))
+
+
+def require_regular_files(journal: Path) -> None:
+    """Check that SQLite may open a journal: the files that it keeps for it are regular files.
+
+    Raises:
+        OSError: one of them is something else.
+    """
+    for path in filter(os.path.lexists, files_of(journal)):
+        require_regular(path, own=True)
+
+
+def connect_read_only(journal: Path) -> sqlite3.Connection:
+    """Connect to a journal, to which a running server may still write. Close the connection after use."""
+    return sqlite3.connect(f"{journal.resolve().as_uri()}?mode=ro", uri=True)
 
 
 def write_checksums(db: sqlite3.Connection) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 from atoll.errors import AtollError, StoreError
-from atoll.posix import require_regular
 from atoll.store.audit_log import AuditLog
 from atoll.store.journal import Journal, placeholders
 from atoll.store.journal_tables import (
@@ -28,7 +26,8 @@ from atoll.store.journal_tables import (
     RunRow,
     SatOutRow,
     Totals,
-    files_of,
+    connect_read_only,
+    require_regular_files,
     utc_text,
 )
 
@@ -50,9 +49,8 @@ def recorded_failure(directory: Path) -> str:
     """
     path = directory / "journal.sqlite"
     try:
-        for each in filter(os.path.lexists, files_of(path)):
-            require_regular(each, own=True)
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        require_regular_files(path)
+        with closing(connect_read_only(path)) as db:
             ((why,),) = db.execute("SELECT failed FROM meta")
             return str(why)
     except (OSError, AtollError, ValueError, sqlite3.Error):

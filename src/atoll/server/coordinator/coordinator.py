@@ -249,6 +249,11 @@ class Coordinator:
                 self.untold = set(self._alive())
                 self.send_away()
 
+    @property
+    def shapes_to_take_over(self) -> NewShapes | None:
+        """The shapes with which the run begins again after this server; None if it does not, or has failed."""
+        return self.new_shapes if self.failed is None else None
+
     def failure_for(self, lease: str | None) -> ServerFailed | None:
         """If the run has failed with a final error, return the error that answers a site's request; else None.
 
@@ -459,6 +464,8 @@ class Coordinator:
             SchemaMismatch: the run cannot have these shapes.
             Busy: it takes them over, and the site has to ask again.
         """
+        if not message.shapes:
+            return
         asked = NewShapes(site, message.fragment, {name: tuple(shape) for name, shape in message.shapes.items()})
         has_workflows = self.workflows is not None
         found = new_shapes(self.plan, self.store, self.state, asked, has_workflows=has_workflows)
