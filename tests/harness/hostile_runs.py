@@ -50,7 +50,7 @@ LINE_CHARS = 50_000
 EXIT_CODES = {0} | {kind.exit_code for kind in errors.BY_CODE.values()}
 
 UNASKED = frozenset({"get_metrics", "get_openapi", "get_health"})
-"""Operations whose answers no site and no command reads."""
+"""Operations with an answer that no site and no command reads."""
 OF_A_SWARM = frozenset({"get_swarm_plan", "work_in_swarm"})
 """Operations of workers that aggregate; their answers name other workers, so that no tape can give them again."""
 

@@ -32,7 +32,7 @@ Seen = tuple[float, float, float]
 
 
 class World:
-    """A server at one port, and three sites whose processes stay or start again.
+    """A server at one port, and three sites. Their processes stay or start again.
 
     Attributes:
         seen: (site, round) → what the site had as it began the round last.

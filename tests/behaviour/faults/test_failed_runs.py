@@ -233,7 +233,7 @@ def test_a_site_ends_if_an_evaluation_measured_nothing(tmp_path: Path) -> None:
 
 
 def test_a_server_that_cannot_start_after_a_failure_tells_its_sites(tmp_path: Path) -> None:
-    """The second start has a workflow whose file cannot be imported, so it fails before the run begins."""
+    """The file of the second start's workflow cannot be imported, so the start fails before the run begins."""
     (tmp_path / "flow.py").write_text("def main(controller):\n    raise KeyError('w')\n")
     settings = {"workflow.function": f"{tmp_path}/flow.py:main", "network.port": free_port()}
     server = plain_server(tmp_path, **settings)

@@ -164,7 +164,7 @@ def first_line(path: str, line: bytes) -> Lie:
 
 
 BUSY = {"code": "busy", "message": "later", "retry_after_s": 1e308}
-LOST = {"code": "lease_lost", "message": "who are you"}
+LOST = {"code": "lease_lost", "message": "unknown lease"}
 MANIFEST = "/v1/fragments/0/versions/0"
 
 LIES: dict[str, tuple[Lie, type[AtollError], str]] = {

@@ -65,7 +65,7 @@ def test_no_text_of_an_answer_is_imported_opened_or_run(tmp_path: Path, nursery:
 @pytest.mark.covers("X8")
 @pytest.mark.slow
 def test_no_text_of_a_task_is_imported_opened_or_run(tmp_path: Path, nursery: Nursery) -> None:
-    """A site answers a task, whose tensors are an object at the server."""
+    """A site answers a task. The task's tensors are an object at the server."""
 
     def flow(controller: Any) -> None:
         while True:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ from atoll.server.swarm.assignments import Assignment, Offer
 from atoll.tensors.reference import TensorRef
 
 DIGEST = "1" * 64
+
+
+def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(test(*args, **fixtures))
+
+    return run
 
 
 class ScriptedWorker:

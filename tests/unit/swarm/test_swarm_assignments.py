@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from scripted_swarm import ScriptedSwarm, scripted_swarm
+from scripted_swarm import ScriptedSwarm, played, scripted_swarm
 
 from atoll.server.swarm import assignments
 from atoll.server.swarm.assignments import PULLS, SLOWER, WARY
@@ -42,82 +42,67 @@ async def fails_to_pull(swarm: ScriptedSwarm, ticket: int, site: str, times: int
 
 
 @pytest.mark.covers("P10")
-def test_replaces_an_aggregator_at_its_third_failed_download(tmp_path: Path) -> None:
+@played
+async def test_replaces_an_aggregator_at_its_third_failed_download(tmp_path: Path) -> None:
     """The third failed download of one update replaces the aggregator, and no earlier one does."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            ticket = swarm.ticket("c")
-            assert (PULLS, swarm.job.aggregator) == (3, "a")
-            await fails_to_pull(swarm, ticket, "c", 2)
-            assert swarm.job.aggregator == "a"
-            assert ticket not in swarm.swarm.view.offers  # c has to offer it again
-            await fails_to_pull(swarm, ticket, "c")
-            assert (swarm.job.aggregator, list(swarm.job.excluded)) == ("b", ["a"])
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        ticket = swarm.ticket("c")
+        assert (PULLS, swarm.job.aggregator) == (3, "a")
+        await fails_to_pull(swarm, ticket, "c", 2)
+        assert swarm.job.aggregator == "a"
+        assert ticket not in swarm.swarm.view.offers  # c has to offer it again
+        await fails_to_pull(swarm, ticket, "c")
+        assert (swarm.job.aggregator, list(swarm.job.excluded)) == ("b", ["a"])
 
 
 @pytest.mark.covers("P10")
-def test_failed_downloads_of_two_updates_are_counted_apart(tmp_path: Path) -> None:
+@played
+async def test_failed_downloads_of_two_updates_are_counted_apart(tmp_path: Path) -> None:
     """Two failures with one update and two with another replace no aggregator."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            for site in ("b", "c"):
-                await fails_to_pull(swarm, swarm.ticket(site), site, 2)
-            assert swarm.job.aggregator == "a"
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        for site in ("b", "c"):
+            await fails_to_pull(swarm, swarm.ticket(site), site, 2)
+        assert swarm.job.aggregator == "a"
 
 
 @pytest.mark.covers("P10")
-def test_does_not_count_a_sites_own_worker_as_one_to_collect_its_update(tmp_path: Path) -> None:
+@played
+async def test_does_not_count_a_sites_own_worker_as_one_to_collect_its_update(tmp_path: Path) -> None:
     """Only c itself has not failed to download the update of c: the update is refused, and a goes on."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            ticket = swarm.ticket("c")
-            await fails_to_pull(swarm, ticket, "c", PULLS)
-            assert swarm.job.aggregator == "b"
-            await fails_to_pull(swarm, ticket, "c", PULLS)
-            assert swarm.job.aggregator == "b"
-            row = swarm.run.store.tickets.get(ticket)
-            assert (row.state, "could not download it: connection refused" in row.reason) == ("refused", True)
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        ticket = swarm.ticket("c")
+        await fails_to_pull(swarm, ticket, "c", PULLS)
+        assert swarm.job.aggregator == "b"
+        await fails_to_pull(swarm, ticket, "c", PULLS)
+        assert swarm.job.aggregator == "b"
+        row = swarm.run.store.tickets.get(ticket)
+        assert (row.state, "could not download it: connection refused" in row.reason) == ("refused", True)
 
 
 @pytest.mark.covers("P10")
-def test_a_failed_aggregator_is_not_preferred_in_the_next_rounds(tmp_path: Path) -> None:
+@played
+async def test_a_failed_aggregator_is_not_preferred_in_the_next_rounds(tmp_path: Path) -> None:
     """A worker that failed is chosen last for ten rounds, although its turn comes first."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            await fails_to_pull(swarm, swarm.ticket("c"), "c", PULLS)
-            assert swarm.swarm._lost_at == {(0, "a"): 0}
-            job, chosen = assignments.Assignment(version=0), swarm.swarm._aggregator_of
-            assert chosen(0, job) == "b"
-            swarm.swarm._lost_at[0, "a"] = -WARY - 1  # it failed eleven rounds ago
-            assert chosen(0, job) == "a"
-            swarm.swarm._lost_at[0, "a"] = -WARY
-            assert chosen(0, job) == "b"
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        await fails_to_pull(swarm, swarm.ticket("c"), "c", PULLS)
+        assert swarm.swarm._lost_at == {(0, "a"): 0}
+        job, chosen = assignments.Assignment(version=0), swarm.swarm._aggregator_of
+        assert chosen(0, job) == "b"
+        swarm.swarm._lost_at[0, "a"] = -WARY - 1  # it failed eleven rounds ago
+        assert chosen(0, job) == "a"
+        swarm.swarm._lost_at[0, "a"] = -WARY
+        assert chosen(0, job) == "b"
 
 
 @pytest.mark.covers("P10")
-def test_the_aggregator_of_the_round_before_is_not_preferred(tmp_path: Path) -> None:
+@played
+async def test_the_aggregator_of_the_round_before_is_not_preferred(tmp_path: Path) -> None:
     """The next round has another aggregator, unless all others have failed."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            job = assignments.Assignment(version=0, before="a")
-            assert swarm.swarm._aggregator_of(0, job) == "b"
-            job = assignments.Assignment(version=0, before="a", excluded={"b": None, "c": None})
-            assert swarm.swarm._aggregator_of(0, job) == "a"
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        job = assignments.Assignment(version=0, before="a")
+        assert swarm.swarm._aggregator_of(0, job) == "b"
+        job = assignments.Assignment(version=0, before="a", excluded={"b": None, "c": None})
+        assert swarm.swarm._aggregator_of(0, job) == "a"
 
 
 @pytest.mark.covers("P10")
@@ -146,160 +131,135 @@ def test_a_lost_aggregator_begins_again_without_its_marks() -> None:
 
 @pytest.mark.covers("P10")
 @pytest.mark.parametrize("silent_s", [IDLE_S, IDLE_S + 1])
-def test_replaces_an_aggregator_that_moves_no_byte(
+@played
+async def test_replaces_an_aggregator_that_moves_no_byte(
     tmp_path: Path, clock: Callable[[float], None], silent_s: float
 ) -> None:
     """An aggregator with work is replaced after more than the idle timeout without a byte."""
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        swarm.offer("c", swarm.ticket("c"))  # work for a
+        clock(silent_s)
+        for site in "abc":
+            await swarm.report(site)
+        assert swarm.job.aggregator == ("a" if silent_s == IDLE_S else "b")
 
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            swarm.offer("c", swarm.ticket("c"))  # work for a
-            clock(silent_s)
+
+@pytest.mark.covers("P10")
+@played
+async def test_an_aggregator_that_moves_bytes_is_not_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """Progress counts, however long the work takes in the first round."""
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        swarm.offer("c", swarm.ticket("c"))
+        for moved in range(1, 100):
+            clock(IDLE_S / 2)
+            for site in "bca":
+                await swarm.report(site, moved=moved)
+        assert (swarm.job.aggregator, swarm.job.losses) == ("a", 0)
+
+
+@pytest.mark.covers("P10")
+@played
+async def test_an_idle_aggregator_is_not_replaced_for_silence(tmp_path: Path, clock: Callable[[float], None]) -> None:
+    """Without an update to collect, an aggregator has no byte to move."""
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        for _ in range(5):
+            clock(IDLE_S - 1)
             for site in "abc":
                 await swarm.report(site)
-            assert swarm.job.aggregator == ("a" if silent_s == IDLE_S else "b")
-
-    asyncio.run(play())
+        assert swarm.job.aggregator == "a"
 
 
 @pytest.mark.covers("P10")
-def test_an_aggregator_that_moves_bytes_is_not_replaced(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """Progress counts, however long the work takes in the first round."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            swarm.offer("c", swarm.ticket("c"))
-            for moved in range(1, 100):
-                clock(IDLE_S / 2)
-                for site in "bca":
-                    await swarm.report(site, moved=moved)
-            assert (swarm.job.aggregator, swarm.job.losses) == ("a", 0)
-
-    asyncio.run(play())
-
-
-@pytest.mark.covers("P10")
-def test_an_idle_aggregator_is_not_replaced_for_silence(tmp_path: Path, clock: Callable[[float], None]) -> None:
-    """Without an update to collect, an aggregator has no byte to move."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            for _ in range(5):
-                clock(IDLE_S - 1)
-                for site in "abc":
-                    await swarm.report(site)
-            assert swarm.job.aggregator == "a"
-
-    asyncio.run(play())
-
-
-@pytest.mark.covers("P10")
-def test_replaces_an_aggregator_ten_times_slower_than_any_round(tmp_path: Path, clock: Callable[[float], None]) -> None:
+@played
+async def test_replaces_an_aggregator_ten_times_slower_than_any_round(
+    tmp_path: Path, clock: Callable[[float], None]
+) -> None:
     """The longest round took 4 s, so an aggregator that has worked for more than 40 s is replaced, but only once."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            swarm.swarm._longest_s[0] = 4.0
-            ticket = swarm.ticket("c")
-            swarm.offer("c", ticket)
-            moved = 0
-            for aggregator, seconds in (("a", 2 * SLOWER), ("a", 2 * SLOWER), ("b", 1), ("b", 9 * SLOWER)):
-                for _ in range(seconds):
-                    clock(1)
-                    moved += 1
-                    await swarm.report("c", moved=moved)
-                    await swarm.report("b", moved=moved)
-                    await swarm.report("a", moved=moved)
-                if ticket not in swarm.swarm.view.offers:
-                    swarm.offer("c", ticket)
-                assert swarm.job.aggregator == aggregator, seconds
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        swarm.swarm._longest_s[0] = 4.0
+        ticket = swarm.ticket("c")
+        swarm.offer("c", ticket)
+        moved = 0
+        for aggregator, seconds in (("a", 2 * SLOWER), ("a", 2 * SLOWER), ("b", 1), ("b", 9 * SLOWER)):
+            for _ in range(seconds):
+                clock(1)
+                moved += 1
+                await swarm.report("c", moved=moved)
+                await swarm.report("b", moved=moved)
+                await swarm.report("a", moved=moved)
+            if ticket not in swarm.swarm.view.offers:
+                swarm.offer("c", ticket)
+            assert swarm.job.aggregator == aggregator, seconds
 
 
 @pytest.mark.covers("P10")
-def test_replaces_an_aggregator_that_leaves_or_lost_the_version(tmp_path: Path) -> None:
+@played
+async def test_replaces_an_aggregator_that_leaves_or_lost_the_version(tmp_path: Path) -> None:
     """The round passes on as soon as the aggregator says so, if another worker has the version."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            await swarm.report("a", leaving=True)
-            assert (swarm.job.aggregator, swarm.job.lost) == ("b", "a: it is leaving")
-            swarm.workers["b"].held.clear()
-            await swarm.report("b")
-            assert (swarm.job.aggregator, swarm.job.lost) == ("c", "b: it no longer has version 0")
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        await swarm.report("a", leaving=True)
+        assert (swarm.job.aggregator, swarm.job.lost) == ("b", "a: it is leaving")
+        swarm.workers["b"].held.clear()
+        await swarm.report("b")
+        assert (swarm.job.aggregator, swarm.job.lost) == ("c", "b: it no longer has version 0")
 
 
 @pytest.mark.covers("P10")
-def test_keeps_a_leaving_aggregator_if_no_other_has_the_version(tmp_path: Path) -> None:
+@played
+async def test_keeps_a_leaving_aggregator_if_no_other_has_the_version(tmp_path: Path) -> None:
     """The only worker with the version stays the aggregator, and must stay in the run."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            for site in "bc":
-                swarm.workers[site].held.clear()
-                await swarm.report(site)
-            work = await swarm.report("a", leaving=True)
-            assert (swarm.job.aggregator, work.stay) == ("a", True)
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        for site in "bc":
+            swarm.workers[site].held.clear()
+            await swarm.report(site)
+        work = await swarm.report("a", leaving=True)
+        assert (swarm.job.aggregator, work.stay) == ("a", True)
 
 
 @pytest.mark.covers("P10")
-def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Path) -> None:
+@played
+async def test_replaces_an_aggregator_that_lost_an_accepted_update(tmp_path: Path) -> None:
     """An accepted update that the aggregator has no longer, and its site does not offer, has to be sent again."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            ticket = swarm.ticket("c")
-            offer = swarm.offer("c", ticket)
-            await swarm.collects("a", {ticket: offer})
-            assert swarm.run.store.tickets.get(ticket).state == "accepted"
-            await swarm.collects("a", {})
-            assert swarm.job.aggregator == "a"  # it can collect the update again: c still offers it
-            await swarm.collects("a", {ticket: offer})
-            swarm.swarm.view.offers.clear()  # c has the acknowledgement, and offers the update no more
-            await swarm.report("b")
-            assert swarm.job.aggregator == "a"  # which has it
-            await swarm.collects("a", {})
-            assert (swarm.job.aggregator, swarm.job.lost) == ("b", "a: the update of c is lost")
-            assert swarm.run.store.tickets.get(ticket).state == "open"
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        ticket = swarm.ticket("c")
+        offer = swarm.offer("c", ticket)
+        await swarm.collects("a", {ticket: offer})
+        assert swarm.run.store.tickets.get(ticket).state == "accepted"
+        await swarm.collects("a", {})
+        assert swarm.job.aggregator == "a"  # it can collect the update again: c still offers it
+        await swarm.collects("a", {ticket: offer})
+        swarm.swarm.view.offers.clear()  # c has the acknowledgement, and offers the update no more
+        await swarm.report("b")
+        assert swarm.job.aggregator == "a"  # which has it
+        await swarm.collects("a", {})
+        assert (swarm.job.aggregator, swarm.job.lost) == ("b", "a: the update of c is lost")
+        assert swarm.run.store.tickets.get(ticket).state == "open"
 
 
 @pytest.mark.covers("P10")
-def test_an_update_with_another_digest_is_not_accepted(tmp_path: Path) -> None:
+@played
+async def test_an_update_with_another_digest_is_not_accepted(tmp_path: Path) -> None:
     """What the aggregator collected counts only if it is the update that the site offers."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            ticket = swarm.ticket("c")
-            offer = swarm.offer("c", ticket)
-            other = assignments.Offer("c", 0, offer.complete.model_copy(update={"digest": "2" * 64}))
-            await swarm.collects("a", {ticket: other})
-            assert swarm.run.store.tickets.get(ticket).state == "open"
-            await swarm.collects("a", {ticket: offer})
-            assert swarm.run.store.tickets.get(ticket).state == "accepted"
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        ticket = swarm.ticket("c")
+        offer = swarm.offer("c", ticket)
+        other = assignments.Offer("c", 0, offer.complete.model_copy(update={"digest": "2" * 64}))
+        await swarm.collects("a", {ticket: other})
+        assert swarm.run.store.tickets.get(ticket).state == "open"
+        await swarm.collects("a", {ticket: offer})
+        assert swarm.run.store.tickets.get(ticket).state == "accepted"
 
 
 @pytest.mark.covers("P10")
-def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) -> None:
+@played
+async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) -> None:
     """The site of an update with NaN gets the refusal with the reason of the worker that looked at it."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            ticket = swarm.ticket("c")
-            await swarm.collects("a", {ticket: swarm.offer("c", ticket)}, bad="weight contains NaN")
-            row = swarm.run.store.tickets.get(ticket)
-            assert (row.state, "weight contains NaN" in row.reason) == ("refused", True)
-            assert ticket not in swarm.swarm.view.offers
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        ticket = swarm.ticket("c")
+        await swarm.collects("a", {ticket: swarm.offer("c", ticket)}, bad="weight contains NaN")
+        row = swarm.run.store.tickets.get(ticket)
+        assert (row.state, "weight contains NaN" in row.reason) == ("refused", True)
+        assert ticket not in swarm.swarm.view.offers
 
 
 async def closed_round(swarm: ScriptedSwarm) -> None:
@@ -315,65 +275,59 @@ async def closed_round(swarm: ScriptedSwarm) -> None:
 
 
 @pytest.mark.covers("P10")
-def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
+@played
+async def test_another_worker_checks_the_new_version(tmp_path: Path) -> None:
     """The head moves only after the checker has the version, and the round before is on record."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            await closed_round(swarm)
-            reduced = swarm.reduced()
-            await swarm.hold("a", version=1, digest=reduced.digest or "")
-            await swarm.report("a", closed=[reduced])
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert (swarm.job.aggregator, swarm.job.checker) == ("a", "b")
-            assert swarm.run.store.versions.head(0).version == 0  # not checked yet
-            assert [hold.version for hold in (await swarm.report("b")).hold] == [0, 1]
-            assert [hold.version for hold in (await swarm.report("c")).hold] == [0]
-            await swarm.hold("b", version=1, digest=reduced.digest or "")
-            for _ in range(1000):
-                await asyncio.sleep(0)
-                if swarm.run.store.versions.head(0).version == 1:
-                    break
-            head = swarm.run.store.versions.head(0)
-            assert (head.version, head.digest) == (1, reduced.digest)
-            assert '"aggregator":"a"' in head.summary_json
-            assert '"checker":"b"' in head.summary_json
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        await closed_round(swarm)
+        reduced = swarm.reduced()
+        await swarm.hold("a", version=1, digest=reduced.digest or "")
+        await swarm.report("a", closed=[reduced])
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (swarm.job.aggregator, swarm.job.checker) == ("a", "b")
+        assert swarm.run.store.versions.head(0).version == 0  # not checked yet
+        assert [hold.version for hold in (await swarm.report("b")).hold] == [0, 1]
+        assert [hold.version for hold in (await swarm.report("c")).hold] == [0]
+        await swarm.hold("b", version=1, digest=reduced.digest or "")
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            if swarm.run.store.versions.head(0).version == 1:
+                break
+        head = swarm.run.store.versions.head(0)
+        assert (head.version, head.digest) == (1, reduced.digest)
+        assert '"aggregator":"a"' in head.summary_json
+        assert '"checker":"b"' in head.summary_json
 
 
 @pytest.mark.covers("P10")
-def test_a_silent_checker_is_replaced_and_the_aggregator_after_all_of_them(
+@played
+async def test_a_silent_checker_is_replaced_and_the_aggregator_after_all_of_them(
     tmp_path: Path, clock: Callable[[float], None]
 ) -> None:
     """Each checker has the idle timeout to get the version; after the last one, the aggregator is replaced."""
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        await closed_round(swarm)
+        reduced = swarm.reduced()
+        await swarm.hold("a", version=1, digest=reduced.digest or "")
+        await swarm.report("a", closed=[reduced])
 
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            await closed_round(swarm)
-            reduced = swarm.reduced()
-            await swarm.hold("a", version=1, digest=reduced.digest or "")
-            await swarm.report("a", closed=[reduced])
+        async def after(seconds: float) -> tuple[str, str]:
+            clock(seconds)
+            for site in "bca":
+                await swarm.report(site, **({"moved": swarm.workers[site].number} if site == "a" else {}))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            return swarm.job.aggregator, swarm.job.checker
 
-            async def after(seconds: float) -> tuple[str, str]:
-                clock(seconds)
-                for site in "bca":
-                    await swarm.report(site, **({"moved": swarm.workers[site].number} if site == "a" else {}))
-                for _ in range(100):
-                    await asyncio.sleep(0)
-                return swarm.job.aggregator, swarm.job.checker
-
-            assert await after(0) == ("a", "b")
-            assert await after(IDLE_S) == ("a", "b")
-            assert await after(1) == ("a", "c")
-            assert await after(IDLE_S) == ("a", "c")
-            await after(1)
-            assert (await after(0))[0] == "b"
-            assert swarm.job.lost == "a: no other worker could download version 1 from it"
-            assert swarm.run.store.versions.head(0).version == 0
-
-    asyncio.run(play())
+        assert await after(0) == ("a", "b")
+        assert await after(IDLE_S) == ("a", "b")
+        assert await after(1) == ("a", "c")
+        assert await after(IDLE_S) == ("a", "c")
+        await after(1)
+        assert (await after(0))[0] == "b"
+        assert swarm.job.lost == "a: no other worker could download version 1 from it"
+        assert swarm.run.store.versions.head(0).version == 0
 
 
 @pytest.mark.covers("P10")
@@ -394,43 +348,34 @@ def test_an_unsound_report_of_a_round_replaces_the_aggregator(tmp_path: Path) ->
 
 
 @pytest.mark.covers("P10")
-def test_a_report_about_other_tickets_is_no_result(tmp_path: Path) -> None:
+@played
+async def test_a_report_about_other_tickets_is_no_result(tmp_path: Path) -> None:
     """A late report about the round before it was opened again changes nothing."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            await closed_round(swarm)
-            await swarm.report("a", closed=[swarm.reduced(tickets=[1, 2], digest=None, failed="its disk is full")])
-            assert (swarm.job.aggregator, swarm.swarm.view.closed(swarm.job)) == ("a", None)
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        await closed_round(swarm)
+        await swarm.report("a", closed=[swarm.reduced(tickets=[1, 2], digest=None, failed="its disk is full")])
+        assert (swarm.job.aggregator, swarm.swarm.view.closed(swarm.job)) == ("a", None)
 
 
 @pytest.mark.covers("P10")
-def test_a_site_stays_until_its_update_is_collected(tmp_path: Path) -> None:
+@played
+async def test_a_site_stays_until_its_update_is_collected(tmp_path: Path) -> None:
     """A worker that leaves is asked to stay while no other worker has its update."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            ticket = swarm.ticket("c")
-            offer = swarm.offer("c", ticket)
-            assert (await swarm.report("c", leaving=True)).stay
-            await swarm.collects("a", {ticket: offer})
-            assert not (await swarm.report("c")).stay
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        ticket = swarm.ticket("c")
+        offer = swarm.offer("c", ticket)
+        assert (await swarm.report("c", leaving=True)).stay
+        await swarm.collects("a", {ticket: offer})
+        assert not (await swarm.report("c")).stay
 
 
 @pytest.mark.covers("P10")
-def test_two_workers_keep_the_newest_version(tmp_path: Path) -> None:
+@played
+async def test_two_workers_keep_the_newest_version(tmp_path: Path) -> None:
     """If one of two holders leaves the run, a third one is asked to download the version."""
-
-    async def play() -> None:
-        async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
-            swarm.workers["c"].held.clear()
-            assert [hold.version for hold in (await swarm.report("c")).hold] == []
-            swarm.workers["b"].held.clear()
-            asked = {site: [hold.version for hold in (await swarm.report(site)).hold] for site in "bc"}
-            assert asked == {"b": [0], "c": []}  # b comes first in the order
-
-    asyncio.run(play())
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        swarm.workers["c"].held.clear()
+        assert [hold.version for hold in (await swarm.report("c")).hold] == []
+        swarm.workers["b"].held.clear()
+        asked = {site: [hold.version for hold in (await swarm.report(site)).hold] for site in "bc"}
+        assert asked == {"b": [0], "c": []}  # b comes first in the order
