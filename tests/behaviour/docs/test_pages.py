@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import shlex
 import subprocess
@@ -326,3 +327,8 @@ NO_NAMES = ["atoll.joyn", "round.submitt", "sync_evry", "POST /v1/worker", "resu
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_a_name_that_does_not_exist_is_found(name: str, commands: Commands) -> None:
     assert not exists(name, commands)
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("results/*.json")), ids=lambda path: path.stem)
+def test_every_result_says_what_it_was_measured_with(path: Path) -> None:
+    assert json.loads(path.read_text())["machine"].keys() >= {"commit", "atoll", "torch", "capability", "cpu"}

@@ -122,17 +122,17 @@ def test_a_bit_changes_on_the_disk_of_the_aggregator(
         sites = Sites(server.url, tmp_path, during=gate)
         gate.wait()
         place = wait_until(lambda: server.status().fragments[0].place, "an aggregator")
-        assert place.aggregator == "b"
+        hurt = place.aggregator
         if what == "spool":
-            wait_until(lambda: collected(server) == ["a", "b"], "two updates at b")
-        for path in files_of(tmp_path, "b", what):
-            flip_bit(path, path.stat().st_size // 2)  # in place: it is open at b
+            wait_until(lambda: collected(server) == ["a", "b"], "two updates at the aggregator")
+        for path in files_of(tmp_path, hurt, what):
+            flip_bit(path, path.stat().st_size // 2)  # in place: the aggregator has it open
         gate.open()
         run_to_end(server, sites)
     assert len(sites.digests) == 1
-    assert "b no longer aggregates round 2" in caplog.text
+    assert f"{hurt} no longer aggregates round 2" in caplog.text
     assert said in caplog.text
-    assert require_same(tmp_path, undisturbed).aggregators[1] != "b"
+    assert require_same(tmp_path, undisturbed).aggregators[1] != hurt
 
 
 def collected(server: atoll.Server) -> list[str]:

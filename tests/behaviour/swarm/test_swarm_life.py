@@ -104,11 +104,14 @@ def test_when_all_die_what_they_hold_counts_where_it_is_whole(nursery: Nursery, 
         for folder in holders[:damaged]:
             for path in folder.glob("version-0-*"):
                 flip_bit(path, -1)
-        sites = Sites(server.url, tmp_path)
         if damaged == 2:
+            waiting = [SiteProcess(nursery, tmp_path, server.url, site) for site in SITES]
             lost = "no connected worker has version 1, and a and b have lost it: export an older version"
             wait_until(lambda: lost in server.status().fragments[0].reason, "the reason")
+            for each in waiting:
+                each.process.close()
             return
+        sites = Sites(server.url, tmp_path)
         run_to_end(server, sites)
     assert len(sites.digests) == 1
     assert Result(tmp_path).counted() == EVERY_SITE_AND_ROUND
