@@ -321,7 +321,19 @@ class SiteProcess:
             self._process = None
 
     def run(self, plan: Plan, recorded: Recorded) -> Verdict:
-        """Run a plan, and judge how it ended."""
+        """Run a plan, and judge how it ended.
+
+        Pages of libraries that the process uses for the first time count as its memory. A second run does not need
+        them again, but needs again what the answer takes.
+        """
+        verdict = self._run_once(plan, recorded)
+        if "memory" in verdict.wrong:
+            again = self._run_once(plan, recorded)
+            verdict.peak_mb = again.peak_mb
+            verdict.wrong = {key: value for key, value in verdict.wrong.items() if key != "memory"} | again.wrong
+        return verdict
+
+    def _run_once(self, plan: Plan, recorded: Recorded) -> Verdict:
         if self._process is None or not self._left:
             self.close()
             self._start()
