@@ -22,7 +22,7 @@ from kit.wire import WireSite
 from kit.workflows import workflow_server
 from small_disk_site import Zeros
 
-from atoll.errors import DiskFull, StoreError
+from atoll.errors import AtollError, DiskFull, StoreError
 from atoll.server.coordinator import background_writes
 from atoll.testing.run import failpoints
 from atoll.worker.session import session
@@ -253,7 +253,7 @@ def remove_folder(path: Path) -> None:
 
 @pytest.mark.parametrize(("what", "number"), [("state", 1), ("state", 2), ("slots", 1), ("journal.sqlite", 1)])
 def test_what_is_removed_while_a_round_is_trained_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, number: int
 ) -> None:
     """The state directory, or what is in it. The server may look when the slots are gone, and not yet the rest."""
     state = tmp_path / "state"
@@ -270,24 +270,32 @@ def test_what_is_removed_while_a_round_is_trained_is_named(
             remove_folder(state if what == "state" else state / what)
 
     named = "state(/slots)?" if what == "state" else what
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.1")
     with serve_wide(tmp_path, **{"disk.export_every": 1}) as server:
-        Sites(server.url, tmp_path, during=during)
+        sites = Sites(server.url, tmp_path, during=during)
         with pytest.raises(StoreError, match=f"{named} was removed while the server was running"):
             server.run()
+    with pytest.raises(AtollError):
+        sites.join()
     assert not [record for record in caplog.records if record.name == "atoll.server" and record.exc_info]
 
 
 @pytest.mark.covers("F25")
-def test_a_journal_that_fails_while_parts_arrive_ends_the_server(tmp_path: Path) -> None:
+def test_a_journal_that_fails_while_parts_arrive_ends_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Guards against a server that answers every part with 500, says nothing and never ends."""
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "0.1")
     with serve_wide(tmp_path, sites=1) as server:
 
         def during(site: str, at: int) -> None:
             server._require_run().store.journal.value("PRAGMA query_only = ON")  # every change fails from here on
 
-        Sites(server.url, tmp_path, during=during, names=["a"])
+        sites = Sites(server.url, tmp_path, during=during, names=["a"])
         with pytest.raises(StoreError, match=r"write a readonly database\. Check the disk, and that this user may"):
             server.run()
+    with pytest.raises(AtollError):
+        sites.join()
 
 
 @pytest.mark.covers("F25")
