@@ -113,6 +113,7 @@ def overwritten(tmp_path, monkeypatch) -> Iterator[None]:
 
         monkeypatch.setattr(export, "region_digest", read_late)
         yield
+        site["a"].close()
 
 
 @pytest.mark.covers("P8")
