@@ -543,7 +543,7 @@ class StepHooks:
         """Check that each optimizer trains the model, and that corrections reach what it trains.
 
         Raises:
-            UsageError: an optimizer holds none of the model's parameters, or it holds copies of them, and steps are
+            UsageError: an optimizer holds none of the model's parameters; or copies of them, although steps are
                 corrected. Or parameters of the model were replaced since the first call.
         """
         self.require_same_parameters()
@@ -688,7 +688,8 @@ class _Followed:
         self._hooks, self._optimizer, self._names, self._is_counted = hooks, optimizer, names, is_counted
         self._rate = 0.0
         self._held = held_by([optimizer])
-        self._copies = CorrectedCopies(optimizer, hooks.parameters.values(), hooks.algorithm)
+        changes = hooks.correction is not None and hooks.correction.changes_weights
+        self._copies = CorrectedCopies(optimizer, hooks.parameters.values() if changes else (), hooks.algorithm)
         self._is_formed = False  # whether the current step has had a gradient
         self._nesting = _Nesting()  # torch calls the hooks twice if step() of a class calls its parent's step()
         self._handles = [

@@ -27,15 +27,16 @@ _of_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that were followed for some model: copies that they train are of that one, not of an equal one."""
 
 
-def trained_by(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> set[str]:
+def trained_by(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, copies: bool = True) -> set[str]:
     """Return the names of the parameters of a model that an optimizer holds, or holds a copy of, which it trains.
 
     Args:
         optimizer: the optimizer.
         parameters: the model's parameters, by name.
+        copies: whether to look for copies.
     """
     held = {_key(value) for group in optimizer.param_groups for value in group["params"]}
-    copied = set() if optimizer in _of_models else parameters_copied(optimizer, parameters.values())
+    copied = parameters_copied(optimizer, parameters.values()) if copies else set()
     return {name for name, value in parameters.items() if _key(value) in held or id(value) in copied}
 
 
@@ -86,7 +87,7 @@ class UnfollowedSteps:
         if self._is_within_a_step() or not _moves(optimizer, args, kwargs) or self._holds_followed(optimizer):
             return
         parameters = named_parameters(self._model)  # a script may have replaced some
-        names = trained_by(optimizer, parameters)
+        names = trained_by(optimizer, parameters, copies=optimizer not in _of_models)
         if not names:
             self._size_of_other[optimizer] = size
         trained = [name for name in names - self._of_others if parameters[name].requires_grad]

@@ -238,7 +238,9 @@ class CorrectedCopies:
         Raises:
             UsageError: the block has changed weights of which the optimizer keeps a copy that cannot be changed.
         """
-        found = _tensors_in(self._optimizer, self._tensors) if self._steps_left or self._followed else {}
+        found: dict[str, list[Pair]] = {}
+        if self._steps_left or self._followed:
+            found = _tensors_in(self._optimizer, self._tensors) | _flat_in(self._optimizer, self._tensors)
         self._compare(found)
         partly = {place: pairs for place, pairs in found.items() if place in self._followed & self._differed}
         before = {place: [_points(each.parameter).clone() for each in pairs] for place, pairs in partly.items()}
@@ -524,6 +526,20 @@ def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[
             seen.add(id(each))
             waiting += [value for value in _own_attributes(each).values() if hasattr(value, "param_groups")]
             _search(each, model, most, found)
+    return found
+
+
+def _flat_in(optimizer: Optimizer, model: Memory) -> dict[str, list[Pair]]:
+    """Return the flat tensors of an optimizer that have as many elements as its parameters together: place → pairs."""
+    found: dict[str, list[Pair]] = {}
+    mine = [model[key] for key in map(_memory, _parameters_of(optimizer)) if key in model]
+    if type(optimizer).__module__.partition(".")[0] == "torch" or len(mine) < 2:  # one: as it is in `_tensors_in`
+        return found
+    sizes = [each.numel() for each in mine]
+    for place, _, tensor in _leaves(_attributes(optimizer, None), type(optimizer).__name__, DEPTH):
+        if _may_be_copied(tensor) and tensor.shape == (sum(sizes),):
+            pieces = zip(mine, tensor.detach().split(sizes), strict=True)
+            found[place] = [Pair(each, piece.view(each.shape)) for each, piece in pieces]
     return found
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from scaffold_world import first_round
+from kit import exported
+from kit.servers import plain_server
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -54,6 +55,17 @@ class InList(InState):
 
     def copies(self) -> list[Tensor]:
         return self.masters
+
+
+class Flat(InState):
+    """Has one flat copy of all weights."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.flat = torch.cat([value.detach().float() for value in self.param_groups[0]["params"]])
+
+    def copies(self) -> list[Tensor]:
+        return list(self.flat.split(3))
 
 
 class InOptimizer(InState):
@@ -161,7 +173,7 @@ def first(tensors: Iterable[Tensor]) -> list[float]:
     return [each[0] for each in values]
 
 
-MASTERS = pytest.mark.parametrize("kind", [InState, InList, InOptimizer])
+MASTERS = pytest.mark.parametrize("kind", [InState, InList, InOptimizer, Flat])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -261,12 +273,17 @@ def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorith
 
 @pytest.mark.covers("X11")
 def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: Any) -> None:
-    with first_round(tmp_path, "fednova", Two()) as fl_round:
-        model = fl_round.load_into(Two())
-        optimizer = Outside(model.parameters())
-        train(model, _OfRound(fl_round, model), optimizer.step, optimizer, -0.25)
-        fl_round.submit(model)
-    assert first(model.parameters()) == [1.75, 2.75]
+    """Two rounds of three steps of 1/4, with one optimizer."""
+    model = Two()
+    optimizer = Outside(model.parameters())
+    with plain_server(tmp_path, Two(), algorithm="fednova", sites=1, rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                train(model, _OfRound(fl_round, model), optimizer.step, optimizer, -0.25)
+                fl_round.submit(model)
+        server.run()
+    assert first(exported(tmp_path)[name] for name in "wb") == [2.5, 3.5]
 
 
 class _OfRound:
