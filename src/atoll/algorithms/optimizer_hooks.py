@@ -348,7 +348,7 @@ class WholeSteps:
             try:
                 result = call(*args, **kwargs)
             except BaseException:
-                self._is_made = False
+                self._is_made, self.refuse = False, None
                 raise
             finally:
                 self._calls -= 1

@@ -87,7 +87,8 @@ class UnfollowedSteps:
         if self._is_within_a_step() or not _moves(optimizer, args, kwargs) or self._holds_followed(optimizer):
             return
         parameters = named_parameters(self._model)  # a script may have replaced some
-        names = trained_by(optimizer, parameters, copies=optimizer not in _of_models)
+        is_copied_from = optimizer not in _of_models and any(value.grad is not None for value in parameters.values())
+        names = trained_by(optimizer, parameters, copies=is_copied_from)  # a trained copy gets the model's gradients
         if not names:
             self._size_of_other[optimizer] = size
         trained = [name for name in names - self._of_others if parameters[name].requires_grad]

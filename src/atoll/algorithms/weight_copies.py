@@ -538,7 +538,7 @@ def _flat_in(optimizer: Optimizer, model: Memory) -> dict[str, list[Pair]]:
     sizes = [each.numel() for each in mine]
     for place, _, tensor in _leaves(_attributes(optimizer, None), type(optimizer).__name__, DEPTH):
         if _may_be_copied(tensor) and tensor.shape == (sum(sizes),):
-            pieces = zip(mine, tensor.detach().split(sizes), strict=True)
+            pieces = zip(mine, torch.split(tensor.detach(), sizes), strict=True)
             found[place] = [Pair(each, piece.view(each.shape)) for each, piece in pieces]
     return found
 

@@ -169,6 +169,32 @@ def test_diloco_refuses_an_optimizer_that_was_replaced_in_its_wrapper(tmp_path: 
             step(model, wrapper)
 
 
+class Masters:
+    """As in Apex: the optimizer has copies alone, and the wrapper copies gradients and weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = list(model.parameters())
+        self.optimizer = SGD([nn.Parameter(value.detach().double()) for value in self.values], lr=1.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        masters = self.optimizer.param_groups[0]["params"]
+        for value, master in zip(self.values, masters, strict=True):
+            assert value.grad is not None
+            master.grad = value.grad.double()
+        self.optimizer.step()
+        for value, master in zip(self.values, masters, strict=True):
+            value.copy_(master)
+
+
+@pytest.mark.covers("X11")
+def test_diloco_refuses_an_optimizer_of_copies_that_replaces_another(tmp_path: Path) -> None:
+    model = Two()
+    with diloco(tmp_path, model, Masters(model)):
+        with pytest.raises(UsageError, match=NOT_FOLLOWED):
+            step(model, Masters(model))
+
+
 @pytest.mark.covers("X11")
 def test_a_partial_diloco_refuses_a_replacement_and_not_what_trains_the_rest(tmp_path: Path) -> None:
     model = Two()
@@ -279,6 +305,16 @@ def beside_another_model(model: nn.Module, optimizer: Optimizer) -> Any:
     return optimizer
 
 
+def beside_an_equal_model_in_more_bits(model: nn.Module, optimizer: Optimizer) -> Any:
+    other, values = copy.deepcopy(model).double(), list(model.parameters())
+    gradients = [value.grad for value in values]
+    model.zero_grad()
+    step(other, sgd(other))
+    for value, gradient in zip(values, gradients, strict=True):
+        value.grad = gradient
+    return optimizer
+
+
 def beside_frozen_parameters(model: nn.Module, optimizer: Optimizer) -> Any:
     frozen = SGD([model.get_parameter("b").requires_grad_(False)], lr=0.0)
     for _ in range(2):
@@ -313,6 +349,7 @@ RIGHT = [
     scaled,
     reloaded,
     beside_another_model,
+    beside_an_equal_model_in_more_bits,
     beside_frozen_parameters,
     beside_a_schedule_that_is_tried,
     in_a_fork,
