@@ -190,6 +190,7 @@ class Masters:
 @pytest.mark.covers("X11")
 def test_diloco_refuses_an_optimizer_of_copies_that_replaces_another(tmp_path: Path) -> None:
     model = Two()
+    nn.init.ones_(model.w)  # zeros alone are not taken for copies
     with diloco(tmp_path, model, Masters(model)):
         with pytest.raises(UsageError, match=NOT_FOLLOWED):
             step(model, Masters(model))
