@@ -119,7 +119,11 @@ class Correction:
     Attributes:
         shared: name → tensor that must be equal at all ranks of the site. Before training, Atoll overwrites the tensors
             of the other ranks with those of rank 0.
+        changes_weights: whether `after_step_` changes parameters. If so, copies of them that the optimizer keeps, such
+            as fp32 masters, are changed with them.
     """
+
+    changes_weights: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.shared: dict[str, Tensor] = {}

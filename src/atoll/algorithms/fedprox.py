@@ -43,6 +43,8 @@ class _Proximal(Correction):
     μ·(w − w_t) for the length of the step.
     """
 
+    changes_weights = False
+
     def __init__(self, context: LocalContext, mu: float) -> None:
         super().__init__()
         self._mu, self._w = mu, context.parameters

@@ -29,11 +29,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.algorithms.base import ChangeReader, Correction, ElementReader, LocalContext, LocalRule, SiteState
+from atoll.algorithms.unfollowed_steps import UnfollowedSteps, trained_by
+from atoll.algorithms.weight_copies import CorrectedCopies
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import named_parameters
 
 Given = Optimizer | Sequence[Optimizer]
 """One optimizer, or several in any order."""
+
+Refuse = Callable[[Optimizer, str], None]
+"""A function that raises an error for a step of an optimizer. It gets the name of a parameter that would be trained."""
 
 PATIENCE_STEPS = 32
 """An optimizer that makes no step while another one makes this many is not waited for at the end of a cycle."""
@@ -183,6 +188,7 @@ class Steps:
         trained = [id(layers[-1]) for layers in optimizers if _trains(layers[-1])]
         self._cycles = Cycles(trained) if len(trained) > 1 else None
         self._steps: list[WholeSteps] = []
+        self._others: UnfollowedSteps | None = None
         try:
             for layers in optimizers:
                 self._steps.append(WholeSteps(layers, before, self._ended))
@@ -190,8 +196,27 @@ class Steps:
             self.close()
             raise
 
+    def refuse_others(self, model: nn.Module, refuse: Refuse, *, is_partial: bool) -> None:
+        """Refuse steps of other optimizers of the model, until `close`. Arguments are those of `UnfollowedSteps`."""
+
+        def refuse_or_note(optimizer: Optimizer, name: str) -> None:
+            around = [each for each in self._steps if each.is_called]
+            for each in around:
+                each.refuse = partial(refuse, optimizer, name)
+            if not around:
+                refuse(optimizer, name)
+
+        followed = [each.optimizer for each in self._steps]
+        self._others = UnfollowedSteps(model, followed, self._is_within, refuse_or_note, is_partial=is_partial)
+
+    def _is_within(self) -> bool:
+        return any(each.is_within for each in self._steps)
+
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
+        if self._others is not None:
+            self._others.close()
+            self._others = None
         while self._steps:
             self._steps.pop().close()
 
@@ -252,6 +277,11 @@ class Cycles:
 class WholeSteps:
     """Calls functions at the beginning and at the end of each whole step of an optimizer.
 
+    Attributes:
+        optimizer: the optimizer that calls hooks.
+        refuse: called at the end of a wrapper's step if this optimizer has made no step in it; None: no error. Another
+            optimizer has stepped there, and either the wrapper steps both, or it has the other one in place of this.
+
     torch calls an optimizer's hooks around `step` of the optimizer's class, and once more around `step` of a parent
     class that has been used before. The whole step may be longer: a wrapper may work on, or a function with which a
     script has replaced the optimizer's `step`. So `step` of each of these objects is wrapped as well, and a step has
@@ -268,7 +298,8 @@ class WholeSteps:
         self, layers: Sequence[Any], begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
     ) -> None:
         self._begin, self._end = begin, outside_compiled(end)
-        self._optimizer: Optimizer = layers[-1]
+        self.optimizer: Optimizer = layers[-1]
+        self.refuse: Callable[[], None] | None = None
         self._nesting = _Nesting()
         self._calls, self._is_made = 0, False  # wrapped calls that have not returned; whether a step was made in them
         self._closing: list[Callable[[], None]] = []
@@ -277,8 +308,8 @@ class WholeSteps:
             for layer in layers:
                 with suppress(AttributeError, TypeError):  # the object has no attributes of its own
                     self._wrap(layer)
-            self._closing.append(self._optimizer.register_step_pre_hook(before).remove)
-            self._closing.append(self._optimizer.register_step_post_hook(after).remove)
+            self._closing.append(self.optimizer.register_step_pre_hook(before).remove)
+            self._closing.append(self.optimizer.register_step_post_hook(after).remove)
         except BaseException:
             self.close()
             raise
@@ -287,6 +318,16 @@ class WholeSteps:
     def is_open(self) -> bool:
         """Whether a step has begun and not ended."""
         return bool(self._calls or self._nesting.depth)
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of `step` of the optimizer, or of a wrapper, has not returned."""
+        return bool(self._calls)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the caller is within a step of the optimizer itself, not only of a wrapper."""
+        return self._nesting.is_within
 
     def close(self) -> None:
         """Remove the hooks. Idempotent."""
@@ -307,15 +348,19 @@ class WholeSteps:
             try:
                 result = call(*args, **kwargs)
             except BaseException:
-                self._is_made = False
+                self._is_made, self.refuse = False, None
                 raise
             finally:
                 self._calls -= 1
                 if not self._calls:
                     self._nesting.reset()
-            if self._is_made and not self._calls:
-                self._is_made = False
-                self._end(self._optimizer)
+            if not self._calls:
+                is_made, self._is_made = self._is_made, False
+                refuse, self.refuse = self.refuse, None
+                if is_made:
+                    self._end(self.optimizer)
+                elif refuse is not None:
+                    refuse()
             return result
 
         # under torch.compile, this function is not compiled, but the optimizer's own step is
@@ -354,13 +399,18 @@ class _Nesting:
         self.depth = 0
         self._call: FrameType | None = None  # torch's function around the outermost step, which calls the hooks
 
+    @property
+    def is_within(self) -> bool:
+        """Whether the caller is within the outermost call."""
+        return bool(self.depth) and any(call is self._call for call, _ in traceback.walk_stack(sys._getframe()))
+
     def reset(self) -> None:
         """Forget a step that has failed: torch calls no post-hook for it."""
         self.depth, self._call = 0, None
 
     def begins(self, optimizer: Optimizer) -> bool:
         """Record the call of a pre-hook. Return whether a step begins, not one inside of it."""
-        if self.depth and any(call is self._call for call, _ in traceback.walk_stack(sys._getframe())):
+        if self.is_within:
             self.depth += 1
             return False
         around = getattr(type(optimizer).step, "__code__", None)
@@ -413,7 +463,7 @@ class StepHooks:
         *,
         own: Collection[str] = (),
     ) -> None:
-        self.parameters, self.algorithm = named_parameters(model), algorithm
+        self._model, self.parameters, self.algorithm = model, named_parameters(model), algorithm
         self._shared = {name: value for name, value in self.parameters.items() if name not in own}
         self.steps, self.rate_sum = 0, 0.0
         self.one_rate = rule is not None and rule.one_rate
@@ -427,6 +477,7 @@ class StepHooks:
             zeros = _Zeros()
             self.correction = rule.start(LocalContext(self._shared, version or zeros.read, site_state or zeros))
         self._followed: list[_Followed] = []
+        self._others: UnfollowedSteps | None = None
         self.under_way: set[Optimizer] = set()
 
     @property
@@ -439,11 +490,15 @@ class StepHooks:
         """The tensors that must be equal at all ranks, by name (`Correction.shared`)."""
         return self.correction.shared if self.correction is not None else {}
 
-    def attach(self, optimizer: Given) -> StepHooks:
+    def attach(self, optimizer: Given, *, is_partial: bool = True, needs_steps: bool = False) -> StepHooks:
         """Add the hooks to the optimizers, until `close`.
+
+        If steps are corrected, or their number matters, a step of another optimizer of the same parameters is refused.
 
         Args:
             optimizer: one optimizer, or several. Only the steps of the last optimizer are counted.
+            is_partial: whether other optimizers may train the parameters that these do not hold.
+            needs_steps: whether the run's result depends on the number of steps.
 
         Raises:
             UsageError: the hooks of an earlier call are still there, an optimizer holds none of the model's parameters,
@@ -455,7 +510,7 @@ class StepHooks:
             )
         self.under_way.clear()  # after a failed step, another optimizer may take its place
         *others, last = optimizers_in(optimizer)
-        require_trains([*others, last], self.parameters)
+        self._require_reachable([*others, last])
         if self.one_rate:
             self._require_one_rate([*others, last])
         remaining = dict(self._shared)
@@ -465,7 +520,58 @@ class StepHooks:
             remaining = {name: value for name, value in remaining.items() if name not in names}
             self._followed.append(_Followed(self, each, names, is_counted=False))
         self._followed.append(_Followed(self, last, list(remaining), is_counted=True))
+        if self.correction is not None or needs_steps:
+            self._others = UnfollowedSteps(
+                self._model, [*others, last], self._is_within, self._refuse, is_partial=is_partial
+            )
         return self
+
+    def _is_within(self) -> bool:
+        return any(each.is_within for each in self._followed)
+
+    def _refuse(self, optimizer: Optimizer, name: str) -> None:
+        lost = "corrected" if self.correction is not None else "counted"
+        raise UsageError(
+            f"The optimizer {type(optimizer).__name__}, which correct() did not get, is about to train the model; for "
+            f"example, {name!r}. Its steps would not be {lost}, so the result of {self.algorithm} would be wrong.",
+            "If it replaces another optimizer, leave the `with` block of correct(), or call close() of what correct() "
+            "returned. Then call correct() with the new one. If both train the model, pass them as a list. To train "
+            "other parameters without Atoll on purpose, pass allow_partial=True.",
+        )
+
+    def _require_reachable(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that each optimizer trains the model, and that corrections reach what it trains.
+
+        Raises:
+            UsageError: an optimizer holds none of the model's parameters; or copies of them, although steps are
+                corrected. Or parameters of the model were replaced since the first call.
+        """
+        self.require_same_parameters()
+        held = held_by(optimizers)
+        copying = {each: trained_by(each, self.parameters) for each in optimizers}
+        copied = {
+            each: [name for name in names if id(self.parameters[name]) not in held] for each, names in copying.items()
+        }
+        require_trains([each for each in optimizers if not copied[each]], self.parameters)
+        for optimizer, names in copied.items():
+            if names and self.correction is not None:
+                raise UsageError(
+                    f"The optimizer {type(optimizer).__name__} trains copies of the model's parameters, for example "
+                    f"of {min(names)!r}. {self.algorithm} corrects the parameters themselves and their gradients.",
+                    "Use an optimizer that holds the model's parameters, and keeps copies in its state.",
+                )
+
+    def require_same_parameters(self) -> None:
+        """Check that no parameter of the model was replaced since the correction began: it is of the earlier ones."""
+        now = named_parameters(self._model) if self.correction is not None else self.parameters
+        for name in self.parameters | now:
+            if now.get(name) is not self.parameters.get(name):
+                raise UsageError(
+                    f"The model's parameter {name!r} was added, removed or replaced since the correction of this round "
+                    f"began. {self.algorithm} does not correct the new one.",
+                    "Change the model before you load the global model into it, and build the optimizer with the new "
+                    "parameters.",
+                )
 
     def _require_one_rate(self, optimizers: Sequence[Optimizer]) -> None:
         if len(optimizers) > 1:
@@ -485,6 +591,9 @@ class StepHooks:
 
     def close(self) -> None:
         """Remove all hooks from the optimizers. Idempotent."""
+        if self._others is not None:
+            self._others.close()
+            self._others = None
         for each in self._followed:
             each.close()
         self._followed.clear()  # breaks a reference cycle that would keep the model in memory after the round
@@ -506,6 +615,7 @@ class StepHooks:
         """
         if self.correction is None:
             return
+        self.require_same_parameters()
         if self.under_way:
             raise UsageError(
                 "The last optimizer.step() has not returned, or has failed, so this step is not corrected.",
@@ -577,12 +687,20 @@ class _Followed:
     def __init__(self, hooks: StepHooks, optimizer: Optimizer, names: Collection[str], *, is_counted: bool) -> None:
         self._hooks, self._optimizer, self._names, self._is_counted = hooks, optimizer, names, is_counted
         self._rate = 0.0
+        self._held = held_by([optimizer])
+        changes = hooks.correction is not None and hooks.correction.changes_weights
+        self._copies = CorrectedCopies(optimizer, hooks.parameters.values() if changes else (), hooks.algorithm)
         self._is_formed = False  # whether the current step has had a gradient
         self._nesting = _Nesting()  # torch calls the hooks twice if step() of a class calls its parent's step()
         self._handles = [
             optimizer.register_step_pre_hook(outside_compiled(self._begin)),
             optimizer.register_step_post_hook(outside_compiled(lambda *_: self._after())),
         ]
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the caller is within a step of this optimizer."""
+        return self._nesting.is_within
 
     def close(self) -> None:
         while self._handles:
@@ -638,6 +756,9 @@ class _Followed:
             raise
 
     def _before(self) -> None:
+        if not self._held.issuperset(held := held_by([self._optimizer])):
+            self._hooks.require_same_parameters()
+            self._held = held
         self._rate = self._hooks.rate_of(self._optimizer)
         self._is_formed = self._is_formed or self._has_gradients()
         if self._hooks.correction is not None:
@@ -651,7 +772,7 @@ class _Followed:
         if not (self._is_formed or self._has_gradients()):  # step() may have cleared them
             return  # without a gradient the step moved nothing
         if self._hooks.correction is not None:
-            with torch.no_grad():
+            with torch.no_grad(), self._copies.changing():
                 self._hooks.correction.after_step_(self._names, self._rate)
         if self._is_counted:
             self._hooks.steps, self._hooks.rate_sum = self._hooks.steps + 1, self._hooks.rate_sum + self._rate

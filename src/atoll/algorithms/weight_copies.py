@@ -111,7 +111,7 @@ class WeightCopies:
             self._steps_left -= 1
             self._look()
 
-    def discover(self, optimizer: Optimizer) -> None:
+    def discover(self, optimizer: Optimizer, *_: Any) -> None:
         """Call `watch` and `before_step` if this optimizer, which is about to step, trains the model."""
         if not self._tensors or optimizer in self._others:
             return
@@ -128,14 +128,7 @@ class WeightCopies:
 
     def discover_all(self) -> None:
         """Call `discover` before every step of every optimizer of this process, as long as this object exists."""
-        key = id(self)
-        _discovering[key] = weakref.ref(self, lambda _: _discovering.pop(key, None))
-        with _installing:
-            if not _installed:
-                hook: Any = _discover
-                if "torch._dynamo" in sys.modules:  # else there is no optimizer yet, and the import takes seconds
-                    hook = torch.compiler.disable(_discover)  # type: ignore[no-untyped-call]
-                _installed.append(register_optimizer_step_pre_hook(hook))
+        before_every_step(self.discover)
 
     @contextmanager
     def loading(self, model: object, tensors: Tensors, *, refuses: bool = True) -> Iterator[None]:
@@ -176,7 +169,7 @@ class WeightCopies:
 
     def _require_loadable(self, places: Iterable[str]) -> None:
         for place in sorted(self._followed.intersection(places)):
-            if not any(word in place.rpartition(".")[2].lower() for word in AVERAGES):
+            if not _is_average(place):
                 raise UsageError(
                     f"The optimizer keeps a copy of the weights, {place}, that followed them in an earlier step and "
                     "differs from them now. Atoll cannot load the global model into it, and without that, the next "
@@ -218,19 +211,121 @@ class WeightCopies:
             self._report(f"the global model was loaded, but {why}. So the load was undone, and the result is wrong.")
 
 
-_discovering: dict[int, weakref.ref[WeightCopies]] = {}
+class CorrectedCopies:
+    """Lets what an algorithm changes in the weights after a step reach the copies from which the next step starts.
+
+    A copy that has equalled the weights after every step is changed itself, in its own dtype, and the weights get its
+    values: a small change would be lost in bf16. If a copy follows the weights, but is another tensor in between, as in
+    schedule-free optimizers, the next step would undo a part of the change, so it is refused.
+
+    Args:
+        optimizer: the optimizer that makes the steps.
+        parameters: the model's parameters, with the weights before the first of these steps.
+        algorithm: the algorithm's name, for messages.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor], algorithm: str) -> None:
+        plain = [each for each in parameters if type(each) in PLAIN and _may_be_copied(each)]
+        self._tensors = {} if _may_have_no_memory(optimizer) else {_memory(each): each for each in plain}
+        self._optimizer, self._algorithm = optimizer, algorithm
+        self._load = _Load(_Sample({}), _Sample(self._tensors))
+        self._steps_left, self._followed, self._differed = STEPS, set[str](), set[str]()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Let what the `with` block changes in the weights, after a step, reach the copies.
+
+        Raises:
+            UsageError: the block has changed weights of which the optimizer keeps a copy that cannot be changed.
+        """
+        found: dict[str, list[Pair]] = {}
+        if self._steps_left or self._followed:
+            found = _tensors_in(self._optimizer, self._tensors) | _flat_in(self._optimizer, self._tensors)
+        self._compare(found)
+        partly = {place: pairs for place, pairs in found.items() if place in self._followed & self._differed}
+        before = {place: [_points(each.parameter).clone() for each in pairs] for place, pairs in partly.items()}
+        with _in_place_of_weights([pair for place in found.keys() - self._differed for pair in found[place]]):
+            yield
+        for place, points in before.items():
+            if not all(
+                torch.equal(then, _points(now.parameter)) for then, now in zip(points, partly[place], strict=True)
+            ):
+                raise UsageError(
+                    f"The optimizer keeps a copy of the weights, {place}, from which its steps start, and which does "
+                    f"not equal them after each step. {self._algorithm} changes the weights after each step, and the "
+                    "next steps would undo a part of that.",
+                    "Use an optimizer without such a copy, or fedprox or fedavg. With Lookahead, pass the optimizer "
+                    "inside of it.",
+                )
+
+    def _compare(self, found: Mapping[str, Sequence[Pair]]) -> None:
+        """Note which tensors equal the weights after this step, and which do not."""
+        if not self._steps_left:
+            return
+        self._steps_left -= 1
+        for place, pairs in found.items():
+            if _is_average(place) or not _are_equal(pairs):
+                self._differed.add(place)
+            elif self._load.has_moved(pairs):
+                self._followed.add(place)
+
+
+@contextmanager
+def _in_place_of_weights(pairs: Sequence[Pair]) -> Iterator[None]:
+    """Let the `with` block change copies in place of their parameters. At its end, these get the values of the copies.
+
+    Args:
+        pairs: the parameters and copies, which are equal up to a cast. Of a parameter's copies, the first is changed.
+    """
+    weights, wide = dict[int, Tensor](), dict[int, Tensor]()
+    for parameter, copy in pairs:
+        if id(parameter) not in weights and copy.element_size() >= parameter.element_size():
+            weights[id(parameter)], wide[id(parameter)] = parameter.data, copy.detach().to(parameter.device)
+            parameter.data = wide[id(parameter)]
+    try:
+        yield
+    finally:
+        for parameter, _ in pairs:
+            if id(parameter) in weights:
+                parameter.data = weights.pop(id(parameter))
+                _fill([Pair(parameter, wide[id(parameter)])], from_copies=True)
+        for parameter, copy in pairs:
+            copy.detach().copy_(wide.get(id(parameter), parameter.detach()))
+
+
+Listener: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+"""A function that is called before a step, with the optimizer and the arguments of its `step`."""
+
+_listeners: dict[int, weakref.WeakMethod[Listener]] = {}
 _installing = threading.Lock()
 _installed: list[Any] = []
 """The hook of all optimizers. It stays: another thread may be calling the hooks, which must not change then."""
 
 
-def _discover(optimizer: Optimizer, *_: Any) -> None:
+def before_every_step(method: Listener) -> None:
+    """Call a method before every step of every optimizer of this process, as long as the method's object exists."""
+    key = id(method.__self__)  # type: ignore[attr-defined]
+    _listeners[key] = weakref.WeakMethod(method, lambda _: _listeners.pop(key, None))
+    with _installing:
+        if not _installed:
+            hook: Any = _call_listeners
+            if "torch._dynamo" in sys.modules:  # else there is no optimizer yet, and the import takes seconds
+                hook = torch.compiler.disable(_call_listeners)  # type: ignore[no-untyped-call]
+            _installed.append(register_optimizer_step_pre_hook(hook))
+
+
+def no_longer_before_steps(method: Listener) -> None:
+    """End what `before_every_step` has begun for the method's object. Idempotent."""
+    _listeners.pop(id(method.__self__), None)  # type: ignore[attr-defined]
+
+
+def _call_listeners(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    for each in list(_discovering.values()):
-        copies = each()
-        if copies is not None:
-            copies.discover(optimizer)
+    for each in list(_listeners.values()):
+        method = each()
+        if method is not None:
+            method(optimizer, args, kwargs)
 
 
 class _Sample:
@@ -384,9 +479,15 @@ def _fill(pairs: Sequence[Pair], *, from_copies: bool = False) -> None:
 
 def parameters_copied(optimizer: Optimizer, parameters: Iterable[Tensor]) -> set[int]:
     """Return `id(parameter)` for each parameter of a model with a copy that is a parameter of the optimizer."""
+    if _may_have_no_memory(optimizer):
+        return set()
     found = _tensors_in(optimizer, {_memory(each): each for each in parameters if _may_be_copied(_local(each))})
     pairs = [pair for place, each in found.items() if place.endswith(OWN) for pair in each]
     return {id(pair.parameter) for pair in pairs} if _are_equal(pairs) else set()
+
+
+def _is_average(place: str) -> bool:
+    return any(word in place.rpartition(".")[2].lower() for word in AVERAGES)
 
 
 def _may_be_copied(tensor: Tensor) -> bool:
@@ -399,10 +500,14 @@ def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 def _trains(optimizer: Any, model: Memory) -> bool:
     """Return whether an optimizer holds one of the model's tensors, or a copy of one as its parameter."""
-    parameters = list(_parameters_of(optimizer))
-    if any(type(each) not in PLAIN and not is_sharded(each) for each in parameters):  # it may have no memory
+    if _may_have_no_memory(optimizer):
         return False
-    return any(_memory(each) in model for each in parameters) or any(_tensors_in(optimizer, model).values())
+    of_model = any(_memory(each) in model for each in _parameters_of(optimizer))
+    return of_model or any(_tensors_in(optimizer, model).values())
+
+
+def _may_have_no_memory(optimizer: Any) -> bool:
+    return any(type(each) not in PLAIN and not is_sharded(each) for each in _parameters_of(optimizer))
 
 
 def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[str, list[Pair]]:
@@ -421,6 +526,20 @@ def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[
             seen.add(id(each))
             waiting += [value for value in _own_attributes(each).values() if hasattr(value, "param_groups")]
             _search(each, model, most, found)
+    return found
+
+
+def _flat_in(optimizer: Optimizer, model: Memory) -> dict[str, list[Pair]]:
+    """Return the flat tensors of an optimizer that have as many elements as its parameters together: place → pairs."""
+    found: dict[str, list[Pair]] = {}
+    mine = [model[key] for key in map(_memory, _parameters_of(optimizer)) if key in model]
+    if type(optimizer).__module__.partition(".")[0] == "torch" or len(mine) < 2:  # one: as it is in `_tensors_in`
+        return found
+    sizes = [each.numel() for each in mine]
+    for place, _, tensor in _leaves(_attributes(optimizer, None), type(optimizer).__name__, DEPTH):
+        if _may_be_copied(tensor) and tensor.shape == (sum(sizes),):
+            pieces = zip(mine, torch.split(tensor.detach(), sizes), strict=True)
+            found[place] = [Pair(each, piece.view(each.shape)) for each, piece in pieces]
     return found
 
 

@@ -392,12 +392,13 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
-def test_training_behind_the_corrections_back_is_refused(tmp_path: Path, algorithm: str) -> None:
-    """A second optimizer over the same parameters trains: no step of it was corrected."""
+def test_training_before_the_correction_is_refused(tmp_path: Path, algorithm: str) -> None:
+    """An optimizer over the same parameters trains: no step of it was corrected."""
     with first_round(tmp_path, algorithm) as fl_round:
         model = fl_round.load_into(One())
+        train(model, sgd(model), 1.0)
         with fl_round.correct(model, sgd(model)):
-            train(model, sgd(model), 1.0)
+            pass
         with pytest.raises(UsageError, match=r"(fedprox|scaffold) saw no optimizer step.*that trains the model"):
             fl_round.submit(model)
         assert not fl_round.done

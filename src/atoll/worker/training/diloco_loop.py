@@ -586,7 +586,14 @@ class DiLoCo:
     def follow(self, optimizer: Given) -> None:
         """Hook another optimizer in place of the current one, and look up the model's parameters again.
 
-        Integrations call this when a framework creates a new optimizer or moves the parameters.
+        Call this before the first step of an optimizer that replaces another one. Integrations call it when a framework
+        creates a new optimizer or moves the parameters.
+
+        Args:
+            optimizer: the new optimizer; or a list of all optimizers, if there are several.
+
+        Raises:
+            UsageError: the optimizers do not hold the model's trainable parameters.
         """
         self._set_optimizers(optimizer)
         self.optimizer = optimizer
@@ -738,6 +745,19 @@ class DiLoCo:
 
     def _hook(self) -> None:
         self._steps = Steps(self._layers, self._copies.before_step, self._after_step)
+        self._steps.refuse_others(self.model, self._refuse_step, is_partial=self._allow_partial)
+
+    @public_api
+    def _refuse_step(self, optimizer: Optimizer, name: str) -> None:
+        if self.over or self._stopped:
+            return
+        raise UsageError(
+            f"The optimizer {type(optimizer).__name__}, which DiLoCo does not follow, is about to train the model; for "
+            f"example, {name!r}. Its steps would not be counted, so the model would not be synchronised with the run.",
+            "If it replaces another optimizer, call follow(optimizer) of the DiLoCo object before its first step. If "
+            "both train the model, pass them as a list. To train other parameters without Atoll on purpose, pass "
+            "allow_partial=True.",
+        )
 
     def _unhook(self) -> None:
         release(self)

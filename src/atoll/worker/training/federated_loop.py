@@ -119,12 +119,15 @@ class Round:
             UsageError: the optimizer keeps a copy of the weights that cannot be loaded. Nothing was downloaded.
         """
         tensors = self._backend.tensors_of(model)
-        if self._hooks is not None:
-            self._hooks.close()
-            self._hooks = None
+        self._forget_training()
         with self._copies.loading(model, tensors):
             _finish_load_(self._backend, model, self._pull(model, tensors))
         return model
+
+    def _forget_training(self) -> None:
+        if self._hooks is not None:
+            self._hooks.close()
+            self._hooks = None
 
     def _pull(self, model: Model, tensors: Tensors) -> dict[str, Tensor]:
         """Load the round's version into a model. Return the tensors that were loaded."""
@@ -177,7 +180,11 @@ class Round:
             advice = ALL_IN_ONE if hooks.one_rate else ALL_CORRECTED
             require_holds_all(held_by(optimizers), hooks.parameters, advice)
         self._optimizers = optimizers
-        return hooks.attach(optimizer)
+        return hooks.attach(
+            optimizer,
+            is_partial=allow_partial or not hooks.changes_training,
+            needs_steps=local is not None and local.info.needs_steps,
+        )
 
     @public_api
     def global_state(self, group: str) -> dict[str, Tensor]:
@@ -422,6 +429,8 @@ class Worker(TaskWorker):
         if not self._has_ended and self._process == os.getpid():
             self._has_ended = True
             self._answer_no_more()
+            if self._round is not None:
+                self._round._forget_training()
             self._copies.forget_model()
             self._backend.leave(error)
 

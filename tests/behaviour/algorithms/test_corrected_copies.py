@@ -1,0 +1,294 @@
+"""Corrections of optimizers that keep a copy of the weights: they reach the copy, or are refused.
+
+Every optimizer steps by its gradient, w ← w − g, from a copy of the weights. FedProx, with g = −1/4 and μ = 1/2 from 1:
+1.25, then by 1/4 − 1/2·1/4 to 1.375, then by 1/4 − 1/2·3/8 to 1.4375. SCAFFOLD adds c_i − c to each step. Numbers in
+bf16 have 8 bits: 1 + 1/256 is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from kit import exported
+from kit.servers import plain_server
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import atoll
+from atoll.errors import UsageError
+
+SMALL = 1 / 1024
+
+
+class Two(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.w, self.b = (nn.Parameter(torch.full((3,), value, dtype=dtype)) for value in (1.0, 2.0))
+
+
+class InState(Optimizer):
+    """Steps fp32 copies of the weights, made at the first step."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def copies(self) -> list[Tensor]:
+        values = self.param_groups[0]["params"]
+        return [self.state[value].setdefault("master", value.detach().float().clone()) for value in values]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value, master in zip(self.param_groups[0]["params"], self.copies(), strict=True):
+            master -= value.grad
+            value.copy_(master)
+
+
+class InList(InState):
+    """Has its copies from the start, outside of its state."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.masters = [value.detach().float().clone() for value in self.param_groups[0]["params"]]
+
+    def copies(self) -> list[Tensor]:
+        return self.masters
+
+
+class Flat(InState):
+    """Has one flat copy of all weights."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.flat = torch.cat([value.detach().float() for value in self.param_groups[0]["params"]])
+
+    def copies(self) -> list[Tensor]:
+        return list(self.flat.split(3))
+
+
+class InOptimizer(InState):
+    """Has an optimizer of the copies inside, to which it gives the gradients."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.inner = SGD([nn.Parameter(value.detach().float()) for value in self.param_groups[0]["params"]], lr=1.0)
+
+    def copies(self) -> list[Tensor]:
+        masters: list[Tensor] = self.inner.param_groups[0]["params"]
+        return masters
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        values = self.param_groups[0]["params"]
+        for value, master in zip(values, self.copies(), strict=True):
+            master.grad = value.grad.float()
+        self.inner.step()
+        for value, master in zip(values, self.copies(), strict=True):
+            value.copy_(master)
+
+
+class Outside:
+    """As in Apex: the optimizer has the copies alone, and the wrapper copies gradients and weights."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.values = list(parameters)
+        self.optimizer = SGD([nn.Parameter(value.detach().float()) for value in self.values], lr=1.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        masters = self.optimizer.param_groups[0]["params"]
+        for value, master in zip(self.values, masters, strict=True):
+            assert value.grad is not None
+            master.grad = value.grad.float()
+        self.optimizer.step()
+        for value, master in zip(self.values, masters, strict=True):
+            value.copy_(master)
+
+
+class Lookahead(Optimizer):
+    """Every second step, slow weights move half the way to the weights, which begin there again."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.inner, self.made = SGD(self.param_groups, lr=1.0), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        values = self.param_groups[0]["params"]
+        slow = [self.state[value].setdefault("slow", value.clone()) for value in values]
+        self.inner.step()
+        self.made += 1
+        if self.made % 2 == 0:
+            for value, each in zip(values, slow, strict=True):
+                value.copy_(each.lerp_(value, 0.5))
+
+
+class ScheduleFree(Optimizer):
+    """SGD of Defazio et al. with β = 1/2: gradients at y, which is the weights, between z and its average x."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1.0, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["k"] += 1
+        for y in group["params"]:
+            z = self.state[y].setdefault("z", y.clone())
+            y.lerp_(z, 1 / group["k"]).sub_(y.grad, alpha=1 - 0.5 * (1 - 1 / group["k"]))
+            z.sub_(y.grad)
+
+
+class WithMoment(SGD):
+    """Keeps an average of the weights, their first values and a moment, from none of which it steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value in self.param_groups[0]["params"]:
+            self.state[value].setdefault("anchor", value.clone())
+        super().step()
+        for value in self.param_groups[0]["params"]:
+            self.state[value].setdefault("ema", value.clone()).lerp_(value, 0.5)
+            self.state[value]["m"] = value.grad.clone()
+
+
+def controls(shift: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Control variates c and c_i of `Two`, with c − c_i = `shift`."""
+    return {name: torch.full((3,), shift) for name in "wb"}, {name: torch.zeros(3) for name in "wb"}
+
+
+def train(model: Any, corrected: Any, step: Callable[[], object], given: Any, gradient: float, steps: int = 3) -> None:
+    with corrected.correct(given):
+        for _ in range(steps):
+            for value in model.parameters():
+                value.grad = torch.full_like(value, gradient)
+            step()
+
+
+def first(tensors: Iterable[Tensor]) -> list[float]:
+    values = [each.flatten().tolist() for each in tensors]
+    assert all(len(set(each)) == 1 for each in values)
+    return [each[0] for each in values]
+
+
+MASTERS = pytest.mark.parametrize("kind", [InState, InList, InOptimizer, Flat])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+@pytest.mark.covers("X11")
+@MASTERS
+@DTYPES
+def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
+    model = Two(dtype)
+    optimizer = kind(model.parameters())
+    train(model, atoll.FedProx(model, mu=0.5), optimizer.step, optimizer, -0.25)
+    assert first(model.parameters()) == first(optimizer.copies()) == [1.4375, 2.4375]
+
+
+@pytest.mark.covers("X11")
+@MASTERS
+@DTYPES
+def test_scaffold_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
+    """c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
+    model = Two(dtype)
+    optimizer = kind(model.parameters())
+    scaffold = atoll.Scaffold(model, *controls(-0.25))
+    train(model, scaffold, optimizer.step, optimizer, -0.25)
+    assert first(model.parameters()) == first(optimizer.copies()) == [2.5, 3.5]
+    assert first(scaffold.finish().values()) == [-0.25, -0.25]
+
+
+@pytest.mark.covers("X11")
+@MASTERS
+def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
+    """8 steps of 1/1024, and gradients of 0: in bf16, 1 + 1/1024 is 1 again, and 1 + 8/1024 is the next number."""
+    model = Two()
+    optimizer = kind(model.parameters())
+    train(model, atoll.Scaffold(model, *controls(-SMALL)), optimizer.step, optimizer, 0.0, steps=8)
+    assert first(optimizer.copies()) == [1 + 8 * SMALL, 2 + 8 * SMALL]
+    assert first(model.parameters()) == [1 + 8 * SMALL, 2.0]
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.covers("X11")
+def test_scaffold_leaves_what_no_step_starts_from() -> None:
+    """3 steps of 1/4 + 1/4, of which the average sees the uncorrected end: 1.25, then (1.25 + 1.75)/2, then 1.875."""
+    model = Two(torch.float32)
+    optimizer = WithMoment(model.parameters(), lr=1.0)
+    train(model, atoll.Scaffold(model, *controls(-0.25)), optimizer.step, optimizer, -0.25)
+    assert first(model.parameters()) == [2.5, 3.5]
+    state = optimizer.state[model.w]
+    assert first([state["anchor"], state["ema"], state["m"]]) == [1.0, 1.875, -0.25]
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize(
+    ("kind", "named"), [(Lookahead, "Lookahead.state.slow"), (ScheduleFree, "ScheduleFree.state.z")]
+)
+def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: str) -> None:
+    model = Two(torch.float32)
+    optimizer = kind(model.parameters())
+    scaffold = atoll.Scaffold(model, *controls(-0.25))
+    with pytest.raises(UsageError, match=rf"a copy of the weights, {named}, .*SCAFFOLD changes .* undo a part"):
+        train(model, scaffold, optimizer.step, optimizer, -0.25)
+
+
+@pytest.mark.covers("X11")
+def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
+    """Two steps of 1/4 + 1/4, of which half remains, and one more: 1 → 1.5 → 2 → 1.5 → 2."""
+    model = Two(torch.float32)
+    optimizer = Lookahead(model.parameters())
+    train(model, atoll.Scaffold(model, *controls(-0.25)), optimizer.step, optimizer.inner, -0.25)
+    assert first(model.parameters()) == [2.0, 3.0]
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize(("kind", "result"), [(Lookahead, 1.34375), (ScheduleFree, 1.40625)])
+def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: float) -> None:
+    """The pull is part of the gradient.
+
+    Lookahead: 1.25, 1.375, of which half remains, 1.1875; then by 1/4 − 1/2·0.1875 to 1.34375. Schedule-free: y and z
+    are 1.25; with g = −1/8, of which y gets 3/4, they are 1.34375 and 1.375; with g = −0.078125, y moves by 1/3 of 1/32
+    and by 2/3 of −g.
+    """
+    model = Two(torch.float32)
+    optimizer = kind(model.parameters())
+    train(model, atoll.FedProx(model, mu=0.5), optimizer.step, optimizer, -0.25)
+    assert first(model.parameters()) == pytest.approx([result, result + 1])
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
+def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorithm: str) -> None:
+    model = Two()
+    optimizer = Outside(model.parameters())
+    corrected: Any = atoll.FedProx(model, mu=0.5) if algorithm == "fedprox" else atoll.Scaffold(model, *controls(0.0))
+    with pytest.raises(
+        UsageError, match=r"SGD trains copies of the model's parameters, for example of 'b'.*in its state"
+    ):
+        corrected.correct(optimizer)
+
+
+@pytest.mark.covers("X11")
+def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: Any) -> None:
+    """Two rounds of three steps of 1/4, with one optimizer."""
+    model = Two()
+    optimizer = Outside(model.parameters())
+    with plain_server(tmp_path, Two(), algorithm="fednova", sites=1, rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                train(model, _OfRound(fl_round, model), optimizer.step, optimizer, -0.25)
+                fl_round.submit(model)
+        server.run()
+    assert first(exported(tmp_path)[name] for name in "wb") == [2.5, 3.5]
+
+
+class _OfRound:
+    def __init__(self, fl_round: Any, model: nn.Module) -> None:
+        self.fl_round, self.model = fl_round, model
+
+    def correct(self, optimizer: Any) -> Any:
+        return self.fl_round.correct(self.model, optimizer)

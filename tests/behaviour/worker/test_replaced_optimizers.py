@@ -1,0 +1,401 @@
+"""An optimizer that takes the place of another in mid-run: followed when it is passed, refused at its first step else.
+
+Each parameter has the gradient −1 at each step, and the learning rate is 1: a step adds 1 to each weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import exported
+from kit.servers import PLAIN_DILOCO, plain_server, state_of
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+import atoll
+from atoll.errors import UsageError
+
+NOT_FOLLOWED = r"SGD, which DiLoCo does not follow, is about to train .*'\w+'.*call follow\(optimizer\) of the DiLoCo"
+NOT_CORRECTED = r"SGD, which correct\(\) did not get, is about to train .*'\w+'.* not be corrected.* call correct\(\)"
+NOT_COUNTED = r"SGD, which correct\(\) did not get, is about to train .*'\w+'.* not be counted"
+
+
+class Two(nn.Module):
+    """Two parameters, of which one may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(3))
+        self.b = nn.Parameter(torch.zeros(2))
+
+
+def sgd(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=1.0)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    for value in model.parameters():
+        value.grad = torch.full_like(value, -1.0)
+    optimizer.step()
+
+
+@contextmanager
+def diloco(folder: Path, model: nn.Module, optimizer: Any, **options: Any) -> Iterator[Any]:
+    """A DiLoCo run of one site and three rounds of two steps. It has made one step."""
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
+    with plain_server(folder, copy.deepcopy(model), sites=1, rounds=3, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder / "w", **options) as loop:
+            step(model, optimizer)
+            yield loop
+
+
+@contextmanager
+def federated(folder: Path, model: nn.Module, algorithm: str = "fedprox") -> Iterator[Any]:
+    with plain_server(folder, copy.deepcopy(model), algorithm=algorithm, sites=1, rounds=2) as server:
+        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+            fl_round = next(iter(worker))
+            fl_round.load_into(model)
+            yield fl_round
+
+
+# -- replaced in mid-run
+
+
+def shallow(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    return copy.copy(optimizer)
+
+
+def recreated(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """As from a file: a copy has parameters of its own, in place of which it gets those of the model."""
+    new = copy.deepcopy(optimizer)
+    new.param_groups[0]["params"] = list(model.parameters())
+    return new
+
+
+def of_new_parameters(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return sgd(model)
+
+
+def of_one_parameter(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    return SGD([model.get_parameter("b")], lr=1.0)
+
+
+def of_the_same_memory(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    values = [nn.Parameter(value.data) for value in model.parameters()]
+    for value in values:
+        value.grad = torch.full_like(value, -1.0)
+    return SGD(values, lr=1.0)
+
+
+REPLACEMENTS: list[Callable[[nn.Module, Optimizer], Optimizer]] = [
+    lambda model, optimizer: sgd(model),
+    shallow,
+    recreated,
+    of_new_parameters,
+    of_one_parameter,
+    of_the_same_memory,
+]
+NAMES = ["new", "shallow", "recreated", "of_new_parameters", "of_one_parameter", "of_the_same_memory"]
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("replace", REPLACEMENTS, ids=NAMES)
+def test_diloco_refuses_an_optimizer_that_replaces_another(tmp_path: Path, replace: Any) -> None:
+    model = Two()
+    with pytest.raises(UsageError, match=NOT_FOLLOWED), diloco(tmp_path, model, optimizer := sgd(model)):
+        step(model, replace(model, optimizer))
+    assert model.w.tolist() == [1.0] * 3  # the refused step has changed nothing
+
+
+@pytest.mark.covers("X11")
+def test_a_refused_optimizer_is_named_at_the_server(tmp_path: Path) -> None:
+    model = Two()
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
+    with plain_server(tmp_path, Two(), sites=1, rounds=1, **settings) as server:
+        with pytest.raises(UsageError, match=NOT_FOLLOWED):
+            with atoll.DiLoCo(model, sgd(model), server=server.url, site="a", folder=tmp_path / "w"):
+                step(model, sgd(model))
+        assert state_of(server) == "failed"
+
+
+@pytest.mark.covers("X11")
+def test_diloco_refuses_one_of_several_that_was_replaced(tmp_path: Path) -> None:
+    model = Two()
+    first, second = SGD([model.w], lr=1.0), SGD([model.b], lr=1.0)
+    with plain_server(tmp_path, Two(), sites=1, rounds=3, **PLAIN_DILOCO) as server:
+        with atoll.DiLoCo(model, [first, second], server=server.url, site="a", folder=tmp_path / "w"):
+            step(model, first)
+            with pytest.raises(UsageError, match=NOT_FOLLOWED):
+                SGD([model.b], lr=1.0).step()
+
+
+@pytest.mark.covers("X11")
+def test_diloco_goes_on_with_a_replacement_that_follow_gets(tmp_path: Path) -> None:
+    """3 rounds of 2 steps of 1: the step of the first optimizer counts, too."""
+    model = Two()
+    with diloco(tmp_path, model, first := sgd(model)) as loop:
+        loop.follow(second := sgd(model))
+        while not loop.finished:
+            step(model, second)
+        step(model, first)  # the run is over
+    assert exported(tmp_path)["w"].tolist() == [6.0] * 3
+
+
+class Wrapper:
+    """Steps the optimizer that it has."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+@pytest.mark.covers("X11")
+def test_diloco_refuses_an_optimizer_that_was_replaced_in_its_wrapper(tmp_path: Path) -> None:
+    model = Two()
+    with diloco(tmp_path, model, wrapper := Wrapper(sgd(model))):
+        wrapper.optimizer = sgd(model)
+        with pytest.raises(UsageError, match=NOT_FOLLOWED):
+            step(model, wrapper)
+
+
+class Masters:
+    """As in Apex: the optimizer has copies alone, and the wrapper copies gradients and weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = list(model.parameters())
+        self.optimizer = SGD([nn.Parameter(value.detach().double()) for value in self.values], lr=1.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        masters = self.optimizer.param_groups[0]["params"]
+        for value, master in zip(self.values, masters, strict=True):
+            assert value.grad is not None
+            master.grad = value.grad.double()
+        self.optimizer.step()
+        for value, master in zip(self.values, masters, strict=True):
+            value.copy_(master)
+
+
+@pytest.mark.covers("X11")
+def test_diloco_refuses_an_optimizer_of_copies_that_replaces_another(tmp_path: Path) -> None:
+    model = Two()
+    nn.init.ones_(model.w)  # zeros alone are not taken for copies
+    with diloco(tmp_path, model, Masters(model)):
+        with pytest.raises(UsageError, match=NOT_FOLLOWED):
+            step(model, Masters(model))
+
+
+@pytest.mark.covers("X11")
+def test_a_partial_diloco_refuses_a_replacement_and_not_what_trains_the_rest(tmp_path: Path) -> None:
+    model = Two()
+    with diloco(tmp_path, model, SGD([model.w], lr=1.0), allow_partial=True):
+        step(model, SGD([model.b], lr=1.0))
+        with pytest.raises(UsageError, match=NOT_FOLLOWED):
+            step(model, sgd(model))
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("replace", REPLACEMENTS[:3], ids=NAMES[:3])
+@pytest.mark.parametrize(
+    ("algorithm", "told"), [("fedprox", NOT_CORRECTED), ("scaffold", NOT_CORRECTED), ("fednova", NOT_COUNTED)]
+)
+def test_a_round_refuses_an_optimizer_that_replaces_another(
+    tmp_path: Path, algorithm: str, told: str, replace: Any
+) -> None:
+    """After `correct` got it, the round goes on: 2 steps of 1, since all corrections of the first round are zero."""
+    model = Two()
+    with federated(tmp_path, model, algorithm) as fl_round:
+        with fl_round.correct(model, optimizer := sgd(model)) as hooks:
+            step(model, optimizer)
+            new = replace(model, optimizer)
+            with pytest.raises(UsageError, match=told):
+                step(model, new)
+        with fl_round.correct(model, new):
+            step(model, new)
+        assert hooks.steps == 2
+        fl_round.submit(model)
+        step(model, optimizer)  # the round is over
+
+
+@pytest.mark.covers("X11")
+def test_a_correction_by_hand_refuses_a_replacement() -> None:
+    """μ = 1/2: the second step has the gradient −1 + 1/2·1, whichever optimizer makes it."""
+    model = Two()
+    prox = atoll.FedProx(model, mu=0.5)
+    with prox.correct(optimizer := sgd(model)):
+        step(model, optimizer)
+        with pytest.raises(UsageError, match=NOT_CORRECTED):
+            step(model, sgd(model))
+    with prox.correct(new := sgd(model)):
+        step(model, new)
+    assert model.w.tolist() == [1.5] * 3
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("told_to_optimizer", [True, False])
+def test_a_round_refuses_a_parameter_that_was_replaced(tmp_path: Path, told_to_optimizer: bool) -> None:
+    model = Two()
+    with federated(tmp_path, model) as fl_round, fl_round.correct(model, optimizer := sgd(model)):
+        step(model, optimizer)
+        model.b = nn.Parameter(torch.zeros(2))
+        if told_to_optimizer:
+            optimizer.add_param_group({"params": [model.b]})
+        else:
+            step(model, optimizer)
+        refused: Any = partial(step, model, optimizer) if told_to_optimizer else partial(fl_round.submit, model)
+        with pytest.raises(UsageError, match=r"parameter 'b' was added, removed or replaced.*does not correct the new"):
+            refused()
+
+
+# -- what is no replacement
+
+
+class Outer(Optimizer):
+    """Steps another optimizer of the same parameters, which it has in a list."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = [inner]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner:
+            each.step()
+
+
+def outer(model: nn.Module, optimizer: Optimizer) -> Any:
+    return Outer(optimizer)
+
+
+def scheduled(model: nn.Module, optimizer: Optimizer) -> Any:
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    return optimizer
+
+
+def scaled(model: nn.Module, optimizer: Optimizer) -> Any:
+    class Scaled:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+
+        def step(self) -> None:
+            self.scaler.scale(torch.zeros(()))
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    return Scaled()
+
+
+def reloaded(model: nn.Module, optimizer: Optimizer) -> Any:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer
+
+
+def beside_another_model(model: nn.Module, optimizer: Optimizer) -> Any:
+    other = copy.deepcopy(model)
+    for _ in range(2):
+        step(other, sgd(other))
+    return optimizer
+
+
+def beside_an_equal_model_in_more_bits(model: nn.Module, optimizer: Optimizer) -> Any:
+    other, values = copy.deepcopy(model).double(), list(model.parameters())
+    gradients = [value.grad for value in values]
+    model.zero_grad()
+    step(other, sgd(other))
+    for value, gradient in zip(values, gradients, strict=True):
+        value.grad = gradient
+    return optimizer
+
+
+def beside_frozen_parameters(model: nn.Module, optimizer: Optimizer) -> Any:
+    frozen = SGD([model.get_parameter("b").requires_grad_(False)], lr=0.0)
+    for _ in range(2):
+        frozen.step()
+    return optimizer
+
+
+def beside_a_schedule_that_is_tried(model: nn.Module, optimizer: Optimizer) -> Any:
+    model.zero_grad()
+    sgd(model).step()
+    return optimizer
+
+
+def in_a_fork(model: nn.Module, optimizer: Optimizer) -> Any:
+    process = os.fork()
+    if not process:
+        try:
+            for value in model.parameters():
+                value.grad = None
+            next(iter(model.parameters())).grad = torch.zeros(3)
+            sgd(model).step()
+        except BaseException:  # the child must not go on as the test
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    return optimizer
+
+
+RIGHT = [
+    outer,
+    scheduled,
+    scaled,
+    reloaded,
+    beside_another_model,
+    beside_an_equal_model_in_more_bits,
+    beside_frozen_parameters,
+    beside_a_schedule_that_is_tried,
+    in_a_fork,
+]
+
+
+@pytest.mark.parametrize("change", RIGHT)
+@pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold"])
+def test_goes_on_with_an_optimizer_that_is_not_replaced(tmp_path: Path, kind: str, change: Any) -> None:
+    """By hand, μ = 1/2: the weights are 1, 1.5, 1.75 after the steps; DiLoCo and SCAFFOLD without controls add 1."""
+    model = Two()
+    if kind == "diloco":
+        with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
+            optimizer = change(model, optimizer)
+            while not loop.finished:
+                step(model, optimizer)
+        assert exported(tmp_path)["w"].tolist() == [6.0] * 3
+        return
+    none = {"w": torch.zeros(3), "b": torch.zeros(2)}
+    by_hand: Any = atoll.FedProx(model, mu=0.5) if kind == "fedprox" else atoll.Scaffold(model, none, none)
+    with by_hand.correct(optimizer := sgd(model)) as hooks:
+        step(model, optimizer)
+        optimizer = change(model, optimizer)
+        for _ in range(2):
+            step(model, optimizer)
+    assert hooks.steps == 3
+    assert model.w.tolist() == [1.75 if kind == "fedprox" else 3.0] * 3
+    step(model, sgd(model))  # the block has ended
+
+
+def test_a_federated_site_that_has_left_trains_on_with_any_optimizer(tmp_path: Path) -> None:
+    model = Two()
+    with federated(tmp_path, model) as fl_round:
+        step(model, sgd(model))  # before correct()
+        fl_round.correct(model, optimizer := sgd(model))
+        step(model, optimizer)
+    step(model, sgd(model))
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "fednova"])
+def test_without_a_correction_other_parameters_have_any_optimizer(tmp_path: Path, algorithm: str) -> None:
+    model = Two()
+    with federated(tmp_path, model, algorithm) as fl_round, fl_round.correct(model, first := SGD([model.w], lr=1.0)):
+        step(model, first)
+        step(model, SGD([model.b], lr=1.0))
+        if algorithm == "fedavg":
+            step(model, sgd(model))
+        fl_round.submit(model)
