@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
-from atoll.errors import UpdateRefused
+from atoll.errors import RunFailed, UpdateRefused
 from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import (
     MOST_SOURCES,
@@ -55,6 +55,8 @@ PULLS = 3
 """Number of times that the aggregator tries to pull one update before another worker aggregates."""
 SLOWER = 10
 """An aggregator that takes this many times longer than any earlier round is replaced, but only once per round."""
+MOST_RAISED = 5
+"""If the code of the run, such as its reducer, raises an error at this many workers in a round, the run has failed."""
 WARY = 10
 """For this many rounds, a worker that failed to aggregate is chosen only if no other worker is available."""
 
@@ -78,7 +80,8 @@ class Assignment:
         checker: site that checks the new version. It aggregates the next round, unless the user named others.
         checks_s: time at which `checker` was chosen.
         unable: sites that could not check the new version.
-        overflowed: sites that computed a result with values that are not finite.
+        raised: site whose worker got an error that other workers would probably get, too → whether its result
+            contained values that are not finite. Else the code of the run raised.
         first: site that downloads the initial model from the server.
     """
 
@@ -96,7 +99,7 @@ class Assignment:
     checker: str = ""
     checks_s: float = 0.0
     unable: set[str] = field(default_factory=set)
-    overflowed: set[str] = field(default_factory=set)
+    raised: dict[str, bool] = field(default_factory=dict)
     first: str = ""
 
     def lose(self, reason: str) -> None:
@@ -309,8 +312,8 @@ class SwarmView:
         """
         for closed in self._reported(job):
             if not self._is_sound(closed):
-                if closed.overflows:
-                    job.overflowed.add(job.aggregator)
+                if closed.overflows or closed.raised:
+                    job.raised[job.aggregator] = closed.overflows
                 return closed.failed or "the digests of its report do not belong to a version"
         return ""
 
@@ -616,7 +619,8 @@ class SwarmRounds:
             The new version; None if the aggregator was lost and the round is open again.
 
         Raises:
-            Overflow: the result overflows at every worker that could aggregate the round.
+            Overflow: the result overflows at every worker that could aggregate the round, or at `MOST_RAISED` workers.
+            RunFailed: the code of the run raised an error at these workers.
             DiskFull: the journal could not be written. Call this method again.
         """
         view, fragment = self.view, round_.fragment
@@ -643,8 +647,9 @@ class SwarmRounds:
                     return self._commit(frozen, job, closed)
             await self.news.wait(LOOK_S)
         job = view.assignments[fragment]
-        if job.overflowed and job.overflowed.issuperset(view.holding(fragment, round_.base_version)):
-            raise Overflow(job.lost)
+        could = view.holding(fragment, round_.base_version).keys()
+        if job.raised and (len(job.raised) >= MOST_RAISED or could <= job.raised.keys()):
+            raise Overflow(job.lost) if all(job.raised.values()) else _failed_everywhere(number, job)
         return None
 
     def _choose_checker(self, fragment: int, job: Assignment) -> None:
@@ -682,3 +687,11 @@ class SwarmRounds:
             draft.abandon()
             raise
         return row, summary
+
+
+def _failed_everywhere(number: int, job: Assignment) -> RunFailed:
+    return RunFailed(
+        f"Round {number} failed at {', '.join(job.raised)}, so no worker can aggregate it; the last was {job.lost}.",
+        "Correct this code at the sites, and start the server and the sites again: the run continues with the same "
+        "updates.",
+    )
