@@ -35,7 +35,7 @@ from atoll.protocol.swarm_messages import (
 )
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
-from atoll.rounds.sampling import aggregator_of, choose_holders, ranking
+from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, ranking
 from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
@@ -56,7 +56,7 @@ PULLS = 3
 SLOWER = 10
 """An aggregator that takes this many times longer than any earlier round is replaced, but only once per round."""
 MOST_RAISED = 5
-"""If the code of the run, such as its reducer, raises an error at this many workers in a round, the run has failed."""
+"""If the code of the run, such as its reducer, raises an error so many times in a round, the run has failed."""
 WARY = 10
 """For this many rounds, a worker that failed to aggregate is chosen only if no other worker is available."""
 
@@ -80,8 +80,8 @@ class Assignment:
         checker: site that checks the new version. It aggregates the next round, unless the user named others.
         checks_s: time at which `checker` was chosen.
         unable: sites that could not check the new version.
-        raised: site whose worker got an error that other workers would probably get, too → whether its result
-            contained values that are not finite. Else the code of the run raised.
+        raised: errors that other workers would probably get, too: the site, and whether its result contained values
+            that are not finite; else the code of the run raised.
         first: site that downloads the initial model from the server.
     """
 
@@ -99,7 +99,7 @@ class Assignment:
     checker: str = ""
     checks_s: float = 0.0
     unable: set[str] = field(default_factory=set)
-    raised: dict[str, bool] = field(default_factory=dict)
+    raised: list[tuple[str, bool]] = field(default_factory=list)
     first: str = ""
 
     def lose(self, reason: str) -> None:
@@ -313,7 +313,7 @@ class SwarmView:
         for closed in self._reported(job):
             if not self._is_sound(closed):
                 if closed.overflows or closed.raised:
-                    job.raised[job.aggregator] = closed.overflows
+                    job.raised.append((job.aggregator, closed.overflows))
                 return closed.failed or "the digests of its report do not belong to a version"
         return ""
 
@@ -619,8 +619,8 @@ class SwarmRounds:
             The new version; None if the aggregator was lost and the round is open again.
 
         Raises:
-            Overflow: the result overflows at every worker that could aggregate the round, or at `MOST_RAISED` workers.
-            RunFailed: the code of the run raised an error at these workers.
+            Overflow: the result overflows at every worker that could aggregate the round, or `MOST_RAISED` times.
+            RunFailed: the code of the run raised an error as often.
             DiskFull: the journal could not be written. Call this method again.
         """
         view, fragment = self.view, round_.fragment
@@ -647,10 +647,20 @@ class SwarmRounds:
                     return self._commit(frozen, job, closed)
             await self.news.wait(LOOK_S)
         job = view.assignments[fragment]
-        could = view.holding(fragment, round_.base_version).keys()
-        if job.raised and (len(job.raised) >= MOST_RAISED or could <= job.raised.keys()):
-            raise Overflow(job.lost) if all(job.raised.values()) else _failed_everywhere(number, job)
+        if self._has_failed_everywhere(fragment, job):
+            overflows = all(is_overflow for _, is_overflow in job.raised)
+            raise Overflow(job.lost) if overflows else _failed_everywhere(number, job)
         return None
+
+    def _has_failed_everywhere(self, fragment: int, job: Assignment) -> bool:
+        """Return whether a round fails at every worker that could aggregate it, or has failed `MOST_RAISED` times.
+
+        While only one of several workers has the base version, a second one is about to get it, and to try.
+        """
+        raised, could = {site for site, _ in job.raised}, self.view.holding(fragment, job.version)
+        enough = min(HOLDERS, len(self.view.peers.alive))
+        is_everywhere = len(raised) >= max(1, enough) and raised.issuperset(could)
+        return is_everywhere or len(job.raised) >= MOST_RAISED
 
     def _choose_checker(self, fragment: int, job: Assignment) -> None:
         """Choose the worker that checks the new version.
@@ -690,8 +700,9 @@ class SwarmRounds:
 
 
 def _failed_everywhere(number: int, job: Assignment) -> RunFailed:
+    sites = ", ".join(sorted({site for site, _ in job.raised}))
     return RunFailed(
-        f"Round {number} failed at {', '.join(job.raised)}, so no worker can aggregate it; the last was {job.lost}.",
+        f"Round {number} failed at {sites}, so no worker can aggregate it; the last was {job.lost}.",
         "Correct this code at the sites, and start the server and the sites again: the run continues with the same "
         "updates.",
     )
