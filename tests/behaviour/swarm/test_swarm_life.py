@@ -309,6 +309,7 @@ def test_sites_sit_out_rounds_of_a_swarm_as_of_a_server(tmp_path: Path, is_swarm
             torch.testing.assert_close(parameter, begun[name] + 7.0, rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.covers("S2", "P10")
 def test_a_scaffold_swarm_goes_on_after_its_server_was_restored(tmp_path: Path) -> None:
     """The backup is older than the controls of all sites by two rounds; its version is still at workers."""
