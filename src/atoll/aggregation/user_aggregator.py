@@ -319,7 +319,7 @@ class _AggregatingProcess:
         except BadResult as error:
             self._tell_error(message, str(error))
         except MemoryError:
-            self._tell_error(message, "the machine does not have enough memory for the aggregator")
+            self._tell_error(message, "the machine does not have enough memory for the aggregator", is_final=False)
         except Exception as error:
             if isinstance(error, AtollError) and message["what"] == "begin":
                 if error.trace:
@@ -329,8 +329,10 @@ class _AggregatingProcess:
             traceback.print_exc()
             self._tell_error(message, f"{type(error).__name__}: {error} ({_where(error)})")
 
-    def _tell_error(self, message: dict[str, Any], text: str) -> None:
-        self._outgoing.put({"what": "error", "message": text, "round": message.get("round", 0)})
+    def _tell_error(self, message: dict[str, Any], text: str, *, is_final: bool = True) -> None:
+        """Tell the server that the aggregator has failed, and whether it would probably fail again."""
+        number = message.get("round", 0)
+        self._outgoing.put({"what": "error", "message": text, "round": number, "is_final": is_final})
 
     def _begin(self, message: dict[str, Any], _: int | None) -> None:
         torch.set_num_threads(message["threads"])

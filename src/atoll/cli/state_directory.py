@@ -162,7 +162,7 @@ def _last_status(db: sqlite3.Connection, state_dir: Path, run: str) -> tuple[sta
 
 
 def _status(db: sqlite3.Connection, last: status_messages.Status, age_s: float) -> status_messages.Status:
-    epoch, ended = db.execute("SELECT epoch, finished FROM meta").fetchone()
+    epoch, ended, failed = db.execute("SELECT epoch, finished, failed FROM meta").fetchone()
     workflows = _workflows(db, last.workflows)
     # the journal marks a run as finished with its last round, but other workflows may follow
     is_over = all(each.state == "done" for each in workflows) if workflows else bool(ended)
@@ -175,10 +175,11 @@ def _status(db: sqlite3.Connection, last: status_messages.Status, age_s: float) 
         update={
             "epoch": epoch,
             "finished": finished,
+            "failed": failed or last.failed,
             "left_s": None,
             "fragments": _fragments(db, finished=finished or bool(ended)),
             "workflows": workflows,
-            "workers": _workers(db, {worker.site: worker for worker in last.workers}, age_s),
+            "workers": _workers(db, {worker.site: worker for worker in last.workers}, age_s, is_failed=bool(failed)),
             "history": [status_messages.RoundSummary.model_validate_json(text) for (text,) in reversed(found)],
             "deaths": counters.get("deaths", 0),
             "refused": counters.get("refused", 0),
@@ -216,8 +217,9 @@ def _fragments(db: sqlite3.Connection, *, finished: bool) -> list[status_message
 
 
 def _workers(
-    db: sqlite3.Connection, last: dict[str, status_messages.WorkerStatus], age_s: float
+    db: sqlite3.Connection, last: dict[str, status_messages.WorkerStatus], age_s: float, *, is_failed: bool
 ) -> list[status_messages.WorkerStatus]:
+    """Return the workers of a run. In a failed run, none is alive: each has ended, or was not told of the failure."""
     rows: list[tuple[Any, ...]] = db.execute(
         "SELECT site, host, state, joined_at, labels_json, detail, rounds_counted FROM members ORDER BY site"
     ).fetchall()
@@ -226,7 +228,9 @@ def _workers(
         worker.model_copy(
             update={
                 "host": host,
-                "state": state,
+                "state": (worker.state if worker.state == "ended" else "not told")
+                if is_failed and state == "alive"
+                else state,
                 "joined_at": joined_at,
                 "labels": json.loads(labels),
                 "rounds": rounds,

@@ -22,7 +22,7 @@ class WorkerStatus(Message):
 
     site: Shown
     host: Shown = ""
-    state: Shown = Field("", description="alive, dead, left or failed")
+    state: Shown = Field("", description="alive, dead, left or failed; in a failed run, ended or not told")
     doing: Shown = ""
     joined_at: Shown = ""
     last_heartbeat_s: Estimate = Field(

@@ -102,6 +102,7 @@ class ReducedRound(Message):
     seconds: Estimate = 0.0
     failed: Text = ""
     overflows: bool = Field(False, description="Whether the round failed because its result overflows its dtype.")
+    raised: bool = Field(False, description="Whether the run's code raised an error, which it would at others, too.")
 
 
 class Unreached(Message):

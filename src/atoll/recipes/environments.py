@@ -33,6 +33,7 @@ from atoll.errors import (
     ConfigError,
     PortInUse,
     RunFailed,
+    ServerFailed,
     StateLocked,
     StoreError,
     UsageError,
@@ -258,7 +259,8 @@ class ServerEnv(Strict):
             ConfigError: the server's run differs from the recipe. The message names each difference.
             UsageError: the run is finished.
             ServerUnreachable: no server answers.
-            RunFailed: the script ended with an error.
+            ServerFailed: the run had failed at the server before this call.
+            RunFailed: the script ended with an error, or the run failed at the server.
         """
         info, status = ask(self.url, routes.RUN, RunInfo), ask(self.url, routes.STATUS, Status)
         if found := differences(recipe, info, status):
@@ -288,15 +290,17 @@ class ServerEnv(Strict):
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(SCRIPT_POLL_S)
+                answers = False
                 with contextlib.suppress(AtollError):  # the server may have ended; wait for the script
-                    status = ask(self.url, routes.STATUS, Status)
+                    status, answers = ask(self.url, routes.STATUS, Status), True
                 if process.returncode is not None:
                     break
             if not status.finished and last.exists():  # the status that the script got when it left
                 status = Status.model_validate_json(read_own(last))
-        if status.failed:
+        if status.failed or (process.returncode == ServerFailed.exit_code and not answers):
+            why = status.failed or "see the output of the script above."
             raise RunFailed(
-                f"The run has failed at the server {self.url}: {status.failed}",
+                f"The run has failed at the server {self.url}: {why}",
                 "When the cause is mended there and the server runs again, repeat the same call.",
             )
         if process.returncode:

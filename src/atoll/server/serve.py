@@ -54,7 +54,7 @@ GRACE_SAID_S = 1.0
 ASK_AGAIN_S = 12.0
 """Seconds within which a site that waits for the server asks again, with its longest pause between two attempts."""
 LONGEST_TELL_S = 120.0
-"""Maximum seconds that the server stays after a failure, for sites that were not told yet."""
+"""Maximum seconds after the last request of a site for which a failed server waits for its next one."""
 TELL_S = 0.05
 """Seconds between two checks whether all sites were told."""
 STATUS_S = 1.0
@@ -303,12 +303,17 @@ class Server:
                     listener.dup(), runner, context, files=files, idle_timeout_s=network.idle_timeout_s
                 )
 
+            failed: Exception | None = None
+            is_again = False
             try:
-                while (shapes := (run := await self._serve_run(accept)).shapes_to_take_over) is not None:
-                    await asyncio.to_thread(take_over_shapes, run.plan, shapes)
+                while (shapes := (run := await self._serve_run(accept, failed)).shapes_to_take_over) is not None:
+                    is_again = True
+                    try:
+                        await asyncio.to_thread(take_over_shapes, run.plan, shapes)
+                    except Exception as error:  # nothing was changed: serve the run once more, to tell its sites
+                        failed = error
             except AtollError as error:
-                if self._run is None:
-                    await self._refuse(error, accept)
+                await self._refuse(error, accept, is_again=is_again)
                 raise
         if run.failed is not None:
             raise run.failed
@@ -326,8 +331,13 @@ class Server:
             opened[1].close()
             raise
 
-    async def _serve_run(self, accept: Accept) -> Coordinator:
-        """Serve the run of the state directory until it ends, or until it has to begin again with other shapes."""
+    async def _serve_run(self, accept: Accept, failed: Exception | None = None) -> Coordinator:
+        """Serve the run of the state directory until it ends, or until it has to begin again with other shapes.
+
+        Args:
+            accept: starts to accept connections.
+            failed: the error because of which the run could not begin again; it ends this run, too.
+        """
         run = await self._open()
         schedule, app = self._workflows, make_app(run, self._gate, version("atoll"))
         runner = runner_of(app, HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
@@ -344,6 +354,8 @@ class Server:
             accepting = await accept(runner)
             run.store.run_log.fail("")  # the start has succeeded
             self._thread.ready()
+            if failed is not None:
+                run.fail_by(failed, "Taking over the shapes of the first update", "Restart the server to repeat this.")
             await self._until_end(run)
         finally:
             if schedule is not None:
@@ -357,26 +369,29 @@ class Server:
             await run.stop()
         return run
 
-    async def _refuse(self, error: AtollError, accept: Accept) -> None:
-        """If the run had failed for good and cannot even start now, tell the sites that ask for `ASK_AGAIN_S` seconds.
+    async def _refuse(self, error: AtollError, accept: Accept, *, is_again: bool) -> None:
+        """If a run that has sites cannot even start now, tell this to the sites that ask within their longest pause.
+
+        It has sites that would wait in vain if it had failed for good before, or if this server has served it before.
 
         Args:
             error: why the start failed.
             accept: starts to accept connections.
+            is_again: whether the run was to begin again with other shapes.
         """
-        before = recorded_failure(self.settings.disk.state_dir) if error.is_final else ""
-        if not before:
+        before = recorded_failure(self.settings.disk.state_dir) if self._run is None else ""
+        if not error.is_final or not (before or is_again):
             return
+        most_s = _asks_within_s(self.settings.network.heartbeat_interval_s)
         LOG.error("%s", error)
-        LOG.warning("the run had failed before, too; telling this to its sites for %g s, then ending", ASK_AGAIN_S)
-        failed = failure_for_sites(
-            self.settings.run.name, f"{before.rstrip('.')}. It cannot be started again: {error.message}"
-        )
+        LOG.warning("telling the sites of the run for %g s that it cannot be started again, then ending", most_s)
+        why = f"{before.rstrip('.')}. It" if before else "It"
+        failed = failure_for_sites(self.settings.run.name, f"{why} cannot be started again: {error.message}")
         runner = runner_of(make_refusing_app(self._gate, failed), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting = await accept(runner)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._thread.stopping.wait(), ASK_AGAIN_S)
+                await asyncio.wait_for(self._thread.stopping.wait(), most_s)
         finally:
             await accepting.close()
             await runner.cleanup()
@@ -406,34 +421,34 @@ class Server:
             wait.cancel()
 
     async def _until_told(self, run: Coordinator) -> None:
-        """After a failure, wait until every site that takes part has asked for something, and so was told.
+        """After a failure, wait until every live site has asked for something, and so was told.
 
-        Wait no longer than until the next heartbeat of each, or the next attempt of one that waits for the server.
+        A site whose next request is overdue is silent, and is not waited for.
         """
-        most_s = ASK_AGAIN_S
-        if any(run.roster[site].heard for site in run.untold):  # it need not ask before its next heartbeat
-            most_s = min(max(most_s, 1.2 * self.settings.network.heartbeat_interval_s or GRACE_S), LONGEST_TELL_S)
-        loop = asyncio.get_running_loop()
-        begin_s, is_logged = loop.time(), False
-        while (waited_s := loop.time() - begin_s) < most_s and not self._thread.stopping.is_set():
-            untold = ", ".join(sorted(site for site in run.untold if run.state.members[site].alive))
-            if not untold:
-                return
-            if not is_logged and waited_s >= GRACE_SAID_S:
+        begin_s, is_logged = time.monotonic(), False
+        while untold := [site for site in run.untold_alive if not _is_overdue(run, site, begin_s)]:
+            if self._thread.stopping.is_set():
+                break
+            if not is_logged and time.monotonic() - begin_s >= GRACE_SAID_S:
                 is_logged = True
-                LOG.info("telling %s that the run has failed, for at most %g s; Ctrl-C ends this wait", untold, most_s)
+                LOG.info("telling %s that the run has failed; Ctrl-C ends this wait", ", ".join(untold))
             await asyncio.sleep(TELL_S)
-        LOG.warning("%s was not told that the run has failed, and waits for this server", untold)
+        if left := run.stop_telling():
+            LOG.warning("%s was not told that the run has failed", ", ".join(left))
 
     async def _until_left(self, run: Coordinator) -> None:
         """Wait until every worker has downloaded the result and left, for at most `GRACE_S` seconds.
 
+        A worker that has not asked for anything since a restart of the server is given up when it would have asked.
         Then, if a client polls the status, wait at most `WATCHED_S` seconds until the client has polled once more.
         """
-        stopping, loop = self._thread.stopping, asyncio.get_running_loop()
-        begin_s, is_logged = loop.time(), False
-        while present := ", ".join(sorted(site for site, member in run.state.members.items() if member.alive)):
-            waited_s = loop.time() - begin_s
+        stopping, begin_s, is_logged = self._thread.stopping, time.monotonic(), False
+
+        def is_there(site: str) -> bool:
+            return run.state.members[site].alive and (run.roster[site].heard or not _is_overdue(run, site, begin_s))
+
+        while present := ", ".join(sorted(filter(is_there, run.state.members))):
+            waited_s = time.monotonic() - begin_s
             if stopping.is_set():
                 return
             if waited_s >= GRACE_S:
@@ -448,6 +463,30 @@ class Server:
             if run.watched_s != watched_s:  # the client asked again, and saw that the run is finished
                 return
             await run.changed(0.1)
+
+
+def _is_overdue(run: Coordinator, site: str, begin_s: float) -> bool:
+    """Return whether a site is silent: its next request should have come by now.
+
+    Args:
+        run: the run.
+        site: name of the site.
+        begin_s: time from which on a site without heartbeats is waited for.
+    """
+    presence, interval_s = run.roster[site], run.settings.network.heartbeat_interval_s
+    since_s = presence.heard_s if interval_s else begin_s
+    return time.monotonic() >= since_s + _asks_within_s(interval_s, presence.heard)
+
+
+def _asks_within_s(interval_s: float, heard: bool = False) -> float:
+    """Return the seconds within which a live site sends its next request.
+
+    Args:
+        interval_s: seconds between two heartbeats; 0: none.
+        heard: whether the site knows that the server answers; if not, it tries again more often.
+    """
+    most_s = LONGEST_TELL_S if heard and interval_s else ASK_AGAIN_S
+    return min(1.2 * interval_s + 1.0, most_s) if interval_s else most_s
 
 
 def _described(code: Any) -> str:

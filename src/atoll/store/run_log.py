@@ -356,7 +356,8 @@ class RunLog:
                 "ON CONFLICT (fragment) DO UPDATE SET base_version = excluded.base_version, "
                 "in_a_row = excluded.in_a_row, total = total + 1, first_ticket = excluded.first_ticket",
             )
-            self._audit.append("sat out by all", fragment=fragment, base_version=base_version)
+            total = self.sat_out(fragment).total
+            self._audit.append("sat out by all", fragment=fragment, base_version=base_version, total=total)
 
     def sat_out(self, fragment: int) -> SatOutRow:
         """Return the record of a fragment's rounds that ended without a version; all zero if there was none."""

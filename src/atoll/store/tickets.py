@@ -415,7 +415,7 @@ class Tickets:
                 [row.ticket for row in rows],
             )
             self._journal.count("bytes", -sum(row.bytes for row in rows))
-            self._journal.after_commit(lambda: self._drop_spools(rows, "open", "its update is collected again"))
+            self._drop_spools(rows, "open", "its update is collected again")
             thawed = self._journal.execute(
                 "UPDATE rounds SET state = 'open', tickets = '[]' WHERE fragment = ? AND base_version = ? "
                 "AND state = 'frozen'",
@@ -461,16 +461,23 @@ class Tickets:
         self._journal.execute_many("DELETE FROM parts WHERE ticket = ?", [(ticket,) for ticket in tickets])
         if tickets:
             self._journal.count(state, len(tickets))
-        self._journal.after_commit(lambda: self._drop_spools(rows, state, reason))
+        self._drop_spools(rows, state, reason)
 
     def _drop_spools(self, rows: Sequence[TicketRow], state: TicketState, reason: str) -> None:
-        for row in rows:
-            spool = self._spools.pop(row.ticket, None)
-            if spool:
-                spool.close(why_closed(replace(row, state=state, reason=reason)))
-            if row.slot is not None:
-                pool = self._slots.pool(SPOOL, row.fragment)
-                pool.drop(pool[row.slot], JOURNAL)
+        """After the commit, close the files of updates, and let them be reused."""
+        # look the pools up now: by the commit, a fragment with other shapes has other pools
+        pools = {row.fragment: self._slots.pool(SPOOL, row.fragment) for row in rows if row.slot is not None}
+
+        def drop() -> None:
+            for row in rows:
+                spool = self._spools.pop(row.ticket, None)
+                if spool:
+                    spool.close(why_closed(replace(row, state=state, reason=reason)))
+                if row.slot is not None:
+                    pool = pools[row.fragment]
+                    pool.drop(pool[row.slot], JOURNAL)
+
+        self._journal.after_commit(drop)
 
 
 def why_closed(row: TicketRow) -> AtollError:

@@ -154,6 +154,7 @@ class _Comparison:
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
         self._reshaped = set[int]()  # fragments with a version 0 that was written again
         self._accepted_tickets = set[int]()  # tickets with an accepted entry
+        self._sat_out_fragments = set[int]()  # fragments whose rounds that all sites sat out were compared
         states = ("accepted", "counted") if everything else ("accepted",)
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
         versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
@@ -217,8 +218,12 @@ class _Comparison:
         match entry.what:
             case "accepted":
                 return self._accepted_entry(entry.seq, detail)
-            case "refused" | "expired" | "sat out":
+            case "refused" | "expired":
                 self._decided([detail["ticket"]], entry.what)
+            case "sat out":
+                return self._sat_out(entry.seq, detail["ticket"])
+            case "sat out by all":
+                return self._sat_out_by_all(entry.seq, detail)
             case "reopened":
                 self._decided(detail["tickets"], "reopened")
             case "fell back":
@@ -237,6 +242,29 @@ class _Comparison:
     def _decided(self, tickets: list[int], state: str, version: int | None = None) -> None:
         for ticket in tickets:
             self._latest.setdefault(ticket, (state, version))
+
+    def _sat_out(self, seq: int, ticket: int) -> str:
+        """Compare a ticket with the entry that its site sat out the round, unless a later entry decided otherwise."""
+        self._decided([ticket], "sat out")
+        found = self._rows("SELECT state FROM tickets WHERE ticket = ?", ticket)
+        if self._latest[ticket][0] != "sat out" or (found and found[0][0] == "sat out"):
+            return ""
+        return f"ticket {ticket} is not marked as sat out, but entry {seq} of the audit log records it"
+
+    def _sat_out_by_all(self, seq: int, detail: Mapping[str, Any]) -> str:
+        """Compare the number of a fragment's rounds that all sites sat out with the newest entry about one."""
+        fragment, total = detail["fragment"], detail["total"]
+        if fragment in self._sat_out_fragments:
+            return ""
+        self._sat_out_fragments.add(fragment)
+        found = self._rows("SELECT total FROM sat_out_rounds WHERE fragment = ?", fragment)
+        recorded = found[0][0] if found else 0
+        if recorded == total:
+            return ""
+        return (
+            f"{recorded} rounds{self._of(fragment)} are recorded as sat out by all sites, but entry {seq} of the "
+            f"audit log has {total}"
+        )
 
     def _accepted_entry(self, seq: int, detail: Mapping[str, Any]) -> str:
         ticket = detail["ticket"]

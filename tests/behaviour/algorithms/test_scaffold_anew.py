@@ -6,6 +6,7 @@ it goes on from x of this version with c = 0 and every c_i = 0.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -161,6 +162,31 @@ def test_controls_begin_anew_after_a_restored_backup(world: World, caplog: pytes
     assert "more slowly until all sites have taken part again" in text
     assert logged(caplog) == 1
     assert "ATOLL_NEW_STATE" not in caplog.text
+
+
+@pytest.mark.covers("S2", "F42")
+def test_controls_begin_anew_where_a_site_cannot_go_back_by_one_update(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server is one update behind all sites, of which a has lost the control before this update: one bit of it."""
+    with world.serve() as server:
+        world.rounds(server, 2)
+    backup = world.backup()
+    with world.serve() as server:
+        world.rounds(server, 3)
+        assert all(world.site(name).next_round() == 4 for name in TARGETS)  # they know that the third update counted
+    world.put_back(backup)
+    (note,) = (world.folder / "w" / "a").rglob("algorithm.json")
+    earlier = 1 - json.loads(note.read_text())["current"]
+    flip_bit(note.with_name(f"algorithm-{earlier}.bin"), 3)
+    x = world.seen["a", 3][0]
+    world.seen.clear()
+    with world.serve() as server:
+        world.rounds(server, 5)
+        assert len(told(server)) == 1
+    assert world.seen["a", 3] == world.seen["b", 3] == (x, 0.0, 0.0)
+    world.require_paper(3, 5)
+    assert logged(caplog) == 1
 
 
 @pytest.mark.covers("S2", "F41")

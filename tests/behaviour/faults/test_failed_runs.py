@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sqlite3
 import sys
@@ -25,9 +26,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
+from atoll.cli.status import _show_stored
 from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, ServerFailed, StateCorrupt, out_of_memory
 from atoll.filters import Filter, Outgoing
+from atoll.protocol.status_messages import KEPT
 from atoll.reducers import Reducer
+from atoll.server import startup
 from atoll.testing.run import Threads
 
 ASYNC = {"rounds.sites": 2, "async.enabled": True, "rounds.total": 9, "aggregation.reducer.name": "stubborn"}
@@ -267,6 +271,106 @@ def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 5).close()
     assert "telling this to its sites" not in caplog.text
+
+
+@pytest.mark.covers("X9")
+@pytest.mark.parametrize("is_again", [False, True], ids=["first start", "restarted"])
+def test_a_failed_server_does_not_wait_for_a_silent_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_again: bool
+) -> None:
+    """Site a, whose heartbeats have ended, is waited for until its next one is overdue, and no longer."""
+    monkeypatch.setattr("atoll.server.serve.ASK_AGAIN_S", 3600.0)
+    may_fail = threading.Event()
+
+    def fails(controller: Any) -> None:
+        controller.sites(at_least=1, timeout_s=30)
+        assert may_fail.wait(60)
+        raise KeyError("w")
+
+    settings = {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 3600.0}
+    server = workflow_server(tmp_path, fails, **settings).start()
+    WireSite(server.url, "a")
+    if is_again:
+        server.stop()
+        server = workflow_server(tmp_path, fails, **settings).start()
+    may_fail.set()
+    with pytest.raises(RunFailed):
+        Threads(server.run).join()
+    (worker,) = server.status().workers
+    assert worker.state == "not told"
+
+
+@pytest.mark.covers("X9")
+def test_the_stored_status_of_a_failed_run_says_why_and_shows_no_site_alive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Site a is told of the failure, and b is silent; the status is shown with and without the saved one."""
+
+    def fails(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        raise KeyError("no such column")
+
+    with workflow_server(tmp_path, fails, **{"network.heartbeat_interval_s": 0.2}) as server:
+        WireSite(server.url, "b")
+        assert isinstance(
+            outcome(AnsweringSites(server.url, "a", {"echo": lambda payload: payload}).join), ServerFailed
+        )
+        with pytest.raises(RunFailed):
+            server.run()
+    assert {worker.site: worker.state for worker in server.status().workers} == {"a": "ended", "b": "not told"}
+    for states in ({"a": "ended", "b": "not told"}, dict.fromkeys("ab", "not told")):
+        _show_stored(tmp_path / "state", json=False)
+        shown = capsys.readouterr().out
+        assert ", FAILED" in shown
+        assert "the run has failed: The workflow " in shown
+        assert "KeyError: 'no such column'" in shown
+        for site, state in states.items():
+            assert re.search(rf"^{site} +{state} ", shown, re.MULTILINE)
+        assert "alive" not in shown
+        (tmp_path / "state" / KEPT).unlink(missing_ok=True)
+
+
+@pytest.mark.covers("X9")
+@pytest.mark.parametrize("when", ["now", "always"])
+def test_sites_are_told_of_an_error_while_shapes_are_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The run stays as it was. Where it cannot even be opened again, the sites are told, too."""
+
+    write, written = startup.write_version, list[object]()
+
+    def write_once(*given: Any) -> Any:
+        written.append(given)
+        if len(written) == 1:  # version 0
+            return write(*given)
+        if when == "always":
+            monkeypatch.setattr("atoll.server.serve.open_run", refuse)
+        raise RuntimeError("no such dtype")
+
+    def refuse(*_: object) -> None:
+        raise ConfigError("The model is gone.")
+
+    def build() -> nn.Module:
+        model = nn.Linear(2, 1)
+        model.register_buffer("extra", torch.zeros(0))
+        return model
+
+    def grow(model: nn.Module, *_: object) -> None:
+        model.extra = torch.ones(3)
+
+    monkeypatch.setattr(startup, "write_version", write_once)
+    settings = {"network.heartbeat_interval_s": 0.2, "model.buffers": {"extra": "first"}, "rounds.sites": 1}
+    with serve(tmp_path, build(), **settings) as server:
+        error = outcome(FederatedSites(server.url, tmp_path, "a", build=build, train=grow).join)
+        with pytest.raises((RunFailed, ConfigError)) as raised:
+            server.run()
+    assert isinstance(error, ServerFailed)
+    if when == "always":
+        assert "It cannot be started again: The model is gone." in error.message
+        return
+    assert "Taking over the shapes of the first update failed: RuntimeError('no such dtype')" in error.message
+    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert "no such dtype" in reason_in_journal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ import torch
 import transformers_world
 from engine_here import simulate_here
 from harness.processes import Nursery, wait_until
-from kit import FederatedSites, ForkedServer, exported, ticket_states
+from kit import FederatedSites, ForkedServer, exported, ticket_states, together
 from kit.results import Result
 from kit.servers import plain_server
 from lightning_world import DILOCO, Tiny, data, driver_of, fit_rounds, patched
@@ -78,6 +79,37 @@ def test_each_round_is_a_fit_of_the_simulated_site(
         expected = sum(trained(expected, target) for target in TARGETS.values()) / len(TARGETS)
     assert (done.rounds, done.worker_rounds, done.failed) == (2, 2 * len(TARGETS), {})
     assert load_file(done.model)["w"].item() == pytest.approx(expected, abs=1e-6)
+
+
+# -- a round that a site sits out
+
+
+def fit_site(server: atoll.Server, folder: Path, site: str, weight: float) -> None:
+    fit_rounds(patched(server, folder / site, site, weight=weight), Tiny(TARGETS[site]))
+
+
+def train_site(server: atoll.Server, folder: Path, site: str, weight: float) -> None:
+    trainer_of(server, folder, site=site, target=TARGETS[site], weight=weight).train()
+
+
+@pytest.mark.parametrize(
+    ("work", "model", "trained"),
+    [(fit_site, lightning_world.One, sgd), (train_site, transformers_world.One, momentum)],
+    ids=["lightning", "transformers"],
+)
+def test_a_trainer_with_weight_0_sits_out_the_round(
+    tmp_path: Path,
+    work: Callable[[atoll.Server, Path, str, float], None],
+    model: Callable[[], torch.nn.Module],
+    trained: Callable[[float, float], float],
+) -> None:
+    """The only version is that of site a alone."""
+    with plain_server(tmp_path, model(), algorithm="fedavg", rounds=1, sites=2) as server:
+        together(*(partial(work, server, tmp_path, site, weight) for site, weight in (("a", 1.0), ("b", 0.0))))
+        server.run()
+    (summary,) = server.status().history
+    assert (summary.workers, summary.sat_out) == (["a"], ["b"])
+    assert exported(tmp_path)["w"].item() == pytest.approx(trained(0.0, TARGETS["a"]), abs=1e-6)
 
 
 # -- checkpoints in a run of DiLoCo: one that agrees with the site's folder resumes, another one is refused

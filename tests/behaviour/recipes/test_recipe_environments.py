@@ -18,7 +18,7 @@ from harness.processes import Nursery, free_port, wait_until
 from kit import tensors_digest, together
 from kit.processes import command, run_commands, running_in
 from kit.tls import write_certificate
-from recipe_world import DILOCO, module, recipe, train_and
+from recipe_world import DILOCO, TRAIN, module, recipe, train_and
 from safetensors.torch import load_file
 
 import atoll
@@ -39,6 +39,7 @@ from atoll.recipes import (
 )
 from atoll.recipes.environments import prepared
 from atoll.store.store import lock_directory
+from atoll.worker.session.leave_at_exit import LAST_STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("P11")]
 
@@ -228,6 +229,34 @@ def test_a_server_that_fails_says_why(
     assert running_in(tmp_path) == []
 
 
+ONCE = """
+import os
+def mean(updates):
+    if not os.path.exists({mended!r}):
+        raise ValueError("no quorum of ours")
+    return dict(updates[0].tensors)
+"""
+
+
+@pytest.mark.covers("X9")
+def test_a_failed_run_of_two_sites_says_why_and_goes_on_once_mended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The reason is that of the server, and not that its sites have ended, which they were told to do."""
+    Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
+    made = recipe().add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
+    with pytest.raises(RunFailed, match=r"The server ended with exit code 9: .*no quorum of ours") as failed:
+        made.execute(LocalEnv(sites=2, folder="here"))
+    assert "before the run was finished" not in failed.value.message
+    assert running_in(tmp_path) == []
+    for site in ("site-1", "site-2"):
+        assert "has failed at the server: The aggregator" in Path(f"here/{site}.log").read_text()
+    Path("mended").touch()
+    result = made.execute(LocalEnv(sites=2, folder="here"))
+    assert [row.workers for row in result.history] == [["site-1", "site-2"]] * 2
+    assert result.status.failed == ""
+
+
 def test_a_server_that_is_stopped_in_the_middle_is_no_finished_run() -> None:
     """SIGTERM stops a server with the exit code 0. The same call goes on where it was.
 
@@ -351,6 +380,27 @@ def test_a_script_that_fails_does_not_end_the_run() -> None:
         with pytest.raises(RunFailed, match=r"train\.py ended with exit code 4\. See its output above"):
             made.execute(ServerEnv(server.url, site="a"))
         assert not server.finished
+
+
+@pytest.mark.covers("X9")
+@pytest.mark.parametrize("reads_status", [True, False])
+def test_a_run_that_fails_at_the_server_says_so_at_the_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads_status: bool
+) -> None:
+    """Also where only the exit code of the script says so, as that of a script that could not join."""
+    monkeypatch.setattr("atoll.recipes.environments.SCRIPT_POLL_S", 60.0)  # asked once the script has ended
+    Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
+    if not reads_status:
+        Path("train.py").write_text(f"import os\nos.environ.pop({LAST_STATUS!r})\n{TRAIN}")
+    made = recipe(min_sites=1).add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
+    with server_of(made) as server:
+        with pytest.raises(RunFailed, match=f"The run has failed at the server {server.url}: ") as failed:
+            made.execute(ServerEnv(server.url, site="a"))
+        with pytest.raises(RunFailed):
+            server.run()
+    if reads_status:
+        assert "no quorum of ours" in failed.value.message
+    assert "repeat the same call" in failed.value.remedy
 
 
 def test_a_script_has_what_a_worker_finds_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit import DiLoCoSites, FederatedSites, exported, run_to_end, serve, together
+from kit import DiLoCoSites, FederatedSites, Threads, ask_journal, exported, run_to_end, serve, together
+from kit.filters import Hanging
 from kit.manual_site import ManualSite
 from kit.servers import DEFAULT_OUTER_OPTIMIZER, new_simulation
-from kit.sites import diloco, logged, manual_sites
+from kit.sites import diloco, finish, logged, manual_sites
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -652,6 +654,37 @@ def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path)
             site.close()
         server.run()
     assert exported(tmp_path)["low"].tolist() == [2.0] * 3
+
+
+@pytest.mark.covers("X10")
+def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Site a's update, without elements, hangs in the server's filter when b comes with 3: a trains once more."""
+    caplog.set_level(logging.INFO)
+    go, begun = threading.Event(), threading.Event()
+    settings = {"rounds.total": 1, "sites": 2, **DEFAULT_OUTER_OPTIMIZER, **FIRST}
+    with serve(tmp_path, ByData(), filters={"a": [Hanging(go, begun.set)]}, **settings) as server:
+        sites = manual_sites(server, tmp_path)
+        for site in sites.values():
+            assert site.next_round() == 1
+
+        def submit_a() -> None:
+            sites["a"].submit(by_data(sites["a"], 0))
+            assert sites["a"].next_round() == 1
+            sites["a"].submit(by_data(sites["a"], 3))
+
+        first = Threads(submit_a)
+        assert begun.wait(60)
+        second = Threads(lambda: sites["b"].submit(by_data(sites["b"], 3)))
+        wait_until(lambda: "b has the first update, which decides the shapes" in caplog.text, "the shapes of b")
+        go.set()
+        first.join()
+        second.join()
+        assert finish(server, sites)["low"].tolist() == [1.0] * 3
+        server.run()
+    tickets = ask_journal(tmp_path, "SELECT site, state FROM tickets ORDER BY site, ticket")
+    assert [tuple(row) for row in tickets] == [("a", "expired"), ("a", "counted"), ("b", "expired"), ("b", "counted")]
 
 
 @pytest.mark.covers("X10")

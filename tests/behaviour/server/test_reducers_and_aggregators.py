@@ -442,7 +442,7 @@ def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_th
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process ended with signal 9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "its process was killed from outside, by SIGKILL"),
         ("os._exit(3)", "its process ended with exit code 3"),
         ("import threading; threading.Event().wait()", "neither read nor returned a tensor for 1 s"),
         ("return {'w': torch.zeros(3, 2)}", "the aggregator returned 'w' in the shape [3, 2], not [2, 3]"),
@@ -460,6 +460,31 @@ def test_an_aggregator_without_a_result_ends_the_run_with_the_reason(tmp_path: P
     server.stop()  # before its sites are told: else they would end, too
     assert server.status().fragments[0].version == 0
     assert not list((tmp_path / "state").glob("tmp*"))
+
+
+@pytest.mark.covers("X9")
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise MemoryError"], ids=["killed", "memory"])
+def test_an_aggregator_that_the_machine_ends_does_not_fail_the_run_for_its_sites(tmp_path: Path, end: str) -> None:
+    """The server ends and says so; its site waits for the next start, which uses the same update."""
+    write(
+        tmp_path,
+        f"import os, signal\ndef once(updates):\n"
+        f"    if not os.path.exists({str(tmp_path / 'begun')!r}):\n"
+        f"        open({str(tmp_path / 'begun')!r}, 'w').close()\n        {end}\n"
+        "    return dict(updates[0].tensors)\n",
+    )
+    settings = {"sites": 1, "network.port": free_port()}
+    server = aggregator_server(tmp_path, "once", **settings).start()
+    sites = manual_sites(server, tmp_path, "a")
+    run_rounds(sites, 1)
+    with pytest.raises(RunFailed) as raised:
+        server.run()
+    assert not raised.value.is_final
+    assert "mine.py:once' failed" in raised.value.message
+    assert "Start the server again: it continues with the same updates." in raised.value.remedy
+    again = aggregator_server(tmp_path, "once", **settings).start()
+    finish(again, sites)
+    again.run()
 
 
 def test_a_server_that_is_stopped_ends_its_aggregator_and_the_next_start_runs_the_round_again(tmp_path: Path) -> None:

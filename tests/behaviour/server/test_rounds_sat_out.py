@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import atoll
+from atoll.cli import audit
 from atoll.cli.status import plain
+from atoll.errors import StateCorrupt
 from atoll.protocol.values import UpdateInfo
 from atoll.testing.run import Threads
 
@@ -169,6 +173,32 @@ def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path) -> Non
         assert sites["b"].next_round(0) is None
         move(sites["a"], 2, 3.0)
         assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("DELETE FROM tickets WHERE ticket = 2", "ticket 2 is not marked as sat out, but entry "),
+        ("DELETE FROM sat_out_rounds", "0 rounds are recorded as sat out by all sites, but entry "),
+    ],
+    ids=["ticket", "round"],
+)
+def test_an_audit_misses_what_was_sat_out(tmp_path: Path, change: str, told: str) -> None:
+    """Both sites have sat out round 1, with tickets 1 and 2, and b round 2."""
+    with plain_server(tmp_path, START, sites=2, rounds=2) as server:
+        sites = manual_sites(server, tmp_path)
+        for site in sites.values():
+            sit_out(site, 1)
+        sit_out(sites["b"], 2)
+        move(sites["a"], 2, 3.0)
+        finish(server, sites)
+    state = tmp_path / "state"
+    audit.read(state, 1)
+    with closing(sqlite3.connect(state / "journal.sqlite")) as db:
+        db.execute(change)
+        db.commit()
+    with pytest.raises(StateCorrupt, match=told):
+        audit.read(state, 1)
 
 
 def test_a_restart_between_two_rounds_that_were_sat_out_ends_none_twice(tmp_path: Path) -> None:

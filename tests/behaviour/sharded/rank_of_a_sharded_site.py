@@ -116,7 +116,7 @@ def main(site: str, out: Path, how: How, **more: Any) -> None:
     share = len(inputs) * ranks / 16  # FSDP takes the mean over ranks, which may have more or fewer samples
     trace: dict[str, Tensor] = {}
     diloco_module.RankGroup = Counted  # type: ignore[misc]
-    more |= {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"}
+    more = {"site": site, "weight": WEIGHTS[site], "folder": out / "workers"} | more
     distributed_c10d._set_pg_timeout(timedelta(seconds=how.patience_to_join_s))
     with atoll.DiLoCo(trained, optimizer, filters=[NormClip(1.0)] if how.filters else (), **more) as diloco:
         distributed_c10d._set_pg_timeout(timedelta(seconds=how.patience_s))

@@ -63,6 +63,15 @@ def test_each_run_may_have_other_ranks_and_keeps_no_files_of_earlier_ones(nurser
             assert {path.name for path in home.iterdir()} == {f"rank-{rank}-of-{ranks}" for rank in range(ranks)}
 
 
+@pytest.mark.covers("P4")
+def test_all_ranks_of_a_site_sit_out_with_weight_0(nursery: Nursery, tmp_path: Path) -> None:
+    """Site b sends no tensor, and both sites train on from what a alone has made."""
+    with World(nursery, tmp_path, H=3, rounds=2, sites=2) as world:
+        world.ended(world.site("a"), world.site("b", weight=0))
+    require_close(tmp_path, expected("a", sync_every=3, rounds=2))
+    assert [told(tmp_path, "b", rank)["bytes_up"] for rank in (0, 1)] == [0, 0]
+
+
 def test_sharded_and_whole_workers_train_together(nursery: Nursery, tmp_path: Path) -> None:
     right = expected("ab", sync_every=3, rounds=2)
     with World(nursery, tmp_path, H=3, rounds=2, sites=2) as world:

@@ -9,15 +9,16 @@ import re
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness.processes import Nursery, wait_until
-from kit import DiLoCoSites, Gate, flip_bit, run_to_end, tensors_digest
+from kit import DiLoCoSites, Gate, Threads, flip_bit, run_to_end, tensors_digest
 from kit.models import wide_model
 from kit.results import Result
 from swarm_world import (
@@ -29,9 +30,12 @@ from swarm_world import (
     Sites,
     left_by,
     serve_swarm,
+    submit,
 )
 
 import atoll
+from atoll.errors import RunFailed, ServerFailed
+from atoll.reducers import Reducer
 
 pytestmark = pytest.mark.slow
 
@@ -238,6 +242,40 @@ def test_replaces_a_worker_that_cannot_aggregate(
             enough.set()  # a's threads would outlive the test
         run_to_end(server, sites)
     assert len(sites.digests) == 1
+
+
+class Raises(Reducer):
+    """A reducer that raises wherever it is called."""
+
+    def reduce_(self, rows: Iterable[torch.Tensor], weights: Sequence[float], out: torch.Tensor) -> None:
+        """Raise."""
+        raise ZeroDivisionError("3 of 0 rows")
+
+
+@pytest.mark.covers("P10", "X9")
+def test_a_reducer_that_raises_at_every_worker_ends_the_run(tmp_path: Path) -> None:
+    """Each of the two holders of version 0 is asked once, and all three sites end with the reason."""
+    atoll.register("reducers", "raises", Raises)
+    ends: dict[str, BaseException] = {}
+
+    def take_part(site: str) -> None:
+        with atoll.join(server.url, site=site, folder=tmp_path / "workers", swarm=True) as worker:
+            for fl_round in worker:
+                submit(fl_round, fl_round.load_into(wide_model()), site)
+
+    def work(site: str) -> None:
+        with pytest.raises(ServerFailed) as raised:
+            take_part(site)
+        ends[site] = raised.value
+
+    with serve_swarm(tmp_path, **{"aggregation.reducer.name": "raises"}) as server:
+        sites = Threads(*(partial(work, site) for site in SITES))
+        with pytest.raises(RunFailed, match=r"Round 1 failed at \w, \w, so no worker can aggregate it") as raised:
+            server.run()
+        sites.join()
+    assert "ZeroDivisionError: 3 of 0 rows" in raised.value.message
+    assert ends.keys() == SITES.keys()
+    assert all("ZeroDivisionError: 3 of 0 rows" in error.message for error in ends.values())
 
 
 def fill_disks(monkeypatch: pytest.MonkeyPatch, home: str, room: threading.Event) -> None:

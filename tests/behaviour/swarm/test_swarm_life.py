@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.processes import Nursery, wait_until
-from kit import Gate, flip_bit, run_to_end, tensors_digest
+from kit import Gate, Threads, copy_folder, flip_bit, run_to_end, tensors_digest
 from kit.models import wide_model
 from kit.processes import command, export
 from kit.results import Result
@@ -275,3 +277,60 @@ def test_where_a_worker_cannot_listen_is_refused_by_name(
         with pytest.raises(ConfigError, match=said):
             with atoll.join(server.url, site="a", folder=tmp_path / "w", swarm=True):
                 pass
+
+
+@pytest.mark.parametrize("is_swarm", [True, False], ids=["swarm", "server"])
+def test_sites_sit_out_rounds_of_a_swarm_as_of_a_server(tmp_path: Path, is_swarm: bool) -> None:
+    """In round 2 site b sits out, which aggregates it in the swarm; all sit out round 3, which makes no version."""
+    weights = {2: {"b": 0.0}, 3: dict.fromkeys(SITES, 0.0)}
+
+    def work(site: str) -> None:
+        model = wide_model()
+        with atoll.join(server.url, site=site, folder=tmp_path / "workers", swarm=is_swarm) as worker:
+            for number, fl_round in enumerate(worker, 1):
+                fl_round.load_into(model)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter += number
+                fl_round.submit(model, weight=weights.get(number, {}).get(site, 1.0))
+            ends[site] = worker.load_into(model)
+
+    ends: dict[str, Any] = {}
+    settings = IN_TURN if is_swarm else {"swarm.enabled": False}
+    with serve_swarm(tmp_path, **PLAIN, **settings, **{"rounds.total": 4}) as server:
+        run_to_end(server, Threads(*(partial(work, site) for site in SITES)))
+        history = server.status().history
+    others = {site for site in SITES if site != "b"}
+    assert [(set(row.workers), row.sat_out) for row in history] == [
+        (set(SITES), []),
+        (others, ["b"]),
+        (set(SITES), []),
+    ]
+    begun = dict(wide_model().named_parameters())
+    for model in ends.values():  # moved by 1, 2 and 4
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter, begun[name] + 7.0, rtol=0, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.covers("S2", "P10")
+def test_a_scaffold_swarm_goes_on_after_its_server_was_restored(tmp_path: Path) -> None:
+    """The backup is older than the controls of all sites by two rounds; its version is still at workers."""
+    settings = {"algorithm.name": "scaffold", "rounds.total": 7, "disk.keep_versions": 8, **PLAIN}
+    settings["network.idle_timeout_s"] = 0.5  # how long a site that leaves waits for workers that need its data
+
+    def rounds_to(last: int) -> int:
+        with serve_swarm(tmp_path, **settings) as server:
+            Sites(server.url, tmp_path, last=dict.fromkeys(SITES, last)).join()
+            return server.status().fragments[0].version
+
+    begun = rounds_to(2)
+    backup = copy_folder(tmp_path / "state", tmp_path / "backup")
+    assert rounds_to(5) >= begun + 2
+    shutil.rmtree(tmp_path / "state")
+    copy_folder(backup, tmp_path / "state")
+    with serve_swarm(tmp_path, **settings) as server:
+        sites = Sites(server.url, tmp_path)
+        run_to_end(server, sites)
+        assert any("begins at zero again" in text for text in server.status().warnings)
+    assert len(sites.digests) == 1

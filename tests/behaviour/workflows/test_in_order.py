@@ -358,7 +358,7 @@ def test_other_workflows_than_those_that_have_ended_are_refused(nursery: Nursery
 @pytest.mark.covers("P12")
 def test_training_in_which_nothing_moves_fails_after_its_limit(tmp_path: Path) -> None:
     settings = {"workflow.steps": [{"kind": "train", "progress_timeout_s": 1}], "rounds.total": 1}
-    server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings)
+    server = plain_server(tmp_path, {"w": torch.ones(2)}, **settings, **{"network.heartbeat_interval_s": 0.2})
     with server, ManualSite(server.url, "a", folder=tmp_path) as client:
         assert client.next_round() == 1  # and then it submits nothing
         with pytest.raises(RunFailed, match="The workflow train made no progress for 1 s"):

@@ -265,8 +265,22 @@ class Coordinator:
         if self.failed is None or not self.failed.is_final:
             return None
         with contextlib.suppress(AtollError):
-            self.untold.discard(self.require_lease(lease).site)
+            site = self.require_lease(lease).site
+            self.untold.discard(site)
+            self.roster[site].state = "ended"
         return failure_for_sites(self.settings.run.name, self.failed.message)
+
+    @property
+    def untold_alive(self) -> list[str]:
+        """After a failure: the sites that take part and were not told of it yet."""
+        return [site for site in self._alive() if site in self.untold]
+
+    def stop_telling(self) -> list[str]:
+        """After a failure, just before the server ends, return the sites that take part and were not told of it."""
+        untold = self.untold_alive
+        for site in untold:
+            self.roster[site].state = "not told"
+        return untold
 
     # -- events
 
@@ -852,7 +866,7 @@ class Coordinator:
                 functools.partial(operator.setitem, self.trouble, closed.fragment),
             )
         except Exception as error:
-            self._fail_by(error, f"Round {number}", "Restart the server to repeat this step.")
+            self.fail_by(error, f"Round {number}", "Restart the server to repeat this step.")
             return
         if committed is not None:
             self._follow_commit(*committed)
@@ -922,9 +936,9 @@ class Coordinator:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail_by(error, "The server")
+            self.fail_by(error, "The server")
 
-    def _fail_by(self, error: BaseException, what: str, remedy: str = "") -> None:
+    def fail_by(self, error: BaseException, what: str, remedy: str = "") -> None:
         """End the server because of an error. If the error is not an `AtollError`, replace it by `RunFailed`."""
         error = directory_gone(self.settings.disk.state_dir) or error
         if not isinstance(error, AtollError):

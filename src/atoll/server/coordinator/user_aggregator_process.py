@@ -8,6 +8,7 @@ file in the state directory, which is lost when the server ends. The next start 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ START_S = 120.0
 """Maximum seconds that the process may take to load the aggregator."""
 END_S = 5.0
 """Seconds after which a process that does not end is killed."""
+FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals by which other programs end a process. A restart helps then, as it does not after a crash of the process."""
 LOOK_S = 0.2
 """Seconds between two checks of whether the server is stopping."""
 
@@ -272,12 +275,15 @@ class Aggregator:
             self._hear(message)
         code = self._process.bury()
         self._drop_all()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._fail(0, f"its process ended with {how}")
+        if -code in FROM_OUTSIDE:
+            self._fail(0, f"its process was killed from outside, by {signal.Signals(-code).name}", is_final=False)
+        else:
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._fail(0, f"its process ended with {how}")
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["what"] == "error":
-            self._fail(message["round"], message["message"])
+            self._fail(message["round"], message["message"], is_final=message["is_final"])
             return
         with self._heard:
             self._heard_s = time.monotonic()
@@ -287,22 +293,34 @@ class Aggregator:
                 self._answer = message
             self._heard.notify_all()
 
-    def _fail(self, number: int, what: str) -> None:
+    def _fail(self, number: int, what: str, *, is_final: bool = True) -> None:
         with self._heard:
             if self._failed is not None or self._closing:
                 return
-            self._failed = error = self._failure(number, what)
+            self._failed = error = self._failure(number, what, is_final=is_final)
             waiting = self._waiting
             self._heard.notify_all()
         if not waiting:
             self._on_failed(error)
 
-    def _failure(self, number: int, what: str) -> RunFailed:
+    def _failure(self, number: int, what: str, *, is_final: bool = True) -> RunFailed:
+        """Return the error with which the run fails.
+
+        Args:
+            number: number of the round; 0 if unknown.
+            what: what happened.
+            is_final: whether the aggregator is at fault, so that it would fail again; if not, the machine is.
+        """
         when = f" in round {number}" if number else ""
-        return RunFailed(
+        error = RunFailed(
             f"The aggregator {self.name!r} failed{when}: {what}.",
-            "Correct the aggregator, and start the server again: it continues with the same updates.",
+            "Correct the aggregator, and start the server again: it continues with the same updates."
+            if is_final
+            else "Start the server again: it continues with the same updates. If memory ran out (the log of the Linux "
+            "kernel, dmesg, shows it), give the server more memory first.",
         )
+        error.is_final = is_final
+        return error
 
     # -- pins
 

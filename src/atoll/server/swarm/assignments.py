@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
-from atoll.errors import UpdateRefused
+from atoll.errors import RunFailed, UpdateRefused
 from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import (
     MOST_SOURCES,
@@ -35,7 +35,7 @@ from atoll.protocol.swarm_messages import (
 )
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
-from atoll.rounds.sampling import aggregator_of, choose_holders, ranking
+from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, ranking
 from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
@@ -55,6 +55,8 @@ PULLS = 3
 """Number of times that the aggregator tries to pull one update before another worker aggregates."""
 SLOWER = 10
 """An aggregator that takes this many times longer than any earlier round is replaced, but only once per round."""
+MOST_RAISED = 5
+"""If the code of the run, such as its reducer, raises an error so many times in a round, the run has failed."""
 WARY = 10
 """For this many rounds, a worker that failed to aggregate is chosen only if no other worker is available."""
 
@@ -78,7 +80,8 @@ class Assignment:
         checker: site that checks the new version. It aggregates the next round, unless the user named others.
         checks_s: time at which `checker` was chosen.
         unable: sites that could not check the new version.
-        overflowed: sites that computed a result with values that are not finite.
+        raised: errors that other workers would probably get, too: the site, and whether its result contained values
+            that are not finite; else the code of the run raised.
         first: site that downloads the initial model from the server.
     """
 
@@ -96,7 +99,7 @@ class Assignment:
     checker: str = ""
     checks_s: float = 0.0
     unable: set[str] = field(default_factory=set)
-    overflowed: set[str] = field(default_factory=set)
+    raised: list[tuple[str, bool]] = field(default_factory=list)
     first: str = ""
 
     def lose(self, reason: str) -> None:
@@ -309,8 +312,8 @@ class SwarmView:
         """
         for closed in self._reported(job):
             if not self._is_sound(closed):
-                if closed.overflows:
-                    job.overflowed.add(job.aggregator)
+                if closed.overflows or closed.raised:
+                    job.raised.append((job.aggregator, closed.overflows))
                 return closed.failed or "the digests of its report do not belong to a version"
         return ""
 
@@ -616,7 +619,8 @@ class SwarmRounds:
             The new version; None if the aggregator was lost and the round is open again.
 
         Raises:
-            Overflow: the result overflows at every worker that could aggregate the round.
+            Overflow: the result overflows at every worker that could aggregate the round, or `MOST_RAISED` times.
+            RunFailed: the code of the run raised an error as often.
             DiskFull: the journal could not be written. Call this method again.
         """
         view, fragment = self.view, round_.fragment
@@ -643,9 +647,20 @@ class SwarmRounds:
                     return self._commit(frozen, job, closed)
             await self.news.wait(LOOK_S)
         job = view.assignments[fragment]
-        if job.overflowed and job.overflowed.issuperset(view.holding(fragment, round_.base_version)):
-            raise Overflow(job.lost)
+        if self._has_failed_everywhere(fragment, job):
+            overflows = all(is_overflow for _, is_overflow in job.raised)
+            raise Overflow(job.lost) if overflows else _failed_everywhere(number, job)
         return None
+
+    def _has_failed_everywhere(self, fragment: int, job: Assignment) -> bool:
+        """Return whether a round fails at every worker that could aggregate it, or has failed `MOST_RAISED` times.
+
+        While only one of several workers has the base version, a second one is about to get it, and to try.
+        """
+        raised, could = {site for site, _ in job.raised}, self.view.holding(fragment, job.version)
+        enough = min(HOLDERS, len(self.view.peers.alive))
+        is_everywhere = len(raised) >= max(1, enough) and raised.issuperset(could)
+        return is_everywhere or len(job.raised) >= MOST_RAISED
 
     def _choose_checker(self, fragment: int, job: Assignment) -> None:
         """Choose the worker that checks the new version.
@@ -682,3 +697,12 @@ class SwarmRounds:
             draft.abandon()
             raise
         return row, summary
+
+
+def _failed_everywhere(number: int, job: Assignment) -> RunFailed:
+    sites = ", ".join(sorted({site for site, _ in job.raised}))
+    return RunFailed(
+        f"Round {number} failed at {sites}, so no worker can aggregate it; the last was {job.lost}.",
+        "Correct this code at the sites, and start the server and the sites again: the run continues with the same "
+        "updates.",
+    )

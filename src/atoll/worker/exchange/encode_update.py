@@ -610,19 +610,21 @@ class LocalFragment:
             opened.callback(self.kept.close)
         self.state = LocalState(self.outcome_of, self.residuals, self.algorithm_state, self.kept)
 
-    def follow(self, ticket: Ticket, counted: messages.Counted | None) -> None:
+    def follow(self, ticket: Ticket, counted: messages.Counted | None) -> bool:
         """Bring the algorithm's state at this site to the one with which an update for this ticket is formed.
 
         Args:
             ticket: the ticket.
             counted: the site's last counted update; None: the algorithm keeps no state at sites.
 
+        Returns:
+            Whether the state fits to the ticket. If not, ask for a ticket again (see `AlgorithmState.follow`).
+
         Raises:
             ConfigError: the site has lost this state (see `AlgorithmState.follow`).
         """
         self.from_zero = ticket.from_zero
-        if counted is not None and self.algorithm_state is not None:
-            self.algorithm_state.follow(counted)
+        return counted is None or self.algorithm_state is None or self.algorithm_state.follow(counted)
 
     def of_version(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements [start, stop) of a tensor of the version as the algorithm sees it: flat, in new memory."""

@@ -115,12 +115,14 @@ class Exchange:
             ConfigError: the site has lost this state (see `AlgorithmState.follow`).
             SchemaMismatch: the run cannot have the given shapes.
         """
-        reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries, shapes=shapes)
-        if isinstance(reply, Open):
+        while True:
+            reply = self.session.next_ticket(self.fragment, wait_s=wait_s, retries=retries, shapes=shapes)
+            if not isinstance(reply, Open):
+                return reply
             if reply.ticket.layout_digest != self.outbox.layout.digest:
                 self._change_layouts()
-            self.local.follow(reply.ticket, reply.counted)
-        return reply
+            if self.local.follow(reply.ticket, reply.counted):
+                return reply
 
     def _change_layouts(self) -> None:
         """Read the run's schema again, and use its layouts. The base file loses its version."""

@@ -411,6 +411,8 @@ class AlgorithmState(TwoPhaseFile):
         super().__init__(folder, "algorithm", specs, owner=owner)
         self._written: set[str] = set()  # names of the tensors that were written since `begin`
         self.state: Literal["kept", "missing", "new"] = "kept" if self.found else "missing"
+        has_earlier = self.note.before_version != NOTHING and not self.note.pending
+        self._is_earlier_lost = has_earlier and not self._holds(self.note, 1 - self.note.current)
 
     def begin_anew_if_allowed(self, site: str) -> None:
         """Allow a missing state to start from zero if `ATOLL_NEW_STATE` is true.
@@ -433,13 +435,14 @@ class AlgorithmState(TwoPhaseFile):
     def last_updates(self) -> list[Counted]:
         """The last update that each file with valid values includes, that of the current file first.
 
-        The list is empty if the attribute `state` is not "kept". A lost state after the pending update is left out only
-        if the state may start from zero: the server then begins anew.
+        The list is empty if the attribute `state` is not "kept". A lost earlier state is left out: a server that has
+        gone back to it begins anew. So does a server after the pending update if the state after this update is lost
+        and may start from zero.
         """
         updates = self.note.updates if self.state == "kept" else []
-        return updates[:1] if self._is_pending_lost and wanted_anew() else updates
+        return updates[:1] if self._is_earlier_lost or (self._is_pending_lost and wanted_anew()) else updates
 
-    def follow(self, counted: Counted) -> None:
+    def follow(self, counted: Counted) -> bool:
         """Switch to the state that includes all counted updates of the site, and no later one.
 
         Usually there is nothing to do: this state is current already, or is the state after the pending update, which
@@ -450,25 +453,31 @@ class AlgorithmState(TwoPhaseFile):
         Args:
             counted: the site's last counted update, as the server knows it, and the present generation.
 
+        Returns:
+            False if the earlier state is found to be damaged only now. Ask for a ticket again, without this state.
+
         Raises:
             ConfigError: neither file has the right state, and `ATOLL_NEW_STATE` does not allow the site to start from
                 zero. Or the variable is neither true nor false.
         """
         note, offered = self.note, self.last_updates
         if self.state == "kept" and any(each.names(counted) for each in offered[: 2 if note.pending else 1]):
-            return
+            return True
         was_before = len(offered) > 1 and not note.pending and offered[1].names(counted)
         if was_before and self._holds(note, 1 - note.current):
             self._go_back()
-            return
-        if counted.base_version is None:
+        elif counted.base_version is None:
             if self.state == "kept" or counted.generation:
                 LOG.info("%s: the server has no update of this site, so the state starts from zero", self._note_path)
                 self._write_zero(counted)
-            return
-        if self.state != "new":
-            self.lose()
-        self._write_zero(counted)
+        elif was_before:
+            self._is_earlier_lost = True
+            return False
+        else:
+            if self.state != "new":
+                self.lose()
+            self._write_zero(counted)
+        return True
 
     def _write_zero(self, counted: Counted) -> None:
         """Set the state to zero, and record that this is the state after the update `counted`."""
@@ -526,6 +535,7 @@ class AlgorithmState(TwoPhaseFile):
     def begin(self) -> None:
         """Prepare to write the state after a new update. Tensors that are not written afterwards keep their values."""
         super().begin()
+        self._is_earlier_lost = False
         self._written.clear()
 
     def write(self, name: str, start: int, values: Tensor) -> None:

@@ -37,11 +37,13 @@ from atoll.errors import (
     AtollError,
     ConfigError,
     LeaseLost,
+    PeerError,
     ServerFailed,
     StateCorrupt,
     Superseded,
     VersionSkew,
     is_transient,
+    out_of_memory,
 )
 from atoll.posix import file_error, replace_file
 from atoll.protocol import routes
@@ -88,16 +90,23 @@ class UpdateDamaged(StateCorrupt):
         self.ticket = share.ticket
 
 
-def failed(work: FrozenRound, why: str, *, overflows: bool = False) -> ReducedRound:
+def failed(work: FrozenRound, why: str, *, overflows: bool = False, raised: bool = False) -> ReducedRound:
     """Return the report that tells the server that this worker could not aggregate a round.
 
     Args:
         work: the round, with the list of its updates.
         why: the reason.
         overflows: whether the reason is that the next version would contain Inf or NaN.
+        raised: whether the code of the run raised an error, which it would probably raise at other workers, too.
     """
-    fragment, version = work.fragment, work.version
-    return ReducedRound(fragment=fragment, version=version, tickets=work.tickets, failed=why, overflows=overflows)
+    return ReducedRound(
+        fragment=work.fragment,
+        version=work.version,
+        tickets=work.tickets,
+        failed=why,
+        overflows=overflows,
+        raised=raised,
+    )
 
 
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
@@ -114,7 +123,9 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound
         LOG.error("a round could not be aggregated because of an unexpected error", exc_info=error)
     if isinstance(error, Overflow):
         return failed(work, error.message, overflows=True)
-    return failed(work, error_text(error, 500))
+    of_machine = out_of_memory(error) is not None or isinstance(error, PeerError)
+    of_machine = of_machine or (isinstance(error, AtollError) and not error.is_final)
+    return failed(work, error_text(error, 500), raised=not of_machine)
 
 
 def keep_result(site: str, plan: AggregationPlan, work: PeerWork, store: PeerStore, target: Path) -> None:
