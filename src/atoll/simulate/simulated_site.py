@@ -179,7 +179,8 @@ class SimulatedSite:
             if job.counts:
                 local.algorithm_state.require_kept()
             local.algorithm_state.begin_at_zero()
-        if not local.follow(job.ticket, job.counted) and local.algorithm_state is not None:
+        fits = local.follow(job.ticket, job.counted)
+        if not fits and local.algorithm_state is not None:
             local.algorithm_state.lose()
         local.state.adopt_if_counted()
 
