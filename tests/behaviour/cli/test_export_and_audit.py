@@ -198,7 +198,7 @@ def without_permission(folder: Path, *words: str) -> subprocess.CompletedProcess
         program = [str(Path(sys.executable).with_name("atoll"))]
     else:
         pytest.skip("root may read every file, and only Linux can take that away")
-    return subprocess.run([*program, *words], cwd=folder, capture_output=True, text=True, check=False)
+    return subprocess.run([*program, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=60)
 
 
 OTHER_FILE = (
