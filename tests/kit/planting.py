@@ -107,15 +107,21 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         pass
 
+    def setup(self) -> None:
+        super().setup()
+        self._upstream = http.client.HTTPConnection("127.0.0.1", self.server.port)
+
+    def finish(self) -> None:
+        self._upstream.close()
+        super().finish()
+
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.path == "/plant":
             return self._answer(200, {}, json.dumps(self.server.plant(json.loads(body))).encode())
-        upstream = http.client.HTTPConnection("127.0.0.1", self.server.port)
-        upstream.request(self.command, self.path, body or None, dict(self.headers.items()))
-        reply = upstream.getresponse()
+        self._upstream.request(self.command, self.path, body or None, dict(self.headers.items()))
+        reply = self._upstream.getresponse()
         data = reply.read()
-        upstream.close()
         if reply.status == 200:
             data = self.server.changed(self.command, self.path, data)
         kept = {key: value for key, value in reply.getheaders() if key not in ("Content-Length", "Transfer-Encoding")}

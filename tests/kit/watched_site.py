@@ -112,7 +112,7 @@ class Joined:
 
 
 WARMS = "not a\nname"
-"""Is no hostile text; the first at each place: it imports what an error needs."""
+"""Is no hostile text; the first in each operation, where a text may be right and where not: errors import things."""
 AT_THE_JOIN = ("get_run", "get_schema", "join", "get_ticket")
 
 Trial = tuple[str, Callable[[], object]]
@@ -130,9 +130,12 @@ def trials_of_answers(url: str, folder: Path, *, tasks: bool) -> Iterator[Trial]
     found = plant(url, None)
     if tasks:
         found = [each for each in found if each[0] in ("request_task", "get_object")]  # the others are those of a round
+    warm: set[tuple[str, bool]] = set()
     for turn, (operation, where, is_text) in enumerate(found):
         first = 3 * turn % len(texts)
-        for text in [WARMS, *(texts + texts)[first : first + (3 if is_text else 1)]]:
+        warms = [] if (operation, is_text) in warm else [WARMS]
+        warm.add((operation, is_text))
+        for text in [*warms, *(texts + texts)[first : first + (3 if is_text else 1)]]:
             yield text, partial(with_planted, joined, take_part, url, (operation, where, text))
     joined.leave()
 
