@@ -167,6 +167,36 @@ def described(schema: Schema) -> str:
     texts = []
     for rule, names in sorted(found.items()):
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        text = "first (mean where a site's value is neither 0 nor 1)" if rule == "flags" else rule
-        texts.append(f"{text}: {', '.join(names[:NAMED])}{more}")
+        texts.append(f"{shown_rule(rule)}: {', '.join(names[:NAMED])}{more}")
     return "; ".join(texts)
+
+
+def shown_rule(rule: str) -> str:
+    """Return the rule of a buffer for messages."""
+    return "first (mean where a site's value is neither 0 nor 1)" if rule == "flags" else rule
+
+
+def without_effect(schema: Schema, rules: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each entry of the setting `model.buffers` that sets a rule which its tensors cannot have.
+
+    A pattern may match parameters besides buffers: only a pattern that matches no buffer is meant for a parameter.
+
+    Args:
+        schema: schema of the run's model.
+        rules: pattern of names → rule.
+    """
+    of: defaultdict[str, list[TensorSpec]] = defaultdict(list)
+    for spec in schema.tensors:
+        if pattern := next((pattern for pattern in rules if fnmatchcase(spec.name, pattern)), ""):
+            of[pattern].append(spec)
+    for pattern, specs in of.items():
+        rule, name = rules[pattern], repr(specs[0].name)
+        parameters = [spec for spec in specs if spec.group in (PARAMS, KEPT[0])]
+        if rule != "keep" and len(parameters) == len(specs):
+            yield f'model.buffers sets "{rule}" for {name}, which is a parameter; a parameter can only have "keep"'
+        for spec in specs if rule == "mean" else ():
+            if spec.dtype in ("BOOL", "U8") and spec not in parameters:
+                yield (
+                    f'model.buffers sets "mean" for {spec.name!r}, but {spec.dtype} has no mean: it keeps the rule '
+                    f"{shown_rule(spec.rule)}"
+                )
