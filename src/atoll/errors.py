@@ -233,7 +233,7 @@ class ServerUnreachable(TransferError):
 
 
 class ServerLost(TransferError):
-    """The worker gave up: no server answered for ATOLL_GIVE_UP_S seconds, or another run is at the server's address."""
+    """The worker gave up: no answer or no success for ATOLL_GIVE_UP_S seconds, or another run at the address."""
 
     code = "server_lost"
 
