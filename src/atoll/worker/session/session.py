@@ -234,7 +234,7 @@ class Progress:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._why = "the server answers, but it accepts no update, provides no version and takes no task's answer"
+        self._why = "it accepts no update, provides no version and takes no task's answer"
         self._repeats = Repeats(session, "make progress")
         self._seen = deque[object](maxlen=REMEMBERED)
         self._calls, self._answered_s = 0, math.inf
