@@ -179,23 +179,20 @@ def shown_rule(rule: str) -> str:
 def without_effect(schema: Schema, rules: Mapping[str, str]) -> Iterator[str]:
     """Yield a warning for each entry of the setting `model.buffers` that sets a rule which its tensors cannot have.
 
-    A pattern may match parameters besides buffers: only a pattern that matches no buffer is meant for a parameter.
+    A pattern may match parameters besides buffers: only one that matches no buffer at all is meant for a parameter.
 
     Args:
         schema: schema of the run's model.
         rules: pattern of names → rule.
     """
-    of: defaultdict[str, list[TensorSpec]] = defaultdict(list)
-    for spec in schema.tensors:
-        if pattern := next((pattern for pattern in rules if fnmatchcase(spec.name, pattern)), ""):
-            of[pattern].append(spec)
-    for pattern, specs in of.items():
-        rule, name = rules[pattern], repr(specs[0].name)
-        parameters = [spec for spec in specs if spec.group in (PARAMS, KEPT[0])]
-        if rule != "keep" and len(parameters) == len(specs):
+    for pattern, rule in rules.items():
+        specs = [spec for spec in schema.tensors if fnmatchcase(spec.name, pattern)]
+        if specs and rule != "keep" and all(spec.group in (PARAMS, KEPT[0]) for spec in specs):
+            name = repr(specs[0].name)
             yield f'model.buffers sets "{rule}" for {name}, which is a parameter; a parameter can only have "keep"'
-        for spec in specs if rule == "mean" else ():
-            if spec.dtype in ("BOOL", "U8") and spec not in parameters:
+        for spec in specs:
+            is_first = next(each for each in rules if fnmatchcase(spec.name, each)) == pattern
+            if is_first and rule == "mean" and spec.dtype in ("BOOL", "U8"):
                 yield (
                     f'model.buffers sets "mean" for {spec.name!r}, but {spec.dtype} has no mean: it keeps the rule '
                     f"{shown_rule(spec.rule)}"

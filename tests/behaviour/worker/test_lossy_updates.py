@@ -248,7 +248,9 @@ def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, 
 
 
 class Noted(NoneCodec):
-    """A codec with options that mean nothing."""
+    """A codec with an option that means nothing."""
+
+    name = "noted"
 
     def __init__(self, note: Any = "") -> None:
         super().__init__()
@@ -259,11 +261,9 @@ class Noted(NoneCodec):
     ("note", "told"),
     [
         ("y" * 3000, "it has 3000 characters, but at most 256 are sent to sites"),
-        ([1] * 17, "it has 17 entries, but at most 16 are sent to sites"),
-        (10**400, "input should be less than"),
-        ({"deep": 1}, "input should be a valid"),
+        (2**70, "input should be less than"),
     ],
-    ids=["text", "list", "number", "table"],
+    ids=["text", "number"],
 )
 def test_a_codec_option_that_sites_cannot_get_is_named(tmp_path: Path, note: Any, told: str) -> None:
     codec = {"path": f"{__name__}:Noted", "note": note}
