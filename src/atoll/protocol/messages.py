@@ -144,7 +144,9 @@ def unsendable(error: ValidationError, settings: Mapping[str, str]) -> str:
     if most is not None:
         unit = "characters" if isinstance(value, str) else "entries"
         reason = f"it has {len(value)} {unit}, but at most {most} are sent to sites"
-    return f"{visible(name, 120)} is {visible(repr(value), 80)}, which sites cannot get: {reason}."
+    elif len(own) > 1 and "ctx" not in first:
+        reason = f"it is of type {type(value).__name__}"
+    return f"{visible(name, 120)} is {visible(repr(value), 80)}, which sites cannot get: {visible(reason, 100)}."
 
 
 Estimate = Annotated[float, AfterValidator(lambda number: min(max(number, 0.0), LONGEST_ESTIMATE_S))]
