@@ -25,18 +25,19 @@ WORKER = {
     "Without a server, the default is `alone`.",
     "ATOLL_TOKEN": "Bearer token, at the server and its workers; or a 0600 file named by `ATOLL_TOKEN_FILE`.",
     "ATOLL_MAX_SYNC_RETRIES": "Retries to reach the server before DiLoCo skips a synchronisation; by default 6.",
-    "ATOLL_GIVE_UP_S": "Seconds without an answer of the server after which a worker gives up; by default 86400, "
-    "a day; 0: never.",
+    "ATOLL_GIVE_UP_S": "Seconds without an answer, or without success, after which a worker gives up; by default "
+    "86400, a day; 0: never.",
     "ATOLL_DIR": "Folder of the base and outbox files, each as large as the model; by default `.atoll`.",
     "ATOLL_NEW_STATE": "1: a site that lost its algorithm's state starts at zero instead of being refused.",
     "ATOLL_TLS_CA": "PEM file with the authority of the server's certificate; by default the system's.",
-    "ATOLL_SWARM": "1: this site may take part in a [swarm](../swarm.md); 0: it may not, whatever `ATOLL_PEER_*` is.",
+    "ATOLL_SWARM": "1: this site may take part in a [swarm](../swarm.md); 0: it may not, whatever its script and "
+    "`ATOLL_PEER_*` say.",
     "ATOLL_PEER_HOST": "In a swarm, the address on which a worker listens for the others; by default 127.0.0.1.",
     "ATOLL_PEER_PORT": "Its port there; by default any free one.",
     "ATOLL_PEER_NAME": "The name or address by which the others reach it; by default `ATOLL_PEER_HOST`.",
     "ATOLL_PEER_TLS_CERT": "PEM file with its certificate for the others.",
     "ATOLL_PEER_TLS_KEY": "PEM file with the key of that certificate.",
-    "ATOLL_PEER_INSECURE": "1: listen beyond this machine without TLS.",
+    "ATOLL_PEER_INSECURE": "1: listen beyond this machine without TLS. A false value is as if it were unset.",
 }
 """Variables that a worker reads. `config.NOT_SETTINGS` has the same names, and those for tests."""
 
@@ -128,7 +129,7 @@ def settings_page() -> str:
 
 
 def exit_codes_page() -> str:
-    meanings = dict(re.findall(r"── (\w+) {2,}(?:[\d↻] +)?(\S.*)$", errors.__doc__ or "", re.MULTILINE))
+    meanings = dict(re.findall(r"── (\w+) {2,}(?:[\d↻]+ +)?(\S.*)$", errors.__doc__ or "", re.MULTILINE))
     lines = [
         "# Exit codes and errors",
         "",

@@ -20,7 +20,7 @@
     │   └── BadRequest             the server did not understand the request
     ├── TransferError          5   a network error
     │   ├── ServerUnreachable  ↻   no server answers
-    │   ├── ServerLost             no server answered for too long, or another run is at the server's address
+    │   ├── ServerLost             no answer or no success for too long, or another run is at the server's address
     │   ├── TransferStalled    ↻   no byte moved within the idle timeout
     │   └── TransferAborted        the calling program aborted the transfer
     ├── StoreError             7   a disk error on this machine
@@ -233,7 +233,7 @@ class ServerUnreachable(TransferError):
 
 
 class ServerLost(TransferError):
-    """The worker gave up: no server answered for ATOLL_GIVE_UP_S seconds, or another run is at the server's address."""
+    """The worker gave up: no answer or no success for ATOLL_GIVE_UP_S seconds, or another run at the address."""
 
     code = "server_lost"
 

@@ -1,6 +1,7 @@
-"""Small JSON files, called notes, that show whether they are damaged: the last value is a digest of the rest.
+"""JSON in files and in messages: notes that show whether they are damaged, and a limit for received JSON.
 
-`require_light` bounds the memory that received JSON can take.
+A note is a small JSON file: its last value is a digest of the rest. `require_light` bounds the memory that received
+JSON can take, whatever it says.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ MOST_LIGHT_BYTES = 56 * 2**20
 _TOKEN = r'"(?:[^"\\]++|\\.)*+"?|[:{[,]'  # a string, also one without an end; or a sign
 _OF_TEXT, _OF_BYTES = re.compile(_TOKEN, re.DOTALL), re.compile(_TOKEN.encode(), re.DOTALL)
 _COSTS = {":": 120, "{": 250, "[": 100, ",": 40, '"': 80}
-"""Sign outside strings → bytes that what it stands for can take in Python: a key, a dict, a list, a value, a string."""
+"""JSON character outside strings → memory in bytes of the value that it begins: a key, a dict, a list, a value, a
+string."""
 
 
 def require_light(text: str | bytes | bytearray, costs: Mapping[str, int] = _COSTS) -> None:
@@ -132,7 +134,7 @@ def require_light(text: str | bytes | bytearray, costs: Mapping[str, int] = _COS
 
     Args:
         text: the JSON text; bytes are UTF-8.
-        costs: sign → bytes that what it stands for can take.
+        costs: JSON character → memory in bytes of the value that it begins.
     """
     cost, cost_of = 2 * len(text), {key: nbytes for sign, nbytes in costs.items() for key in (sign, ord(sign))}
     found: Any = _OF_TEXT.finditer(text) if isinstance(text, str) else _OF_BYTES.finditer(text)

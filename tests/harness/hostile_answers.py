@@ -24,12 +24,12 @@ from atoll.errors import BY_CODE
 from atoll.protocol.openapi import OPERATIONS, STATUS_OF, Operation
 
 FLOOD_BYTES = 160 * 2**20
-"""Of a body without an end. A site may hold 64 MB, so it has refused it long before."""
+"""Size of an "endless" body. A site must refuse it after 64 MB."""
 CANARY = "hostile_canary"
 """Name of a module that nothing may import."""
 THIS_FILE = str(Path(__file__))
 FORGED = "atoll: FORGED"
-"""Begins a line that only a log that prints received text as it is would have."""
+"""Start of a line that appears only in a log that does not escape received text."""
 
 KEEP, RESET = b"KEEP", b"RESET"
 """Instead of the last piece: the connection stays for further requests; it ends with RST. Otherwise it is closed."""

@@ -1,4 +1,4 @@
-"""Lies: wrong contents whose digests are right, for what sends the contents makes the digests, too.
+"""Wrong contents with right digests: the sender computes both.
 
 A publisher of an object describes it in the head of its file, and a server describes its model in a schema. A `Lie`
 changes such a description, and then every digest, length and reference that follows from it, on a copy of a tape.

@@ -44,7 +44,7 @@ MARGIN_S = 12.0
 COMMANDS, OF_A_COMMAND_S = ("status", "evaluate", "export"), 30.0
 """Commands wait so long for an answer; sites wait for `PATIENCE_S`."""
 STAY_MARGIN_S = 15.0
-"""So much more where wrong answers stay: the pauses between attempts have grown by then."""
+"""Extra time if wrong answers do not stop: the pauses between attempts have grown by then."""
 LINE_CHARS = 50_000
 """Of the one line with which a site ends: 4,000 characters, each of which may be shown as an escape."""
 EXIT_CODES = {0} | {kind.exit_code for kind in errors.BY_CODE.values()}

@@ -1,4 +1,4 @@
-"""What a worker of a swarm serves to the others, without the worker: a test is the worker."""
+"""The file server of a swarm's worker, for tests that play the worker."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ made by one thread. For every byte run of the part (a range of elements, see `te
                                                                  count as zero where its state begins anew
     keep    tensors that each site keeps for itself              the value
 
-A parameter that no site trains stays as it is, whatever the outer optimizer does (`aggregation/resting_tensors`).
+A parameter that no site trains stays as it is, whatever the outer optimizer does (`aggregation/untrained_parameters`).
 
 If versions are downloaded through a codec C, θ is the master in the state file. The version then holds the values that
 workers have after decoding, b' = b + dec(C(θ − b)); see `codecs/version_difference`.
@@ -44,7 +44,7 @@ from atoll.aggregation.check_arriving_parts import norm_of, require_finite
 from atoll.aggregation.decode_updates import Updates, read_at, rows_at_once
 from atoll.aggregation.outer_state import WHOLES, Column, tail_region
 from atoll.aggregation.plan import AggregationPlan, FragmentPlan
-from atoll.aggregation.resting_tensors import resting
+from atoll.aggregation.untrained_parameters import untrained
 from atoll.blobs.model_file import MASTER
 from atoll.codecs.version_difference import DifferenceWriter
 from atoll.errors import StateCorrupt
@@ -181,7 +181,7 @@ def make_version(
     if rows > 1:
         run_elements = min(run_elements, ROW_ELEMENTS, ALL_ROWS_ELEMENTS // (rows * plan.threads))
     work.planned.version_runs.limit(max(run_elements // TILE, 1) * TILE)
-    run_jobs([None], 1, lambda: work.find_resting, cancelled)
+    run_jobs([None], 1, lambda: work.find_untrained, cancelled)
     if plan.rule.granularity == "tensor":
         run_jobs([None], 1, lambda: work.step_whole, cancelled)
     run_jobs(work.planned.version.parts, plan.threads, lambda: _Thread(work, rows).make_part, cancelled)
@@ -247,11 +247,11 @@ class _Pass:
         self.squares = [0.0] * parts
         self.digests: list[dict[_File, bytes]] = [{} for _ in range(parts)]
         self._on_progress, self._lock, self._done = on_progress, threading.Lock(), 0
-        self.resting: frozenset[str] = frozenset()
+        self.untrained: frozenset[str] = frozenset()
 
-    def find_resting(self, _job: None) -> None:
+    def find_untrained(self, _job: None) -> None:
         planned, state_fd = self.planned, self.files.state_fd
-        self.resting = resting(self.rule, planned.version_runs, self.params, planned.entries, state_fd)
+        self.untrained = untrained(self.rule, planned.version_runs, self.params, planned.entries, state_fd)
 
     def step_whole(self, _job: None) -> None:
         self.squares.append(
@@ -261,7 +261,7 @@ class _Pass:
                 self.params,
                 (self.files.base_fd, self.files.state_fd),
                 (self.out.version, self.out.state),
-                self.resting,
+                self.untrained,
             )
         )
 
@@ -433,7 +433,7 @@ class _Thread:
                 for index, name in enumerate(names)
             ]
         parameters = run.split(theta)
-        with _at_rest(parameters, names, work.resting):
+        with _unmoved(parameters, names, work.untrained):
             after = self._stepper.step_(parameters, gradients, before, names if work.rule.lrs else ())
         for index, piece in enumerate(run.pieces):
             for key, value in after[index].items():
@@ -528,12 +528,12 @@ class WholeState:
 
 
 @contextmanager
-def _at_rest(parameters: Sequence[Tensor], names: Sequence[str], resting: Collection[str]) -> Iterator[None]:
-    """During a step, replace the values of the parameters that rest by zeros.
+def _unmoved(parameters: Sequence[Tensor], names: Sequence[str], untrained: Collection[str]) -> Iterator[None]:
+    """During a step, replace the values of the parameters that no site trains by zeros.
 
     So a weight decay neither moves them nor leaves a trace in their outer state.
     """
-    kept = [(each, each.clone()) for each, name in zip(parameters, names, strict=True) if name in resting]
+    kept = [(each, each.clone()) for each, name in zip(parameters, names, strict=True) if name in untrained]
     for parameter, _ in kept:
         parameter.zero_()
     yield
@@ -547,7 +547,7 @@ def step_whole_tensors(
     updates: Updates,
     base: tuple[int, int | None],
     out: tuple[int, int | None],
-    rest: Collection[str] = (),
+    untrained: Collection[str] = (),
 ) -> float:
     """Do the outer step for every parameter of a version, one whole tensor at a time, and write the results.
 
@@ -560,7 +560,7 @@ def step_whole_tensors(
         updates: the updates of the round.
         base: files to read: the base version and its outer state, or None if there is no state.
         out: files to write: the next version and its outer state, or None if there is no state.
-        rest: names of the parameters that do not move, because no site trains them.
+        untrained: names of the parameters that do not move, because no site trains them.
 
     Returns:
         The sum of squares of the reduced pseudo-gradient.
@@ -581,7 +581,7 @@ def step_whole_tensors(
             g[start:stop].copy_(updates.reduce(runs.run(segment, start, stop), scratch)[0])
         squares += float(torch.dot(g, g))
         states = None if before is None else [before]
-        with _at_rest([theta], [spec.name], rest):
+        with _unmoved([theta], [spec.name], untrained):
             (after,) = stepper.step_([theta], [g.view(spec.shape)], states, [spec.name])
         failpoint("pass.write")
         if planned.downlink is None:  # otherwise `make_version` makes the version from the masters, part by part

@@ -26,6 +26,7 @@ from atoll.errors import ConfigError
 from atoll.outer_optimizers import build_outer
 from atoll.outer_optimizers.torch_optimizer import OuterRule
 from atoll.posix import nameless_file
+from atoll.protocol.messages import unsendable
 from atoll.protocol.swarm_messages import SwarmPlan
 from atoll.reducers import StalenessWeight, build_reducers, constant, staleness_weight
 from atoll.reducers.base import Reducer
@@ -150,13 +151,23 @@ class PlanValues:
         try:
             return SwarmPlan.model_validate(fields | chosen)
         except ValidationError as error:
-            first = error.errors()[0]
             raise ConfigError(
-                f"The workers of a swarm cannot get {'.'.join(map(str, first['loc']))} = {first['input']!r}: "
-                f"{first['msg']}.",
+                unsendable(error, _SETTINGS),
                 "The options of codec, reducer and outer optimizer are numbers, short texts and short lists of these. "
                 "For others, set swarm.enabled = false.",
             ) from None
+
+
+_SETTINGS = {
+    "codec": "aggregation.upload_codec",
+    "codec.options": "aggregation.upload_codec",
+    "reducer": "aggregation.reducer",
+    "reducer.options": "aggregation.reducer",
+    "outer": "algorithm.outer_optimizer",
+    "outer.options": "algorithm.outer_optimizer",
+    "outer_lr_of": "algorithm.outer_lr_of",
+}
+"""Field of `SwarmPlan` that the user sets → the setting."""
 
 
 def _sent(value: Any) -> Any:

@@ -208,7 +208,10 @@ class WeightCopies:
     def _undone(self, why: str) -> None:
         if why not in self._reported:
             self._reported.add(why)
-            self._report(f"the global model was loaded, but {why}. So the load was undone, and the result is wrong.")
+            self._report(
+                f"the global model was loaded, but {why}. So the load was undone, and the result is wrong. "
+                "Keep the copy in the optimizer's state, one tensor for each parameter, or use another optimizer."
+            )
 
 
 class CorrectedCopies:

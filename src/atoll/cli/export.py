@@ -382,17 +382,18 @@ def _pull_from_workers(
         Gone: no worker has the version any more, or none of the workers that have it can be reached.
     """
     from atoll.tensors.reference import TensorRef
-    from atoll.transport.peer_address import leads_here, why_no_peer
+    from atoll.transport.peer_address import is_this_machine, why_no_peer
     from atoll.worker.peer.peer_transfers import connected
 
     digests = manifest.require_digest(manifest.digest, layout, f"version {manifest.version}")
     why = "no connected worker has this version."
     for source in manifest.sources:
         try:
-            if refused := why_no_peer(TensorRef.parse(source).host, loopback=leads_here(http.host)):
+            if refused := why_no_peer(TensorRef.parse(source).host, loopback=is_this_machine(http.host)):
                 why = f"{refused}."
                 continue
-            with connected(source, info.idle_timeout_s, http.counters, loopback=leads_here(http.host)) as (ref, parts):
+            is_here = is_this_machine(http.host)
+            with connected(source, info.idle_timeout_s, http.counters, loopback=is_here) as (ref, parts):
                 path = routes.OBJECT_DATA.format(object=ref.object)
                 return parts.pull(path, digests, layout.parts, [file])
         except AtollError as error:

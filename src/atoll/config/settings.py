@@ -29,7 +29,7 @@ from pydantic_core import PydanticCustomError
 from atoll.config.consistency import require_consistent
 from atoll.config.run_file import COMMAND_LINE, Layer, environment_layer, file_layer, merged, nearest_key, source_of
 from atoll.config.workflow_settings import with_components
-from atoll.errors import AtollError, ConfigError, public_api
+from atoll.errors import ConfigError, public_api
 from atoll.registry import OwnName
 
 # -- When a changed value takes effect. Settings in none of these lists: at the server's next start.
@@ -100,6 +100,14 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 """Type of a setting that seeds torch's random numbers."""
 
 
+class _WrongValue(ValueError):
+    """A wrong value, as pydantic expects it from a validator: `_readable` adds the setting and its source."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.message, self.remedy = message, remedy
+
+
 class Group(BaseModel):
     """A group of settings: one table of the run file.
 
@@ -131,9 +139,9 @@ class Choice(Group):
     @model_validator(mode="after")
     def _one(self) -> Self:
         if self.name and self.path:
-            raise ConfigError(f"Both name ({self.name!r}) and path ({self.path!r}) are set.", "Set only one of them.")
+            raise _WrongValue(f"both name ({self.name!r}) and path ({self.path!r}) are set.", "Set only one of them.")
         if self.name and ":" in self.name:
-            raise ConfigError(f"name is {self.name!r}, a path to code.", f"Write path = {self.name!r}.")
+            raise _WrongValue(f"name is {self.name!r}, a path to code.", f"Write path = {self.name!r}.")
         return self
 
     @property
@@ -173,8 +181,8 @@ def _rules(value: object) -> object:
     if isinstance(value, str | list | tuple):
         names = [value] if isinstance(value, str) else list(map(str, value))
         table = ", ".join(f'"{name}" = "mean"' for name in names)
-        raise ConfigError(
-            f"{value!r} is a list of patterns, without their rules.", f"Write a table: model.buffers = {{{table}}}."
+        raise _WrongValue(
+            f"{value!r} are patterns without their rules.", f"Write a table: model.buffers = {{{table}}}."
         )
     return value
 
@@ -669,14 +677,14 @@ def collected(
     return values, source
 
 
-def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
+def _readable(error: ValidationError, source: Mapping[str, str]) -> ConfigError:
     """Return pydantic's first validation error as an error of Atoll, with the source of the value and a remedy."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     key = ".".join(map(str, first["loc"])) or "settings"
     where = source_of(key, source) or "settings"
-    if isinstance(cause, AtollError):
-        return type(cause)(f"{where}: {key}: {cause.message}", cause.remedy) if first["loc"] else cause
+    if isinstance(cause, _WrongValue):
+        return ConfigError(f"{where}: {key}: {cause.message}", cause.remedy)
     if first["type"] == "extra_forbidden":
         return ConfigError(f"{where}: the setting {key!r} does not exist.", nearest_key(key, FIELDS, first["input"]))
     if key in GROUPS:
@@ -689,4 +697,18 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> AtollError:
         option, entry = f"--set {key}.{part}={first['input']}", f"{key} = {{{part} = {first['input']!r}}}"
         message = f"this setting is a table: write {option if where == COMMAND_LINE else entry}"
     remedy = f"{key}: {field.description}" if field and field.description else ""
-    return ConfigError(f"{where}: {key} = {first['input']!r}: {message}.", remedy)
+    shown = str(first["input"]).lower() if isinstance(first["input"], bool) else repr(first["input"])
+    kind, example = next((each for word, each in _KINDS.items() if first["type"].startswith(word)), ("", ""))
+    if kind:
+        remedy = f"Write {key} = {example}, for example. {remedy}" if field else f"Write {kind}, as in TOML."
+        return ConfigError(f"{where}: {key} = {shown}, but it must be {kind}.", remedy)
+    return ConfigError(f"{where}: {key} = {shown}: {message}.", remedy)
+
+
+_KINDS = {
+    "int_": ("a whole number", "20"),
+    "float_": ("a number", "0.5"),
+    "bool_": ("true or false", "true"),
+    "string_type": ("text", '"text"'),
+}
+"""Beginning of the type of pydantic's error → what the setting must be, and an example."""

@@ -125,7 +125,7 @@ class OuterRule:
         return self._lr_of[name]
 
     @functools.cached_property
-    def moves_at_rest(self) -> bool:
+    def moves_untrained(self) -> bool:
         """Whether the optimizer moves a parameter that never had a gradient other than zero, by a weight decay."""
         shape = (3,) if self.granularity == "chunk" else (3, 3)
         for name in ("", *self.lrs):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -26,6 +26,7 @@ from pydantic import (
     FailFast,
     Field,
     StringConstraints,
+    ValidationError,
     model_validator,
 )
 
@@ -120,6 +121,33 @@ Scalar = (
 Option = Scalar | Annotated[list[Scalar], Field(max_length=16)]
 Options = Annotated[dict[OptionName, Option], Field(max_length=64)]
 """Keyword arguments of a codec, a reducer or an outer optimizer."""
+
+
+def unsendable(error: ValidationError, settings: Mapping[str, str]) -> str:
+    """Return which setting a message for sites cannot carry, its value and why, as the beginning of an error.
+
+    Args:
+        error: the error of the message.
+        settings: field of the message → setting from which its value comes. A dot separates fields of fields.
+    """
+    every = error.errors(include_url=False)
+    key = ".".join(map(str, every[0]["loc"]))
+    field = max((each for each in settings if f"{key}.".startswith(f"{each}.")), key=len, default="")
+    count = field.count(".") + 2  # the field's names, and that of its option
+    options = ".".join(map(str, every[0]["loc"][count - 1 : count] if field else ()))
+    name = f"{settings[field]}.{options}" if options else settings.get(field, key)
+    # an option may be one of several types: the error about the value's own type has a limit
+    own = [each for each in every if each["loc"][:count] == every[0]["loc"][:count]]
+    first = next((each for each in own if each.get("ctx")), own[0])
+    most, value = first.get("ctx", {}).get("max_length"), first["input"]
+    reason = first["msg"][0].lower() + first["msg"][1:]
+    if most is not None:
+        unit = "characters" if isinstance(value, str) else "entries"
+        reason = f"it has {len(value)} {unit}, but at most {most} are sent to sites"
+    elif len(own) > 1 and "ctx" not in first:
+        reason = f"it is of type {type(value).__name__}"
+    return f"{visible(name, 120)} is {visible(repr(value), 80)}, which sites cannot get: {visible(reason, 100)}."
+
 
 Estimate = Annotated[float, AfterValidator(lambda number: min(max(number, 0.0), LONGEST_ESTIMATE_S))]
 """A measured or estimated time in seconds, or a rate. A number out of bounds is read as the nearest one within."""

@@ -1,8 +1,8 @@
 """Read a message from the JSON text of an answer, in bounded memory, with an error of one short line.
 
 A few bytes of JSON can become hundreds of bytes in memory: an empty object, or a wrong value that the error lists.
-`MOST_BYTES` bounds what an answer may take, whatever it says. Deep nesting, huge numbers, invalid UTF-8 and lone
-surrogates are refused by the parser.
+`MOST_LIGHT_BYTES` in `json_files` bounds what an answer may take, whatever it says. Deep nesting, huge numbers, invalid
+UTF-8 and lone surrogates are refused by the parser.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from atoll.format_text import visible
 from atoll.json_files import require_light
 
 SMALL_BYTES = 64 * 2**10
-"""Up to this size, an answer cannot take more than `MOST_BYTES`, so it is parsed without a check."""
+"""Up to this size, an answer cannot take more than `MOST_LIGHT_BYTES`, so it is parsed without a check."""
 WHY_CHARS = 300
 """Maximum length of the reason in an error, in characters."""
 
 _COSTS = {":": 1000, "{": 600, "[": 300, ",": 40, '"': 100}
-"""Sign → bytes that what it stands for can take: a key with its error, an object, a list, a value, a string. Measured
-with pydantic 2.14, rounded up."""
+"""JSON character → memory in bytes of the value that it begins: a key with its error, an object, a list, a value, a
+string. Measured with pydantic 2.14, rounded up."""
 
 _TOKEN = re.compile(rb'(?P<key>"(?:[^"\\]++|\\.)*+")\s*+:|"(?:[^"\\]++|\\.)*+"|[{}]', re.DOTALL)
 """A key, another string, or the begin or end of an object. In valid JSON, other signs belong to no key."""

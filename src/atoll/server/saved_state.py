@@ -12,7 +12,7 @@ the settings. Updates that are not in a version yet are not in the file: their s
 Every byte of the file is checked. Its header must be the one that this run would write. The files of the versions and
 outer states, made from the tensors, must have the digests in the note. The model must be the one in these files.
 
-No code is named by the file: a setting with a path of code must be set again by the start that loads the file.
+Code that the file names is never loaded: a setting with a path of code must be set again by the start that loads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from blake3 import blake3
 from atoll.aggregation.plan import Plan
 from atoll.blobs.model_file import ModelFile, model_header
 from atoll.config import Settings
-from atoll.config.run_file import flat, merged
+from atoll.config.run_file import CODE, FUNCTIONS, TABLES, flat, merged
 from atoll.config.settings import FROZEN
 from atoll.errors import BadRequest, ConfigError, StateCorrupt, UsageError
 from atoll.format_text import visible
@@ -204,11 +204,25 @@ def _settings_of(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _names_code(value: object) -> bool:
-    """Return whether a value of a setting contains a path of code, such as `module:attribute`."""
-    if isinstance(value, Mapping):
-        return any(map(_names_code, value.values()))
-    return any(map(_names_code, value)) if isinstance(value, list | tuple) else ":" in str(value)
+def _names_code(key: str, value: Any) -> bool:
+    """Return whether the value of the setting `key` contains a path of code, such as `module:attribute`."""
+    texts: list[Any] = [value] if key in FUNCTIONS else []
+    tables = value if key in TABLES else [value] if key in CODE else []
+    texts += [table.get(part) for table in tables for part in ("path", "kind") if isinstance(table, Mapping)]
+    return any(isinstance(text, str) and ":" in text for text in texts)
+
+
+def _chooses(mine: Mapping[str, Any], key: str) -> bool:
+    """Return whether the settings of a start choose the code of the setting `key`.
+
+    Args:
+        mine: the settings of the start, as nested tables.
+        key: `group.key` of a setting that names code.
+    """
+    group, _, name = key.partition(".")
+    table = mine.get(group, {})
+    own = table if key == "algorithm.path" else table.get(name)
+    return bool(own.keys() & {"name", "path"}) if isinstance(own, Mapping) else own is not None
 
 
 def _fits(mine: Mapping[str, Any], key: str, value: object) -> bool:
@@ -296,15 +310,15 @@ class SavedState:
             replaced: settings in place of which the program passes code.
 
         Raises:
-            ConfigError: a setting is unknown or wrong, or the saved run had code that this start does not name.
+            ConfigError: a setting is unknown or wrong, or the saved run had code, and this start names none.
         """
         values = given.model_dump(by_alias=True, exclude_unset=True) if isinstance(given, Settings) else given or {}
         mine, saved = merged(values), {key: value for key, value in self.values.items() if key not in replaced}
-        kept = {key: value for key, value in saved.items() if not _names_code(value) and _fits(mine, key, value)}
+        kept = {key: value for key, value in saved.items() if not _names_code(key, value) and _fits(mine, key, value)}
         settings = merged(values, merged(kept))
         chosen = _settings_of(Settings.build(settings))
         for key, value in saved.items():
-            if _names_code(value) and chosen.get(key) != value:
+            if _names_code(key, value) and not _chooses(mine, key):
                 raise ConfigError(
                     f"The state in {self.path} is of a run with {key} = {_quoted(value)}, but this start has "
                     f"{_quoted(chosen.get(key))}. Atoll never loads code that a saved state names.",
@@ -329,7 +343,7 @@ class SavedState:
         for name in sorted({*saved, *code}):
             if saved.get(name) != code.get(name):
                 LOG.warning(
-                    "the run that %s has was served with %s = %s, but this start has %s: its results may differ",
+                    "the run in %s was served with %s = %s, but this start has %s: its results may differ",
                     self.path,
                     name,
                     visible(str(saved.get(name, "none")), 300),

@@ -36,7 +36,7 @@ from atoll.store.journal import NEW_RUN
 from atoll.store.journal_tables import RunRow, utc_text
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests
-from atoll.tensors.buffer_rules import described, rule_for
+from atoll.tensors.buffer_rules import described, rule_for, shown_rule, without_effect
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.fragments import Split, split, split_of
 from atoll.tensors.module_tensors import Tensors
@@ -337,7 +337,7 @@ def _require_same(where: str, recorded: Mapping[str, Any], current: Mapping[str,
 
 
 def _say_rules(settings: Settings, schema: Schema) -> None:
-    """Log the rules of unusual buffers, and a warning about patterns of `model.buffers` without a match."""
+    """Log the rules of unusual buffers, and warnings about patterns of `model.buffers` without a match or an effect."""
     if text := described(schema):
         LOG.info(
             "rules of the buffers that are neither running statistics nor counters: %s. To change a rule, set "
@@ -347,6 +347,8 @@ def _say_rules(settings: Settings, schema: Schema) -> None:
     for pattern in settings.model.buffers:
         if not any(fnmatchcase(spec.name, pattern) for spec in schema.tensors):
             LOG.warning("model.buffers contains %r, which matches no tensor of the model", pattern)
+    for text in without_effect(schema, settings.model.buffers):
+        LOG.warning("%s", text)
 
 
 def _require_same_rules(settings: Settings, schema: Schema, where: str) -> None:
@@ -359,7 +361,8 @@ def _require_same_rules(settings: Settings, schema: Schema, where: str) -> None:
         rule = rule_for(spec, settings.model.buffers)
         if rule not in (None, spec.rule):
             raise ConfigError(
-                f"{where} has the rule {spec.rule!r} for {spec.name!r}, but this start sets model.buffers to {rule!r}.",
+                f"{where} has the rule {shown_rule(spec.rule)!r} for {spec.name!r}, but this start sets model.buffers "
+                f"to {rule!r}.",
                 "Start without model.buffers, or start a new run in another disk.state_dir.",
             )
 

@@ -167,6 +167,33 @@ def described(schema: Schema) -> str:
     texts = []
     for rule, names in sorted(found.items()):
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        text = "first (mean where a site's value is neither 0 nor 1)" if rule == "flags" else rule
-        texts.append(f"{text}: {', '.join(names[:NAMED])}{more}")
+        texts.append(f"{shown_rule(rule)}: {', '.join(names[:NAMED])}{more}")
     return "; ".join(texts)
+
+
+def shown_rule(rule: str) -> str:
+    """Return the rule of a buffer for messages."""
+    return "first (mean where a site's value is neither 0 nor 1)" if rule == "flags" else rule
+
+
+def without_effect(schema: Schema, rules: Mapping[str, str]) -> Iterator[str]:
+    """Yield a warning for each entry of the setting `model.buffers` that sets a rule which its tensors cannot have.
+
+    A pattern may match parameters besides buffers: only one that matches no buffer at all is meant for a parameter.
+
+    Args:
+        schema: schema of the run's model.
+        rules: pattern of names → rule.
+    """
+    for pattern, rule in rules.items():
+        specs = [spec for spec in schema.tensors if fnmatchcase(spec.name, pattern)]
+        if specs and rule != "keep" and all(spec.group in (PARAMS, KEPT[0]) for spec in specs):
+            name = repr(specs[0].name)
+            yield f'model.buffers sets "{rule}" for {name}, which is a parameter; a parameter can only have "keep"'
+        for spec in specs:
+            is_first = next(each for each in rules if fnmatchcase(spec.name, each)) == pattern
+            if is_first and rule == "mean" and spec.dtype in ("BOOL", "U8"):
+                yield (
+                    f'model.buffers sets "mean" for {spec.name!r}, but {spec.dtype} has no mean: it keeps the rule '
+                    f"{shown_rule(spec.rule)}"
+                )

@@ -1,7 +1,7 @@
-"""Addresses of a swarm's workers, which reach this process in messages: which ones may be connected to, and proofs.
+"""Check the addresses of other workers in a swarm before this process connects to them.
 
 A worker that joins names an address, and the others connect to it. Without a check, a site could make all other sites
-call any address. So the server checks each address before it names it to others (`why_unproven`), and every process
+call any address. So the server checks each address before it names it to others (`why_unreachable`), and every process
 that connects checks its class (`why_no_peer`). The name of a host may lead elsewhere a moment later. So the IP address
 that a connection has reached is checked again, before the first byte is sent (`require_peer`).
 """
@@ -58,7 +58,7 @@ def require_peer(ip: str, *, loopback: bool) -> None:
         raise ServerUnreachable(f"{why}.", "Check the names of hosts in the swarm, and ATOLL_PEER_HOST.")
 
 
-def leads_here(host: str) -> bool:
+def is_this_machine(host: str) -> bool:
     """Return whether a host is loopback: only processes of the same machine can connect to it."""
     return is_loopback(host) or any(address.is_loopback for address in _addresses_of(host))
 
@@ -76,7 +76,7 @@ ANY_PEER: Callable[[str], None] = partial(require_peer, loopback=True)
 """The check of a process that may have workers of a swarm on its own machine."""
 
 
-def why_unproven(proof: TensorRef) -> str:
+def why_unreachable(proof: TensorRef) -> str:
     """Return why the process that made a reference does not answer at its address; an empty text if it does.
 
     Pull the manifest of the object: only the process that made the reference has an object with this digest.

@@ -195,16 +195,31 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
 def takes_part_in_swarms(given: bool) -> bool:
     """Return whether this site takes part in swarms: its script, `ATOLL_SWARM` or an `ATOLL_PEER_*` variable says so.
 
+    If `ATOLL_SWARM` is false, the site takes part in none, whatever the others say.
+
     Args:
         given: what the script says.
 
     Raises:
-        ConfigError: `ATOLL_SWARM` is neither true nor false.
+        ConfigError: `ATOLL_SWARM` or `ATOLL_PEER_INSECURE` is neither true nor false.
     """
-    listens = any(value for name, value in os.environ.items() if name.startswith("ATOLL_PEER_"))
-    is_set = bool(os.environ.get("ATOLL_SWARM", "").strip())
     allows = flag("ATOLL_SWARM", "let this site take part in swarms, or to 0 to forbid it")
-    return given or allows or (not is_set and listens)
+    if os.environ.get("ATOLL_SWARM", "").strip():
+        return allows
+    others = {name for name, value in os.environ.items() if name.startswith("ATOLL_PEER_") and value.strip()}
+    return given or bool(others - {INSECURE}) or insecure_peers()
+
+
+INSECURE = "ATOLL_PEER_INSECURE"
+
+
+def insecure_peers() -> bool:
+    """Return whether this site's user allows plain HTTP to other workers of a swarm.
+
+    Raises:
+        ConfigError: `ATOLL_PEER_INSECURE` is neither true nor false.
+    """
+    return flag(INSECURE, "listen without TLS on a trusted network")
 
 
 def flag(variable: str, what: str) -> bool:
@@ -217,9 +232,9 @@ def flag(variable: str, what: str) -> bool:
     Raises:
         ConfigError: the variable is neither true nor false.
     """
-    text = os.environ.get(variable, "").strip().lower()
-    if not text or text in TRUTHS:
-        return TRUTHS.get(text, False)
+    text = os.environ.get(variable, "").strip()
+    if not text or text.lower() in TRUTHS:
+        return TRUTHS.get(text.lower(), False)
     raise ConfigError(f"{variable} is {text!r}.", f"Set it to 1 to {what}.")
 
 

@@ -126,7 +126,7 @@ def test_a_federated_run_waits_for_a_dead_site_and_names_both_remedies(
     ("names", "ended", "remedy"),
     [
         ("abc", "a has left, b has left and c failed", "Start 1 of a and b again under the same name"),
-        ("a", "a failed", "Start a again with the run's model"),
+        ("a", "a failed", "Start a again after mending its error (see its log)"),
     ],
     ids=["three sites", "one site"],
 )

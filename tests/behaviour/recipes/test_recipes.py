@@ -113,7 +113,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
         {"min_sites": 0},
         r"FedAvgRecipe: min_sites is 0\. Give a whole number, at least 1",
     ),
-    (recipe, {"name": 3}, "FedAvgRecipe, name: run.name = 3: input should be a valid string"),
+    (recipe, {"name": 3}, "FedAvgRecipe, name: run.name = 3, but it must be text"),
     (recipe, {"num_rounds": 0}, r"num_rounds is 0\. Use at least 1: a recipe must end"),
     (recipe, {"num_rounds": -3}, r"num_rounds is -3\. Use at least 1: a recipe must end"),
     (recipe, {"train_script": "trian.py"}, r"the train_script 'trian.py' does not exist"),
@@ -220,7 +220,7 @@ AS_ONE = (
             [{"algorithm.outer_optimizer.name": "adam"}],
             r"DiLoCoRecipe: algorithm.outer_optimizer.momentum is 0\.8, but adam has no momentum\. Leave momentum out",
         ),
-        ([{"network.port": "http"}], "add_server_config: network.port = 'http': input should be a valid integer"),
+        ([{"network.port": "http"}], "add_server_config: network.port = 'http', but it must be a whole number"),
         ([{"rounds.quorum": 2}], "rounds.deadline_s is 0, so the quorum never takes effect"),
         ([{"diloco.num_fragments": 4}], "diloco.sync_every is 6 and diloco.num_fragments is 4"),
         (

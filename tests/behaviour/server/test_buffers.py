@@ -197,7 +197,8 @@ def test_the_first_matching_pattern_counts(tmp_path: Path) -> None:
     [
         (
             ["bn.*", "ema"],
-            r'is a list of patterns.*model\.buffers = \{"bn\.\*" = "mean", "ema" = "mean"\}',
+            r"settings: model\.buffers: .* are patterns without their rules.*"
+            r'model\.buffers = \{"bn\.\*" = "mean", "ema" = "mean"\}',
         ),
         ({"bn.*": "average"}, r"model\.buffers.*'mean', 'max', 'sum', 'first' or 'keep'"),
     ],
@@ -232,6 +233,44 @@ def test_a_started_run_refuses_another_rule(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has the rule 'max' for 'x', but this start sets model\.buffers to 'first'"):
         with serve(tmp_path, build(), **{"model.buffers": {"x": "first"}}):
             pass
+
+
+@pytest.mark.covers("X10")
+def test_names_the_rule_of_a_flag_as_the_log_does(tmp_path: Path) -> None:
+    build = partial(Holder, x=torch.tensor([1.0, 1.0, 0.0]))
+    with serve(tmp_path, build()):
+        pass
+    with pytest.raises(ConfigError, match=r"has the rule .first \(mean where a site's value is neither 0 nor 1\). for"):
+        with serve(tmp_path, build(), **{"model.buffers": {"x": "mean"}}):
+            pass
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({"w*": "sum"}, ['"sum" for \'w\', which is a parameter; a parameter can only have "keep"']),
+        ({"m*": "mean"}, ["\"mean\" for 'mask', but BOOL has no mean: it keeps the rule first"]),
+        (
+            {"*": "mean"},
+            [
+                "\"mean\" for 'mask', but BOOL has no mean: it keeps the rule first",
+                "\"mean\" for 'u8', but U8 has no mean: it keeps the rule first",
+            ],
+        ),
+        ({"[mus]*": "first", "*": "max"}, []),
+    ],
+    ids=str,
+)
+def test_warns_of_a_rule_without_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rules: dict[str, str], told: list[str]
+) -> None:
+    """A parameter can only be kept, and neither booleans nor bytes have a mean; a maximum is the mean of integers."""
+    model = Holder(mask=torch.tensor([True]), u8=torch.tensor([3], dtype=torch.uint8), seen=torch.tensor([5]))
+    with serve(tmp_path, model, **{"model.buffers": rules}):
+        pass
+    warnings = [each.getMessage() for each in caplog.records if each.getMessage().startswith("model.buffers")]
+    assert warnings == [f"model.buffers sets {text}" for text in told]
 
 
 # -- in every kind of run
@@ -596,7 +635,9 @@ FIRST: dict[str, Any] = {"model.buffers": {"low": "first", "seen": "first"}}
 
 @pytest.mark.covers("X10")
 @pytest.mark.parametrize("key", ["", "aggregation.download_codec.name", "aggregation.upload_codec.name"])
-def test_the_first_update_decides_the_shapes_of_shared_buffers(tmp_path: Path, key: str) -> None:
+def test_the_first_update_decides_the_shapes_of_shared_buffers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
     """Both sites have 3 elements after the first batch; from version 1 on, they have those of site a."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
@@ -614,6 +655,7 @@ def test_the_first_update_decides_the_shapes_of_shared_buffers(tmp_path: Path, k
     with serve(tmp_path, ByData(), rounds=3, **DEFAULT_OUTER_OPTIMIZER, **FIRST, **codec) as server:
         together(*(partial(work, server.url, site) for site in "ab"))
         server.run()
+    assert "keeps trying" not in caplog.text  # a pause while the shapes are taken over is no outage
     assert met == {site: [[], [1.25] * 3, [2.25] * 3] for site in "ab"}
     found = exported(tmp_path)
     assert (found["low"].tolist(), found["seen"].tolist()) == ([3.25] * 3, [3, 3])
@@ -625,6 +667,19 @@ def by_data(site: ManualSite, elements: int) -> nn.Module:
     model = site.round.load_into(ByData())
     model.low = torch.full((elements,), float(site.round.number))  # type: ignore[assignment]
     return model
+
+
+@pytest.mark.covers("X10")
+def test_buffers_far_larger_than_the_model_are_refused_by_name(tmp_path: Path) -> None:
+    """68 MB of one buffer are more than 2²⁶ bytes, which are 67.1 MB, and more than the model has."""
+    with serve(tmp_path, ByData(), sites=1, **FIRST) as server:
+        site = manual_sites(server, tmp_path, "a")["a"]
+        assert site.next_round() == 1
+        told = r"a has 68\.0 MB of buffers .*low \[17000000\].* at most 67\.1 MB are allowed.* Set \"keep\" for them"
+        with pytest.raises(SchemaMismatch, match=told) as caught:
+            site.submit(by_data(site, 17_000_000))
+        site.close(caught.value)
+        assert "Start a again after mending its error" in server.status().warnings[0]
 
 
 @pytest.mark.covers("X10")

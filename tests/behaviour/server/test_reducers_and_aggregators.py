@@ -186,6 +186,17 @@ def test_warns_once_of_a_site_with_far_higher_numbers(
     assert caplog.text.count("the median of the other sites") == bool(told)
 
 
+def test_does_not_warn_of_steps_that_the_run_ignores(tmp_path: Path) -> None:
+    """FedAvg does not divide by the number of steps, and refuses none."""
+    with plain_server(tmp_path, ONE, sites=3, rounds=1) as server:
+        sites = manual_sites(server, tmp_path, "abc")
+        assert {site.next_round() for site in sites.values()} == {1}
+        for name, site in sites.items():
+            submit_value(site, 1.0, steps=10**6 if name == "c" else 10)
+        wait_until(lambda: server.status().fragments[0].version == 1, "the version")
+        assert (server.status().warnings, server.status().refused) == ([], 0)
+
+
 def test_correct_counts_the_steps(tmp_path: Path) -> None:
     model = nn.Linear(1, 1, bias=False)
     with (

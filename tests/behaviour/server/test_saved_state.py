@@ -21,6 +21,7 @@ import atoll
 from atoll.cli import audit
 from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, UsageError
 from atoll.filters import NormClip
+from atoll.reducers.means import WeightedMean
 
 TWO: dict[str, Any] = {"rounds.sites": 2, "rounds.total": 4}
 MOMENTUM = {
@@ -300,6 +301,39 @@ def test_code_is_never_loaded_from_a_state(tmp_path: Path, caplog: pytest.LogCap
     with loaded(state, tmp_path / "other", **{setting: {"path": path, "lr": 0.5}}) as server:
         assert "was served with filters = NormClip, but this start has none" in caplog.text
         server.stop()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"run.name": "exp: lr 0.1"},
+        {"model.buffers": {"x:*": "first"}},
+        {"algorithm.outer_lr_of": {"*[!:]": 0.5}},
+    ],
+    ids=lambda each: min(each),
+)
+def test_a_colon_in_a_setting_is_no_path_of_code(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with plain_server(tmp_path, Net(), **TWO, **settings) as server:
+        state = server.save_state(tmp_path / "own.safetensors")
+    with loaded(state, tmp_path / "other") as server:
+        assert server.settings.chosen(tuple(settings)) == settings
+
+
+def test_a_saved_setting_gives_way_to_the_one_of_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A name with a colon, and a reducer at a path in place of which the start chooses the mean."""
+    own = {"aggregation.reducer": {"path": f"{__name__}:OwnMean"}}
+    with plain_server(tmp_path, Net(), **TWO, **own, **{"run.name": "exp: 1"}) as server:
+        state = server.save_state(tmp_path / "own.safetensors")
+    with pytest.raises(ConfigError, match=r"aggregation\.reducer = .*OwnMean.* but this start has nothing"):
+        loaded(state, tmp_path / "other", **{"run.name": "exp: 2"})
+    with loaded(state, tmp_path / "other", **{"run.name": "exp: 2", "aggregation.reducer.name": "mean"}) as server:
+        assert server.settings.run.name == "exp: 2"
+    assert "run.name = 'exp: 2' in place of 'exp: 1'" in caplog.text
+    assert re.search(r"aggregation\.reducer = .*'mean'.* in place of .*OwnMean", caplog.text)
+
+
+class OwnMean(WeightedMean):
+    """A reducer of the user's own."""
 
 
 class Own(torch.optim.SGD):

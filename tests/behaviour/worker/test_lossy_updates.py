@@ -17,6 +17,8 @@ from torch import Tensor
 
 import atoll
 from atoll import registry
+from atoll.codecs import NoneCodec
+from atoll.errors import ConfigError
 from atoll.filters import Filter
 
 Warned = Callable[[], list[str]]
@@ -243,3 +245,28 @@ def test_what_filters_have_made_nothing_of_is_said_to_be_theirs(tmp_path: Path, 
         with ManualSite(server.url, "a", folder=tmp_path / "w", filters=[Silence()]) as site:
             take_round(site, 1, 1.0, 1.0)
     assert "the pseudo-gradient is all zero (with this site's filters applied). Check" in warned()[0]
+
+
+class Noted(NoneCodec):
+    """A codec with an option that means nothing."""
+
+    name = "noted"
+
+    def __init__(self, note: Any = "") -> None:
+        super().__init__()
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("note", "told"),
+    [
+        ("y" * 3000, "it has 3000 characters, but at most 256 are sent to sites"),
+        (1e301, "input should be less than or equal to 1000"),
+    ],
+    ids=["text", "number"],
+)
+def test_a_codec_option_that_sites_cannot_get_is_named(tmp_path: Path, note: Any, told: str) -> None:
+    codec = {"path": f"{__name__}:Noted", "note": note}
+    with pytest.raises(ConfigError, match=rf"^aggregation\.upload_codec\.note is .*, which sites cannot get: {told}"):
+        with plain_server(tmp_path, START, **{"aggregation.upload_codec": codec}):
+            pass

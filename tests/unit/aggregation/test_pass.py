@@ -107,7 +107,7 @@ class Unmoved(World):
     [("adamw", {"lr": 0.1}), ("sgd", {"lr": 1.0, "weight_decay": 0.1}), (torch.optim.Adafactor, {"weight_decay": 0.1})],
     ids=["state", "no state", "whole"],
 )
-def test_what_no_site_trains_rests_whole_in_any_chunks(tmp_path, target, options):
+def test_untrained_parameters_do_not_move(tmp_path, target, options):
     ways = []
     for folder, run_elements in (("a", TILE), ("b", 16 * TILE)):
         world = Unmoved(tmp_path / folder, target=target, options=options)

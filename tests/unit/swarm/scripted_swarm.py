@@ -167,7 +167,7 @@ async def scripted_swarm(folder: Path, *sites: str, **settings: Any) -> AsyncIte
     run.start()
     try:
         swarm = ScriptedSwarm(run)
-        swarm.swarm.view.peers._why_unproven = lambda _: ""  # these workers have no addresses
+        swarm.swarm.view.peers._why_unreachable = lambda _: ""  # these workers have no addresses
         await swarm.join(*sites)
         await swarm.hold(*sites)
         yield swarm

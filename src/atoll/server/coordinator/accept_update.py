@@ -54,7 +54,7 @@ class UpdateAdmission:
     ) -> None:
         self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
         self._fail, self._on_accepted = fail, on_accepted
-        self.refused, self.reports = 0, ReportedNumbers()
+        self.refused, self.reports = 0, ReportedNumbers(needs_steps=plan.needs_steps)
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
     def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:

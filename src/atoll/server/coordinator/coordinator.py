@@ -965,7 +965,9 @@ def failure_for_sites(run: str, why: str) -> ServerFailed:
 
 
 def _takes_over_shapes() -> Busy:
-    return Busy("The run takes over the shapes of the first update.", "Ask again.")
+    busy = Busy("The server writes version 0 again, with the shapes of the first update.", "Ask again.")
+    busy.retry_after_s = 0.2  # sites then log no warning
+    return busy
 
 
 def _receipt(row: TicketRow) -> messages.Receipt:

@@ -19,7 +19,7 @@ from atoll.rounds.state import State
 from atoll.store.store import Store
 
 MOST_BYTES = 2**26
-"""Maximum bytes of all buffers with new shapes, if the model is not larger than that."""
+"""Limit for buffers with new shapes, in bytes; a larger model raises it to its own size."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,14 @@ def new_shapes(plan: Plan, store: Store, state: State, asked: NewShapes, *, has_
             )
         changed[name] = shape
     nbytes = sum(math.prod(shape) * specs[name].item_bytes for name, shape in changed.items())
+    found = NewShapes(asked.site, asked.fragment, changed)
     if nbytes > max(MOST_BYTES, plan.schema.nbytes):
         raise SchemaMismatch(
-            f"Worker {asked.site} has buffers with {size(nbytes)} with shapes from its data: the model has less.",
-            "Check what these buffers are.",
+            f"Worker {asked.site} has {size(nbytes)} of buffers whose shapes come from its data ({found}), but at most "
+            f"{size(MOST_BYTES)} are allowed, or the size of the model if that is more.",
+            'Set "keep" for them in model.buffers of a new run.',
         )
-    return NewShapes(asked.site, asked.fragment, changed) if changed else None
+    return found if changed else None
 
 
 def _why_not(plan: Plan, store: Store, state: State, fragment: int, has_workflows: bool) -> str:

@@ -11,7 +11,7 @@ from atoll import registry
 from atoll.aggregation.plan import Plan
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.format_text import counted as number_of
-from atoll.format_text import size, visible
+from atoll.format_text import size
 from atoll.protocol import messages, routes
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
@@ -19,6 +19,15 @@ from atoll.store.store import Store
 LOG = logging.getLogger("atoll.server")
 
 # -- Description of a run. A worker reads it before it joins, and compares it with its own settings.
+
+
+_SETTINGS = {
+    "codec_options": "aggregation.upload_codec",
+    "downlink_codec_options": "aggregation.download_codec",
+    "local": "algorithm",
+    "name": "run.name",
+}
+"""Field of `RunInfo` that the user sets → the setting."""
 
 
 def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
@@ -63,10 +72,8 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
             idle_timeout_s=messages.bounded_s(settings.network.idle_timeout_s),
         )
     except ValidationError as error:
-        first = error.errors()[0]
         raise ConfigError(
-            f"Sites cannot get {'.'.join(map(str, first['loc']))} = {visible(repr(first['input']), 80)}: "
-            f"{first['msg']}.",
+            messages.unsendable(error, _SETTINGS),
             "The options of a codec are numbers, short texts and short lists of these.",
         ) from None
 

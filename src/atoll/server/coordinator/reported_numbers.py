@@ -56,9 +56,14 @@ def _median_without(ordered: list[float], index: int) -> float:
 
 
 class ReportedNumbers:
-    """The weights and numbers of local steps that the sites of a run report."""
+    """The weights and numbers of local steps that the sites of a run report.
 
-    def __init__(self) -> None:
+    Args:
+        needs_steps: whether the run uses the numbers of steps; if not, no warning is about them.
+    """
+
+    def __init__(self, *, needs_steps: bool) -> None:
+        self._needs_steps = needs_steps
         self._steps = _Numbers(
             100,
             "{site} reports {value} local steps, more than 100 × the median of the other sites ({usual:g}). Check that "
@@ -75,7 +80,7 @@ class ReportedNumbers:
     def note(self, site: str, weight: float, steps: int) -> None:
         """Record what a site reports with an update, accepted or not. 0 steps: the site does not report them."""
         self._weights.last[site] = weight
-        if steps:
+        if steps and self._needs_steps:
             self._steps.last[site] = steps
 
     def compare(self) -> None:

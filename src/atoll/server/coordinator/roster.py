@@ -402,7 +402,7 @@ def short_of(state: State, roster: Mapping[str, Presence]) -> str:
     absent = {site: presence.ended for site, presence in sorted(roster.items()) if presence.ended}
     ended = f" ({listed([f'{site} {how}' for site, how in absent.items()])})" if absent else ""
     fit = [site for site in absent if not roster[site].error.startswith(_OTHER_MODEL)]
-    again = f"Start {listed([*absent])} again with the run's model" if absent else "Start another site"
+    again = f"Start {listed([*absent])} again after mending its error (see its log)" if absent else "Start another site"
     if fit:
         some = f"{floor - present} of " if len(fit) > floor - present else ""
         again = f"Start {some}{listed(fit)} again under the same name"

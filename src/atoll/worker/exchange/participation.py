@@ -171,7 +171,8 @@ def _no_swarm(session: Session) -> ConfigError:
         f"site connects to them, and it aggregates their updates. Site {session.site} has not said that it takes part "
         "in swarms.",
         "If you want that, pass swarm=True (atoll.join, atoll.DiLoCo, a callback), or set ATOLL_SWARM=1 or the "
-        "ATOLL_PEER_* variables; see docs/swarm.md. Otherwise ask for a run with swarm.enabled = false.",
+        "ATOLL_PEER_* variables, while ATOLL_SWARM is not 0; see docs/swarm.md. Otherwise ask for a run with "
+        "swarm.enabled = false.",
     )
 
 

@@ -196,7 +196,7 @@ def require_fitting(work: PeerWork, plan: AggregationPlan) -> None:
     elif len(set(tickets)) < len(tickets):
         what = "they name an update twice"
     elif not all(map(_is_sound, work.close)):
-        what = "they name a round that no server closes"
+        what = "a closed round in them has no updates, too many, or wrong numbers"
     if what:
         raise VersionSkew(
             f"The server's orders for this worker of the swarm do not fit the run: {what}.",

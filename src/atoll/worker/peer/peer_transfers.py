@@ -39,9 +39,9 @@ from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.object_server import ObjectHost, PartSource
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.transport.peer_address import NO_PATH, leads_here, require_peer, why_no_peer
+from atoll.transport.peer_address import NO_PATH, is_this_machine, require_peer, why_no_peer
 from atoll.transport.tls import is_loopback
-from atoll.worker.arguments import flag
+from atoll.worker.arguments import insecure_peers
 from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import error_text
 
@@ -78,7 +78,7 @@ def open_host(site: str, server_host: str, idle_timeout_s: float) -> ObjectHost:
             name=os.environ.get("ATOLL_PEER_NAME"),
             tls_cert=_path("ATOLL_PEER_TLS_CERT"),
             tls_key=_path("ATOLL_PEER_TLS_KEY"),
-            insecure=flag("ATOLL_PEER_INSECURE", "listen without TLS on a trusted network"),
+            insecure=insecure_peers(),
             idle_timeout_s=idle_timeout_s,
             folder=None,
         )
@@ -217,14 +217,17 @@ class PeerServer:
         return new
 
     def _why_refused(self, address: str) -> str:
-        """Return why this worker does not connect to an address, whatever the server says; empty if it may."""
+        """Return why this worker does not connect to an address; empty if it may.
+
+        The server must have named the address. Some addresses are refused even then.
+        """
         if address not in self._peers:
             return "the server has not named a worker at this address"
         return why_no_peer(host_of(address), loopback=self._on_loopback)
 
     @property
     def _on_loopback(self) -> bool:
-        return leads_here(host_of(self.address))
+        return is_this_machine(host_of(self.address))
 
     def is_known(self, text: str) -> bool:
         """Return whether a reference leads to this worker itself, or to a worker that `learn` was told of."""

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from atoll.errors import (
     TRANSIENT,
     AtollError,
+    Busy,
     ConfigError,
     Gone,
     LeaseLost,
@@ -57,11 +58,13 @@ T = TypeVar("T")
 GIVE_UP_S = 86400.0
 """Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
 LEAST_PATIENCE_S = 1.0
-"""Shortest timeout of a call: with a lower `ATOLL_GIVE_UP_S`, a call still has so much time."""
+"""Shortest timeout of a call: with a lower `ATOLL_GIVE_UP_S`, a call still has this much time."""
 POLL_MARGIN_S = 10.0
 """Seconds by which the timeout of a long poll exceeds the longest wait at the server."""
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
+BRIEF_S = 1.0
+"""A server that is busy for less than this many seconds does what is part of a run, so the log has no warning."""
 HEARTBEAT_RETRY_S = 2.0
 HEARTBEAT_GAP_S = 1.0
 """Least seconds between two heartbeats, however often the worker's state changes."""
@@ -218,19 +221,20 @@ class Repeats:
 
 
 class Progress:
-    """Slows down the calls of a worker that brings nothing forward, and ends the worker if that lasts.
+    """Slow down a worker that makes no progress, and end it after `ATOLL_GIVE_UP_S`.
 
     Each answer of a server may be valid, and the worker may still get nowhere: tickets that the server does not know
     afterwards, versions that it does not have, the same task again and again. Only three things count as progress,
     and each only the first time: an update that the server accepts, a version that is complete at this site, and a
-    task that the server takes an answer to. Thread-safe enough: at worst, two threads count as one call.
+    task that the server takes an answer to. Two threads may be counted as one call.
 
     Args:
         session: the session that makes the calls.
     """
 
     def __init__(self, session: Session) -> None:
-        self._session, self._why = session, "its answers bring no update forward"
+        self._session = session
+        self._why = "it accepts no update, provides no version and takes no task's answer"
         self._repeats = Repeats(session, "make progress")
         self._seen = deque[object](maxlen=REMEMBERED)
         self._calls, self._answered_s = 0, math.inf
@@ -862,6 +866,7 @@ class _Attempts:
         self._since_s = 0.0  # time of the first failure; 0: none yet
         self._lease = self._stale = ""  # lease of the attempt; lease that is no longer valid
         self._error: AtollError | None = None
+        self._told = False  # whether the log has had a line about a failure
 
     def begin(self) -> str:
         """Wait until the next attempt may begin. Return the lease (the right to act for the site) for the attempt.
@@ -907,7 +912,7 @@ class _Attempts:
         If earlier attempts failed, log that the server answers again.
         """
         self._session._answered()
-        if self._count:
+        if self._told:
             LOG.info("%s: the server answers again; continuing to %s", self._session.site, self._what)
 
     def _pause(self, error: AtollError) -> None:
@@ -929,11 +934,16 @@ class _Attempts:
         is_quiet = error.is_damaged and not silence.was_answered  # the error follows soon if it stays
         level = LOG.warning if not is_quiet and (self._count in (1, 4) or self._count % 20 == 0) else LOG.debug
         patience = f" {silence.patience}" if self._most is None else ""
-        level("%s: cannot %s: %s%s Trying again in %.1f s.", session.site, self._what, error, patience, wait_s)
+        is_step = self._count == 1 and isinstance(error, Busy) and 0 < (error.retry_after_s or 0) < BRIEF_S
+        if is_step:
+            LOG.info("%s: %s Trying again in %.1f s.", session.site, error.message, wait_s)
+        else:
+            self._told = True
+            level("%s: cannot %s: %s%s Trying again in %.1f s.", session.site, self._what, error, patience, wait_s)
         if session._closing.wait(wait_s) and session._fatal is None:
             raise error
         self._pause_s = min(2 * self._pause_s, LONGEST_BACKOFF_S)
-        if self._count == 1:
+        if self._count == 1 and not is_step:
             session.reconnections += 1
 
     def _require_hope(self, error: AtollError) -> None:

@@ -1,7 +1,7 @@
 """Find the parameters that no site trains, so that the outer optimizer does not move them.
 
 Weight decay moves a parameter of pseudo-gradient zero. That is right for a parameter that is trained, and wrong
-for one that all sites keep frozen. A parameter rests in a round if two things hold:
+for one that all sites keep frozen. A parameter counts as untrained in a round if two things hold:
 
     updates        each update of the round has zeros in all its elements
     outer state    it is still as after a step along a gradient of zeros, so no earlier update has changed it
@@ -26,10 +26,10 @@ from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
 from atoll.tensors.layout import Segment
 
 
-def resting(
+def untrained(
     rule: OuterRule, runs: RunTable, updates: Updates, entries: Entries, state_fd: int | None
 ) -> frozenset[str]:
-    """Return the names of the parameters that rest in a round. Return none if the outer optimizer moves none of them.
+    """Return the names of the untrained parameters of a round; none if the outer optimizer moves none of them.
 
     Args:
         rule: the outer optimizer.
@@ -38,7 +38,7 @@ def resting(
         entries: segments of the outer state: name of a parameter → key → segment.
         state_fd: file of the outer state; None in the first round, or if there is no such state.
     """
-    if not rule.moves_at_rest:
+    if not rule.moves_untrained:
         return frozenset()
     scratch, found = Scratch(runs.max_elements), set()
     for segment in runs.layout.segments:
