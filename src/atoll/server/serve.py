@@ -423,7 +423,7 @@ class Server:
     async def _until_told(self, run: Coordinator) -> None:
         """After a failure, wait until every live site has asked for something, and so was told.
 
-        A site whose next request is overdue is silent, and is not waited for.
+        A site is silent, and is not waited for, if its next request is overdue.
         """
         begin_s, is_logged = time.monotonic(), False
         while untold := [site for site in run.untold_alive if not _is_overdue(run, site, begin_s)]:

@@ -154,7 +154,7 @@ class _Comparison:
         self._latest: dict[int, tuple[str, int | None]] = {}  # ticket → state and version of its newest decision
         self._reshaped = set[int]()  # fragments with a version 0 that was written again
         self._accepted_tickets = set[int]()  # tickets with an accepted entry
-        self._sat_out_fragments = set[int]()  # fragments whose rounds that all sites sat out were compared
+        self._sat_out_fragments = set[int]()  # fragments: the rounds that all sites sat out were compared
         states = ("accepted", "counted") if everything else ("accepted",)
         accepted = rows(f"SELECT ticket FROM tickets WHERE state IN ({placeholders(states)}) ORDER BY ticket", *states)
         versions = rows("SELECT fragment, version, digest FROM versions ORDER BY fragment, version")
