@@ -76,7 +76,7 @@ def new_shapes(plan: Plan, store: Store, state: State, asked: NewShapes, *, has_
     found = NewShapes(asked.site, asked.fragment, changed)
     if nbytes > max(MOST_BYTES, plan.schema.nbytes):
         raise SchemaMismatch(
-            f"Worker {asked.site} has {size(nbytes)} of buffers whose shapes come from its data ({found}), but at most "
+            f"Worker {asked.site} has {size(nbytes)} of buffers with shapes from its data ({found}), but at most "
             f"{size(MOST_BYTES)} are allowed, or the size of the model if that is more.",
             'Set "keep" for them in model.buffers of a new run.',
         )
