@@ -13,6 +13,7 @@ These steps pass:
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -71,7 +72,7 @@ class UnfollowedSteps:
         self._of_others = parameters.keys() - set[str]().union(*(trained_by(each, parameters) for each in followed))
         _of_models.update(followed)
         self._size_of_other: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._process = os.getpid()
+        self._process, self._thread = os.getpid(), threading.get_ident()
         before_every_step(self._look)
 
     def close(self) -> None:
@@ -80,6 +81,7 @@ class UnfollowedSteps:
 
     def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(optimizer) in self._followed:
+            self._thread = threading.get_ident()
             return
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._size_of_other.get(optimizer) == size or os.getpid() != self._process:
@@ -87,13 +89,21 @@ class UnfollowedSteps:
         if self._is_within_a_step() or not _moves(optimizer, args, kwargs) or self._holds_followed(optimizer):
             return
         parameters = named_parameters(self._model)  # a script may have replaced some
-        is_copied_from = optimizer not in _of_models and any(value.grad is not None for value in parameters.values())
-        names = trained_by(optimizer, parameters, copies=is_copied_from)  # a trained copy gets the model's gradients
+        names = trained_by(optimizer, parameters, copies=self._may_be_copied(optimizer, parameters))
         if not names:
             self._size_of_other[optimizer] = size
         trained = [name for name in names - self._of_others if parameters[name].requires_grad]
         if trained:
             self._refuse(optimizer, min(trained))
+
+    def _may_be_copied(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> bool:
+        """Return whether the optimizer may train copies: these get the model's gradients.
+
+        Gradients are read in the thread that trains the model alone: a backward pass of another thread replaces them
+        without the GIL, and a read at that moment corrupts the memory of the process.
+        """
+        is_here = threading.get_ident() == self._thread
+        return is_here and optimizer not in _of_models and any(value.grad is not None for value in parameters.values())
 
     def _holds_followed(self, optimizer: Optimizer) -> bool:
         """Return whether one of the followed optimizers is in the attributes of this one, or of what these hold."""

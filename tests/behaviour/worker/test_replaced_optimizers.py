@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -399,3 +400,30 @@ def test_without_a_correction_other_parameters_have_any_optimizer(tmp_path: Path
         if algorithm == "fedavg":
             step(model, sgd(model))
         fl_round.submit(model)
+
+
+class Watched(nn.Parameter):
+    """Records the threads that read its gradient."""
+
+    readers: ClassVar[set[str]] = set()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__self__", None) is torch.Tensor.grad:
+            cls.readers.add(threading.current_thread().name)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_no_thread_reads_gradients_of_a_model_that_another_one_trains(tmp_path: Path) -> None:
+    """A backward pass replaces them without the GIL, so a read at that moment corrupts the memory of the process."""
+    model = Two()
+    model.w, model.b = (Watched(value.data) for value in (model.w, model.b))
+    optimizer, other = sgd(model), Two()
+    with diloco(tmp_path, model, optimizer):
+        Watched.readers.clear()
+        thread = threading.Thread(target=step, args=(other, sgd(other)), name="other")
+        thread.start()
+        thread.join()
+        assert Watched.readers == set()
+        step(model, optimizer)
+        assert Watched.readers == {threading.current_thread().name}
