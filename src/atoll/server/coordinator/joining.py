@@ -58,6 +58,8 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
             tau=settings.diloco.fragment_sync_delay,
             alpha=settings.diloco.fragment_update_alpha,
             needs_steps=plan.needs_steps,
+            max_weight=settings.aggregation.max_weight,
+            max_steps=settings.aggregation.max_steps,
             max_inflight=settings.diloco.max_inflight,
             codec=codec,
             codec_options=algorithm.codec_options,
