@@ -407,7 +407,8 @@ def _public_function(function: Any) -> Any:
         return function
 
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    kinds = _kinds_of(function.__annotations__)
+    checks_itself = function.__module__.startswith(_CHECKS_ITSELF)
+    kinds = {} if checks_itself else _kinds_of(function.__annotations__)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -459,6 +460,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 _CHECKED_LATER = {"return", "weight"}
 """Arguments with a check of their own, of which the message says more."""
+_CHECKS_ITSELF = "atoll.recipes"
+"""The package that checks all arguments itself: its messages name the recipe."""
 
 
 def _kinds_of(annotations: Mapping[str, Any]) -> dict[str, frozenset[str]]:

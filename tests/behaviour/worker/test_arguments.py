@@ -91,10 +91,17 @@ def test_diloco_ends_at_a_weight_above_the_limit(tmp_path: Path, function: bool)
     options = {"algorithm": "diloco", "H": 1, "rounds": 1, "sites": 1, "aggregation.max_weight": 10.0}
     with plain_server(tmp_path, MODEL, **options) as server:
         model = nn.Linear(2, 1)
-        trains = diloco(server, tmp_path, model=model, sync_every=1, weight=(lambda: 11.0) if function else 11.0)
-        model(torch.ones(2)).backward()
+        steps = []
+
+        def train() -> None:
+            weight = (lambda: 11.0) if function else 11.0
+            with diloco(server, tmp_path, model=model, sync_every=1, weight=weight) as trains:
+                model(torch.ones(2)).backward()
+                steps.append(1)
+                trains.optimizer.step()  # type: ignore[union-attr]
+
         above = r"The weight is 11, above aggregation\.max_weight of the run, 10"
-        with pytest.raises(UsageError, match=above), trains:
-            assert function, "no step is made"
-            trains.optimizer.step()  # type: ignore[union-attr]
+        with pytest.raises(UsageError, match=above):
+            train()
+        assert len(steps) == function
         assert server.status().refused == 0
