@@ -453,12 +453,11 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "Callable": ("a function", callable),
     "Mapping": ("a dict", lambda value: isinstance(value, Mapping)),
     "Settings": ("settings", lambda value: type(value).__name__ == "Settings"),
-    "TensorRef": ("a reference", lambda value: type(value).__name__ == "TensorRef"),
     "None": ("None", lambda value: value is None),
 }
 """Word of an annotation → what an argument must be, and a function that checks it."""
 
-_CHECKED_LATER = {"return", "weight"}
+_CHECKED_LATER = {"return", "weight", "text"}
 """Arguments with a check of their own, of which the message says more."""
 _CHECKS_ITSELF = "atoll.recipes"
 """The package that checks all arguments itself: its messages name the recipe."""

@@ -61,7 +61,9 @@ def loop(**options: Any) -> atoll.DiLoCo:
         (lambda: atoll.tasks(5), "server is 5"),
         (lambda: atoll.functional.init(require_server="no"), "require_server is 'no'"),
         (lambda: atoll.objects.publish({}, expires_s="60"), "expires_s is '60'. Give a number"),
-        (lambda: atoll.objects.fetch(5), "ref is 5. Give a reference or text"),
+        (lambda: atoll.objects.fetch(5), "not a reference to tensors"),
+        (lambda: atoll.objects.Publisher(name=5), "name is 5. Give text"),
+        (lambda: atoll.register("codecs", 5, object), "name is 5. Give text"),
         (lambda: atoll.objects.Publisher(port="80"), "port is '80'. Give a whole number"),
     ],
 )
