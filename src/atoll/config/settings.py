@@ -63,6 +63,8 @@ FOR_SITES = (
     "network.heartbeat_interval_s",
     "network.waiting_heartbeat_s",
     "network.idle_timeout_s",
+    "aggregation.max_weight",
+    "aggregation.max_steps",
 )
 """Settings that the server sends to a site when the site's worker starts; a running worker keeps its values."""
 

@@ -108,7 +108,8 @@ def require_accepted(weight: float, steps: int | None, info: messages.RunInfo) -
     if weight > info.max_weight:
         raise UsageError(
             f"The weight is {weight:g}, above aggregation.max_weight of the run, {info.max_weight:g}.",
-            "Give the samples or tokens trained on. If it is right, raise aggregation.max_weight at the server.",
+            "Give the samples or tokens trained on. If it is right, raise aggregation.max_weight at the server, then "
+            "start this script again.",
         )
     if steps is None or not info.needs_steps:
         return
@@ -122,7 +123,7 @@ def require_accepted(weight: float, steps: int | None, info: messages.RunInfo) -
         raise UsageError(
             f"steps is {steps}, above aggregation.max_steps of the run, {info.max_steps}.",
             "Report the number of optimizer steps, not samples or tokens. If it is right, raise aggregation.max_steps "
-            "at the server.",
+            "at the server, then start this script again.",
         )
 
 
