@@ -82,7 +82,7 @@ def test_the_hooks_of_a_round_refuse_text_for_a_boolean(tmp_path: Path) -> None:
         for fl_round in worker:
             fl_round.load_into(model)
             with pytest.raises(UsageError, match="allow_partial is 'no'"):
-                fl_round.correct(model, SGD(model.parameters(), lr=0.1), allow_partial="no")  # type: ignore[arg-type]
+                fl_round.correct(model, SGD(model.parameters(), lr=0.1), allow_partial="no")
             fl_round.submit(model)
 
 
@@ -100,7 +100,7 @@ def test_diloco_ends_at_a_weight_above_the_limit(tmp_path: Path, function: bool)
             with diloco(server, tmp_path, model=model, sync_every=1, weight=weight) as trains:
                 model(torch.ones(2)).backward()
                 steps.append(1)
-                trains.optimizer.step()  # type: ignore[union-attr]
+                trains.optimizer.step()
 
         above = r"The weight is 11, above aggregation\.max_weight of the run, 10"
         with pytest.raises(UsageError, match=above):
