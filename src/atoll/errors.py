@@ -48,14 +48,16 @@ import errno
 import functools
 import inspect
 import logging
+import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from atoll.format_text import visible, visible_lines, without_leases
+from atoll.format_text import shown, visible, visible_lines, without_leases
 
 LOG = logging.getLogger("atoll")
 
@@ -404,9 +406,15 @@ def _public_function(function: Any) -> Any:
     if is_public_api(function):
         return function
 
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    checks_itself = function.__module__.startswith(_CHECKS_ITSELF)
+    kinds = {} if checks_itself else _kinds_of(function.__annotations__)
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
+            if kinds:
+                _require_kinds(kinds, {**dict(zip(names, args, strict=False)), **kwargs})
             return function(*args, **kwargs)
         except AtollError as error:
             LOG.debug("%s", error, exc_info=True)
@@ -419,6 +427,64 @@ def _public_function(function: Any) -> Any:
 
     vars(call)[_MARK] = True
     return call
+
+
+def require_arguments(annotations: Mapping[str, Any], given: Mapping[str, object]) -> None:
+    """Check that arguments are of the kinds that their annotations say: text, paths, numbers, booleans, functions.
+
+    An argument of which the annotation names another type is not checked.
+
+    Args:
+        annotations: name → annotation, as text.
+        given: name → value.
+
+    Raises:
+        UsageError: an argument is of another kind, such as text for a boolean, which would count as true.
+    """
+    _require_kinds(_kinds_of(annotations), given)
+
+
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True or False", lambda value: type(value).__name__ in ("bool", "bool_")),  # also NumPy's
+    "str": ("text", lambda value: isinstance(value, str)),
+    "Path": ("a path", lambda value: isinstance(value, str | os.PathLike)),
+    "int": ("a whole number", lambda value: hasattr(value, "__index__") and not isinstance(value, bool)),
+    "float": ("a number", lambda value: hasattr(value, "__float__") and not isinstance(value, bool)),
+    "Callable": ("a function", callable),
+    "Mapping": ("a dict", lambda value: isinstance(value, Mapping)),
+    "Settings": ("settings", lambda value: type(value).__name__ == "Settings"),
+    "None": ("None", lambda value: value is None),
+}
+"""Word of an annotation → what an argument must be, and a function that checks it."""
+
+_CHECKED_LATER = {"return", "weight", "text"}
+"""Arguments with a check of their own, of which the message says more."""
+_CHECKS_ITSELF = "atoll.recipes"
+"""The package that checks all arguments itself: its messages name the recipe."""
+
+
+def _kinds_of(annotations: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """Return the words of each annotation that has only words of `_KINDS`, by the name of the argument."""
+    kinds = {}
+    for name, annotation in annotations.items():
+        text = getattr(annotation, "__forward_arg__", annotation)
+        if isinstance(text, str) and name not in _CHECKED_LATER:
+            while "[" in text:
+                text = re.sub(r"\[[^\[\]]*\]", "", text)
+            words = frozenset(word.strip() for word in text.split("|"))
+            if words <= _KINDS.keys():
+                kinds[name] = words
+    return kinds
+
+
+def _require_kinds(kinds: Mapping[str, frozenset[str]], given: Mapping[str, object]) -> None:
+    for name, words in kinds.items():
+        if name in given and not any(_KINDS[word][1](given[name]) for word in words):
+            wanted = " or ".join(sorted({_KINDS[word][0] for word in words if word != "None"}))
+            raise UsageError(
+                f"{name} is {shown(given[name])}.",
+                f"Give {wanted}" + (", or leave it out." if "None" in words else "."),
+            )
 
 
 def error_lines(error: AtollError, where: str = "") -> str:

@@ -80,6 +80,15 @@ def visible_lines(text: str) -> str:
     return "\n".join(map(visible, text.expandtabs(4).split("\n")))
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Return a value as Python writes it, for an error message about it. A longer text than `most` is cut."""
+    try:
+        text = visible(repr(value))
+    except Exception:  # such as an integer with more than 4300 digits
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 _LEASE = re.compile(r"(:[0-9]{1,18}:[0-9A-Za-z]{0,64}):[0-9a-f]{32}(?![0-9a-f])")
 
 

@@ -20,14 +20,16 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from atoll.errors import AtollError, ConfigError, UsageError, public_api
+from atoll.format_text import counted as number_of
+from atoll.format_text import shown
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
@@ -478,7 +480,7 @@ def options_of(build: Callable[..., Any], name: str) -> str:
 
 
 def require_kinds(build: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
-    """Check that numbers, booleans and texts are given where a class or function expects them.
+    """Check that numbers, lists of numbers, booleans and texts are given where a class or function expects them.
 
     What it expects is known from the default of each argument or, without a default, from the annotation.
 
@@ -502,7 +504,36 @@ def require_kinds(build: Callable[..., Any], options: Mapping[str, Any], where: 
             "text": isinstance(value, str),
         }
         if not fits.get(kind, True):
-            raise ConfigError(f"{where}: {key} is {value!r}, but must be {kind}.", f"Write {kind}, as in TOML.")
+            raise ConfigError(f"{where}: {key} is {shown(value)}, but must be {kind}.", f"Write {kind}, as in TOML.")
+        if key in parameters:
+            _require_list(key, value, parameters[key], where)
+
+
+def _require_list(key: str, value: object, parameter: inspect.Parameter, where: str) -> None:
+    """Check that an option is a list of numbers if its default is one; of the same length if its annotation says so.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    usual, annotation = parameter.default, str(parameter.annotation)
+    if not _is_numbers(usual) or re.search(r"\b(str|dict|Any)\b", annotation):
+        return
+    count = len(usual) if re.match(r"(typing\.)?tuple\[(?!.*\.\.\.)", annotation, re.IGNORECASE) else None
+    if not _is_numbers(value) or (count is not None and len(value) != count):
+        wanted = f"a list of {number_of(count, 'number')}" if count else "a list of numbers"
+        numbers = ", ".join("0.1" if each is None else str(each) for each in usual)
+        raise ConfigError(
+            f"{where}: {key} is {shown(value)}, but must be {wanted}.", f"Write {wanted}, such as {key} = [{numbers}]."
+        )
+
+
+def _is_numbers(value: object) -> TypeGuard[Sequence[float | None]]:
+    """Return whether a value is a list or tuple of numbers. None counts as a number: a default may have it."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(each is None or (isinstance(each, int | float) and not isinstance(each, bool)) for each in value)
+    )
 
 
 def _kind_of(parameter: inspect.Parameter) -> str:

@@ -23,6 +23,7 @@ from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule
 from atoll.algorithms.by_hand import ByHand
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError, public_api
+from atoll.tensors.arrays import require_model
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class FedProx(ByHand):
     def __init__(self, model: nn.Module, mu: float) -> None:
         if type(mu) not in (int, float) or not 0 <= mu < float("inf"):
             raise UsageError(f"mu is {mu!r}.", "Use a finite number, at least 0.")
+        require_model(model, mapping=False)
         super().__init__(StepHooks(model, "FedProx", ProximalTerm(mu)))
 
     def finish(self) -> None:

@@ -35,7 +35,7 @@ from atoll.algorithms.base import Algorithm, ChangeReader, Correction, ElementRe
 from atoll.algorithms.by_hand import ByHand, require_tensors
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError, public_api
-from atoll.tensors.arrays import Arrays
+from atoll.tensors.arrays import Arrays, require_model
 from atoll.tensors.chunks import run_of
 from atoll.tensors.module_tensors import named_parameters
 from atoll.tensors.schema import extra_name
@@ -118,6 +118,7 @@ class Scaffold(ByHand):
 
     @public_api
     def __init__(self, model: nn.Module, global_controls: Arrays, own_controls: Arrays) -> None:
+        require_model(model, mapping=False)
         self._y = {name: value for name, value in named_parameters(model).items() if value.is_floating_point()}
         self._x = {name: value.detach().to("cpu", copy=True) for name, value in self._y.items()}
         shapes = {name: tuple(value.shape) for name, value in self._y.items()}

@@ -63,6 +63,8 @@ FOR_SITES = (
     "network.heartbeat_interval_s",
     "network.waiting_heartbeat_s",
     "network.idle_timeout_s",
+    "aggregation.max_weight",
+    "aggregation.max_steps",
 )
 """Settings that the server sends to a site when the site's worker starts; a running worker keeps its values."""
 
@@ -693,12 +695,15 @@ def _readable(error: ValidationError, source: Mapping[str, str]) -> ConfigError:
     field = FIELDS.get(key)
     message = first["msg"][0].lower() + first["msg"][1:]
     if first["type"] == "model_type":
-        part = "path" if ":" in str(first["input"]) else "name"
-        option, entry = f"--set {key}.{part}={first['input']}", f"{key} = {{{part} = {first['input']!r}}}"
+        given = first["input"] if isinstance(first["input"], str) else "…"
+        part = "path" if ":" in given else "name"
+        option, entry = f"--set {key}.{part}={given}", f"{key} = {{{part} = {given!r}}}"
         message = f"this setting is a table: write {option if where == COMMAND_LINE else entry}"
     remedy = f"{key}: {field.description}" if field and field.description else ""
     shown = str(first["input"]).lower() if isinstance(first["input"], bool) else repr(first["input"])
     kind, example = next((each for word, each in _KINDS.items() if first["type"].startswith(word)), ("", ""))
+    if kind == "a list" and field and "dict" in str(field.annotation):
+        kind, example = "a list of tables", "[{…}]"
     if kind:
         remedy = f"Write {key} = {example}, for example. {remedy}" if field else f"Write {kind}, as in TOML."
         return ConfigError(f"{where}: {key} = {shown}, but it must be {kind}.", remedy)
@@ -710,5 +715,8 @@ _KINDS = {
     "float_": ("a number", "0.5"),
     "bool_": ("true or false", "true"),
     "string_type": ("text", '"text"'),
+    "tuple_type": ("a list", '["a", "b"]'),
+    "dict_type": ("a table", "{…}"),
+    "is_instance_of": ("text or a Path", '"folder"'),
 }
 """Beginning of the type of pydantic's error → what the setting must be, and an example."""

@@ -10,7 +10,7 @@ the CPU. A filter gets at most `CHUNK_ELEMENTS` elements at a time.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import AtollError, UsageError
+from atoll.format_text import shown
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.custom_types import Chunk, Stream
 from atoll.tensors.dtypes import accumulate_dtype, dtype_name
@@ -133,6 +134,8 @@ def require_filters(filters: Sequence[Filter]) -> tuple[Filter, ...]:
     """
     if isinstance(filters, Filter):
         raise UsageError(f"filters is {filters!r}, not a list.", f"Pass a list: [{filters!r}].")
+    if not isinstance(filters, Iterable):
+        raise UsageError(f"filters is {shown(filters)}, not a list.", "Pass a list of filters: [MyFilter()].")
     as_tuple = tuple(filters)  # a generator can be read only once
     for each in as_tuple:
         if not isinstance(each, Filter):

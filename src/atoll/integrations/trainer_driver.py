@@ -13,12 +13,13 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from torch import nn
 
+from atoll import registry
 from atoll.algorithms.optimizer_hooks import Given
-from atoll.errors import UsageError
+from atoll.errors import UsageError, require_arguments
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import site_of
+from atoll.worker.arguments import site_of, weight_of
 from atoll.worker.log_lines import LOG, ensure_lines
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.training.diloco_loop import DiLoCo, require_checkpoint, require_same_run
@@ -58,10 +59,20 @@ class TrainerDriver:
     """
 
     def __init__(self, server: str | None, site: str | None, **options: Unpack[SiteOptions]) -> None:
+        unknown = [name for name in options if name not in SiteOptions.__annotations__]
+        if unknown:
+            known = ["server", "site", *SiteOptions.__annotations__]
+            raise UsageError(
+                f"Atoll's callback has no argument {unknown[0]!r}.",
+                registry.nearest(unknown[0], known, f"Its arguments are {', '.join(known)}."),
+            )
+        require_arguments(SiteOptions.__annotations__, options)
         require_server = options.pop("require_server", False) and not takes_part(None)
         self.server = server_of(server, require_server=require_server)
         self.takes_part = takes_part(self.server)
-        self._given_site, self.weight = site, options.pop("weight", None)
+        weight = options.pop("weight", None)
+        self._given_site = site
+        self.weight = weight if weight is None or callable(weight) else weight_of(weight)
         self.allow_partial = options.pop("allow_partial", False)
         self._where: dict[str, Any] = {**options, "filters": require_filters(options.get("filters", ()))}
         self.info: messages.RunInfo | None = None

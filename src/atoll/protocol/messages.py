@@ -239,6 +239,10 @@ class RunInfo(Message):
     waiting_heartbeat_s: Interval = Field(5.0, description="Seconds between heartbeats while a call is unanswered.")
     idle_timeout_s: Interval
     needs_steps: bool = Field(False, description="Whether each update must report its local optimizer steps.")
+    max_weight: float = Field(MAX_WEIGHT, gt=0, le=MAX_WEIGHT, description="Largest weight of an update.")
+    max_steps: Count = Field(
+        NUMBER_BELOW - 1, ge=1, description="If steps must be reported: the largest number of them."
+    )
     trains: bool = Field(True, description="Whether the run ever has rounds.")
     sends_tasks: bool = Field(False, description="Whether the run has workflows that send tasks.")
     keeps_local: bool = Field(

@@ -22,12 +22,26 @@ from atoll.errors import AuthError, UsageError, public_api
 
 _CHARACTER = r"(?:[0-9A-Za-z._~@+=:,-]|%(?!2[eEfF]|5[cC]|[01])[0-9A-Fa-f]{2})"
 PATH = re.compile(rf"(?=.{{0,128}}\Z)(?:/(?!\.){_CHARACTER}+)*")
-"""The path of a server's address, without a slash at its end: at most 128 characters, no part begins with a dot."""
+"""The path of a server's address, without a slash at its end: at most 128 characters, no part is empty or begins with a
+dot."""
 _TEXT = re.compile(
     r"atoll-(?P<scheme>refs?)://(?P<host>\[[0-9a-fA-F:.]{2,45}\]|[0-9A-Za-z](?:[0-9A-Za-z._-]{0,251}[0-9A-Za-z])?)"
     r":(?P<port>[1-9][0-9]{0,4})(?P<path>(?:/[^/?#]+)*)/(?P<object>[0-9a-f]{32})\?expires=(?P<expires>[0-9]{1,12})"
     r"#(?P<secret>[0-9a-f]{32})\.(?P<digest>[0-9a-f]{64})"
 )
+
+
+def why_no_path(path: str) -> str:
+    """Return what of a path does not match `PATH`, to append to a sentence; an empty text for a valid path."""
+    if PATH.fullmatch(path):
+        return ""
+    if len(path) > 128:
+        return f": it has {len(path)} characters"
+    parts = path.split("/")[1:]
+    if "" in parts:
+        return f": the part between two slashes is empty in {path!r}"
+    wrong = next((part for part in parts if not PATH.fullmatch(f"/{part}")), path)
+    return f", because of {wrong!r}"
 
 
 @public_api

@@ -270,8 +270,10 @@ class Schema:
         """Return what two sides must agree on: all tensors but those that sites keep, and for buffers not their rules.
 
         Rules are chosen by the server, and a site's own tensors may have any shape. So may buffers with the rule
-        `first`: their shapes are compared when a site submits, or if `shapes` is True.
+        `first`: their shapes are compared when a site submits, or if `shapes` is True. A further name of a tied tensor
+        is compared only if the other side has that name, too: files often have a tied tensor under one name only.
         """
+        named = {spec.name for spec in other.tensors} | dict(other.aliases).keys()
         kept, first = self.kept | other.kept, frozenset[str]() if shapes else self.first | other.first
         return Schema(
             tuple(
@@ -279,7 +281,7 @@ class Schema:
                 for spec in self.tensors
                 if spec.name not in kept
             ),
-            self.aliases,
+            tuple(pair for pair in self.aliases if pair[0] in named),
         )
 
     def is_like(self, other: Schema, *, shapes: bool = False) -> bool:
@@ -309,6 +311,7 @@ class Schema:
             f"The model of {mine} (schema {self.digest[:12]}) is not the model of {theirs} (schema "
             f"{other.digest[:12]}): {_first_difference(one, two, mine, theirs)}.",
             _shape_remedy(one, two)
+            or _tie_remedy(one, two, theirs)
             or f"Use the same architecture and dtypes on both sides, or start {theirs} with the model of {mine}.",
         )
 
@@ -328,12 +331,23 @@ def _shape_remedy(one: Schema, two: Schema) -> str:
     )
 
 
+def _tie_remedy(one: Schema, two: Schema, theirs: str) -> str:
+    """Return the remedy if a tensor that is tied in `one` is two tensors in `two`; else nothing."""
+    free = {spec.name for spec in two.tensors}
+    name = next((name for name, _ in one.aliases if name in free), "")
+    return name and (
+        f"If {name} is tied in the run's model as well, start {theirs} with a model that says so: an nn.Module, "
+        'model.source = "module:function", or an export of Atoll.'
+    )
+
+
 def _first_difference(one: Schema, two: Schema, mine: str, theirs: str) -> str:
     in_one, in_two = ({spec.name: spec for spec in schema.tensors} for schema in (one, two))
     for holder, tied, other, free in ((mine, one, theirs, in_two), (theirs, two, mine, in_one)):
         for name, owner in tied.aliases:
             if name in free:
-                return f"{holder} ties {name} to {owner}, but {other} has two tensors"
+                has = "two tensors" if owner in free else f"only {name}"
+                return f"{holder} ties {name} to {owner}, but {other} has {has}"
     for holder, longer, other, shorter in ((mine, in_one, theirs, in_two), (theirs, in_two, mine, in_one)):
         prefix = min(longer).removesuffix(min(shorter))
         if prefix and {prefix + name for name in shorter} == longer.keys():

@@ -39,10 +39,10 @@ from atoll.errors import (
     UsageError,
     VersionSkew,
 )
-from atoll.format_text import visible
+from atoll.format_text import shown, visible
 from atoll.protocol import messages, routes
 from atoll.protocol.read_message import read_message
-from atoll.tensors.reference import PATH, TensorRef
+from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
 from atoll.transport.tls import client_context, read_token
@@ -556,11 +556,13 @@ class Http:
 
 
 def _parsed_address(server: str) -> urllib3.util.Url:
-    """Return the parts of a server's address.
+    """Return the parts of a server's address, with its path as it is written.
 
     Raises:
         UsageError: it is not an address, or has a part that an address of a server cannot have.
     """
+    if not isinstance(server, str):
+        raise UsageError(f"The server address is {shown(server)}, which is not text.", _FORM)
     try:
         url = urllib3.util.parse_url(server)
     except urllib3.exceptions.LocationParseError:
@@ -570,12 +572,9 @@ def _parsed_address(server: str) -> urllib3.util.Url:
         "a query (?…)": url.query,
         "a fragment (#…)": url.fragment,
     }
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or url.port == 0:
         # what looks like a password is not shown
-        raise UsageError(
-            f"{re.sub('//[^/]*@', '//…@', server)!r} is not a valid server address.",
-            "Use the form http://host:8512 or https://host:8512, and behind a gateway https://host/path.",
-        )
+        raise UsageError(f"{re.sub('//[^/]*@', '//…@', server)!r} is not a valid server address.", _FORM)
     clean = url._replace(auth=None, query=None, fragment=None).url
     for what, value in surplus.items():
         if value is not None:
@@ -583,12 +582,17 @@ def _parsed_address(server: str) -> urllib3.util.Url:
                 f"The server address has {what}, which a server address cannot have.",
                 f"Use {clean}." + (" A token comes from ATOLL_TOKEN_FILE or ATOLL_TOKEN." if value == url.auth else ""),
             )
-    if not PATH.fullmatch((url.path or "").rstrip("/")):
+    path = "".join(server.partition("//")[2].partition("/")[1:]).rstrip("/")  # parse_url changes `/a/../b` to `/b`
+    if not PATH.fullmatch(path):
         raise UsageError(
-            f"The path of the server address {server!r} is not valid.",
-            "A path has at most 128 characters: letters, digits and ._~@+=:,-%, and no part of it begins with a dot.",
+            f"The path of the server address {server!r} is not valid{why_no_path(path)}.",
+            "A path has at most 128 characters: letters, digits and ._~@+=:,-%. No part of it is empty, or begins with "
+            "a dot.",
         )
-    return url
+    return url._replace(path=path)
+
+
+_FORM = "Use the form http://host:8512 or https://host:8512, and behind a gateway https://host/path."
 
 
 def damaged(error: Error) -> Error:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from atoll.config.run_file import TRUTHS
 from atoll.errors import ConfigError, UsageError
+from atoll.format_text import shown
 from atoll.protocol import messages
 from atoll.worker.log_lines import LOG
 
@@ -72,7 +73,7 @@ def require_counts(**given: int | None) -> None:
     """
     for name, value in given.items():
         if value is not None and (is_no_number(value) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name} is {value!r}.", "Give a whole number, at least 1, or leave it out.")
+            raise UsageError(f"{name} is {shown(value)}.", "Give a whole number, at least 1, or leave it out.")
 
 
 def weight_of(weight: float) -> float:
@@ -87,10 +88,43 @@ def weight_of(weight: float) -> float:
         value = math.nan
     if not 0 <= value < float("inf"):
         raise UsageError(
-            f"The weight is {weight!r}.",
+            f"The weight is {shown(weight)}.",
             "Give a positive, finite number: the samples or tokens trained on. With 0, the site sits out the round.",
         )
     return value
+
+
+def require_accepted(weight: float, steps: int | None, info: messages.RunInfo) -> None:
+    """Refuse numbers that the server would refuse with the update, before the site trains in vain again.
+
+    Args:
+        weight: the weight of the update.
+        steps: its number of local steps; None if it is not known yet.
+        info: description of the run, with its bounds.
+
+    Raises:
+        UsageError: a number is above the run's bound, or the number of steps is missing.
+    """
+    if weight > info.max_weight:
+        raise UsageError(
+            f"The weight is {weight:g}, above aggregation.max_weight of the run, {info.max_weight:g}.",
+            "Give the samples or tokens trained on. If it is right, raise aggregation.max_weight at the server, then "
+            "start this script again.",
+        )
+    if steps is None or not info.needs_steps:
+        return
+    if not steps:
+        raise UsageError(
+            "The update was submitted without a number of local steps, by which this run divides.",
+            "Report it: fl_round.submit(model, steps=…), or train within fl_round.correct(model, optimizer), which "
+            "counts the steps.",
+        )
+    if steps > info.max_steps:
+        raise UsageError(
+            f"steps is {steps}, above aggregation.max_steps of the run, {info.max_steps}.",
+            "Report the number of optimizer steps, not samples or tokens. If it is right, raise aggregation.max_steps "
+            "at the server, then start this script again.",
+        )
 
 
 def require_joined(has_left: bool, site: str, rejoin: str, process: int | None = None) -> None:
@@ -126,7 +160,7 @@ def counted(steps: int) -> int:
     except TypeError:
         value = -1
     if not 0 <= value < messages.NUMBER_BELOW:
-        raise UsageError(f"steps is {steps!r}.", "Give the number of local optimizer steps in the round.")
+        raise UsageError(f"steps is {shown(steps)}.", "Give the number of local optimizer steps in the round.")
     return value
 
 
@@ -180,7 +214,7 @@ def finite_metrics(metrics: Mapping[str, float], site: str, warned: set[str] | N
         except OverflowError:
             values[key] = math.inf
         except (TypeError, ValueError, RuntimeError):
-            raise UsageError(f"The metric {key!r} is {metric!r}.", "Give a number.") from None
+            raise UsageError(f"The metric {key!r} is {shown(metric)}.", "Give a number.") from None
     for key, value in values.items():
         if abs(value) < float("inf"):
             if warned is not None:
@@ -252,7 +286,7 @@ def sync_retries(max_sync_retries: int | None) -> int:
     """
     if max_sync_retries is not None:
         if is_no_number(max_sync_retries) or not isinstance(max_sync_retries, int) or max_sync_retries < 0:
-            raise UsageError(f"max_sync_retries is {max_sync_retries!r}.", "Give a whole number, at least 0.")
+            raise UsageError(f"max_sync_retries is {shown(max_sync_retries)}.", "Give a whole number, at least 0.")
         return max_sync_retries
     text = os.environ.get("ATOLL_MAX_SYNC_RETRIES", "") or str(SYNC_RETRIES)
     if not text.isdecimal():

@@ -391,7 +391,7 @@ class Larger(One):
     [
         (Failing, {}, ValueError, "no more records", "ValueError: no more records"),
         (Larger, {"sync_every": 1}, SchemaMismatch, "extra", "is not the model of the run"),
-        (One, {"sync_every": 1, "weight": -1.0}, UsageError, "weight is -1", "The weight is -1.0"),
+        (One, {"sync_every": 1, "weight": lambda: -1.0}, UsageError, "weight is -1", "The weight is -1.0"),
     ],
     ids=["in a step", "at the begin", "in a round"],
 )

@@ -175,7 +175,9 @@ def test_a_size_that_cannot_be_is_refused_by_its_source(
         Settings.read(None, {key: value}, {})
     monkeypatch.setenv(variable, value)
     shown = value if re.fullmatch(r"-?[0-9.]+", value) else f"'{value}'"  # a number is shown as one
-    with pytest.raises(ConfigError, match=rf"{variable}: {key} = {shown}.*\. {key}: "):
+    with pytest.raises(
+        ConfigError, match=rf"{variable}: {key} = {shown}(: |, but it must be a whole number).*\. {key}: "
+    ):
         atoll.objects.publish({})
     path = tmp_path / "run.toml"
     path.write_text(f"{key} = 65600\n")  # a multiple of 64, and no less than 64 KiB

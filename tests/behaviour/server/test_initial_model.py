@@ -27,7 +27,7 @@ from kit import (
 )
 from kit.models import TiedHead
 from kit.requests import get
-from kit.servers import plain_server
+from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import federated
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -156,6 +156,66 @@ def test_a_run_begins_with_the_export_of_a_tied_model(tmp_path: Path, begun: Cal
     model = run_one_round(str(export), tmp_path / "two", TiedHead)
     assert torch.equal(model.head.weight, load_file(export)["head.weight"])
     assert begun(export)[1]["aliases"] == [{"name": "head.weight", "owner": "table.weight"}]
+
+
+class OnlyTied(TiedHead):
+    """Without a buffer, of which a plain file does not say that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.scale
+
+
+@pytest.mark.covers("P7")
+@pytest.mark.parametrize("loop", ["federated", "diloco"])
+def test_a_run_begins_with_a_file_that_lacks_a_tied_name(tmp_path: Path, loop: str) -> None:
+    """Hugging Face writes a tied tensor under one of its names, and the file does not say that it has another."""
+    file, initial = tmp_path / "model.safetensors", OnlyTied()
+    save_file({name: tensor for name, tensor in initial.state_dict().items() if name != "head.weight"}, file)
+    expected = initial.table.weight.detach() + 1
+    model = OnlyTied()
+    if loop == "federated":
+        with plain_server(tmp_path, str(file), rounds=1) as server:
+            with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+                fl_round = next(iter(worker))
+                fl_round.load_into(model)
+                with torch.no_grad():
+                    model.table.weight.add_(1)
+                fl_round.submit(model)
+                assert server.wait(30)
+                worker.load_into(model)
+    else:
+        with plain_server(tmp_path, str(file), rounds=1, H=1, **PLAIN_DILOCO) as server:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+                model.table.weight.grad = -torch.ones(5, 2)
+                optimizer.step()
+            assert server.wait(30)
+    assert model.head.weight is model.table.weight
+    assert torch.allclose(model.head.weight, expected, rtol=0, atol=1e-6)
+    exported = load_file(tmp_path / "state" / "exports" / "model.safetensors")
+    assert exported.keys() == {"table.weight"}
+    assert torch.allclose(exported["table.weight"], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.covers("P7", "X3")
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (("table.weight", "head.weight"), r"a ties head\.weight to table\.weight, but the run has two tensors"),
+        (("head.weight",), r"a ties head\.weight to table\.weight, but the run has only head\.weight"),
+    ],
+    ids=str,
+)
+def test_a_site_with_other_ties_names_the_source_that_tells_them(
+    tmp_path: Path, names: tuple[str, ...], told: str
+) -> None:
+    """A file that has a tied tensor twice, or under its further name alone, is not the model of the site."""
+    save_file({name: torch.zeros(5, 2) for name in names} | {"scale": torch.ones(1)}, tmp_path / "m.safetensors")
+    with plain_server(tmp_path, str(tmp_path / "m.safetensors"), rounds=1) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            with pytest.raises(SchemaMismatch, match=rf'{told}.*model\.source = "module:function"'):
+                next(iter(worker)).load_into(TiedHead())
 
 
 @pytest.mark.parametrize("told", ['{"head.weight": "table.weight"}', '{"head.weight": "gone"}', "[1]", "not JSON"])

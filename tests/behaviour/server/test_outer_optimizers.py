@@ -143,6 +143,11 @@ def test_refuses_rates_that_cannot_be_meant(tmp_path: Path, rates: dict[str, flo
         ),
         ("algorithm.outer_optimizer", {"name": "sgd", "dampening": True}, "dampening is True, but must be a number"),
         ("algorithm.outer_optimizer", {"name": "adamw", "eps": "1e-8"}, "eps is '1e-8', but must be a number"),
+        *(
+            ("algorithm.outer_optimizer", {"name": name, key: value}, f"{key} is .*, but must be a list of 2 numbers")
+            for name, key in (("adamw", "betas"), ("yogi", "betas"), ("rprop", "step_sizes"), ("adafactor", "eps"))
+            for value in ("ab", 5, [], [0.9], [0.9, 0.99, 0.999], ["a", "b"], [[0.9], 0.99], [True, 0.9])
+        ),
         ("aggregation.reducer", {"name": "trimmed_mean", "trim": "0.1"}, "trim is '0.1', but must be a number"),
         ("aggregation.reducer", {"name": "clipped_mean", "max_norm": True}, "max_norm is True, but must be a number"),
         ("aggregation.upload_codec", {"name": "topk", "density": "0.1"}, "density is '0.1', but must be a number"),

@@ -142,23 +142,50 @@ def test_a_site_hears_at_its_first_update_that_steps_are_needed(tmp_path: Path, 
         assert server.status().refused == 0
 
 
+@pytest.mark.covers("X43", "X3")
+@pytest.mark.parametrize(
+    ("algorithm", "limit", "most", "above"),
+    [
+        ("fednova", "max_steps", {"steps": 50}, {"steps": 51}),
+        ("fedavg", "max_weight", {"weight": 10.0}, {"weight": 10.5}),
+        ("fednova", "max_weight", {"weight": 10.0, "steps": 1}, {"weight": 1e300, "steps": 1}),
+    ],
+    ids=str,
+)
+def test_a_site_hears_at_its_first_update_that_a_number_is_above_the_limit(
+    tmp_path: Path, algorithm: str, limit: str, most: dict[str, Any], above: dict[str, Any]
+) -> None:
+    """A site with a number above the run's bound is not sent back to train again in vain."""
+    value = most[limit.removeprefix("max_")]
+    with plain_server(tmp_path, ONE, rounds=1, algorithm=algorithm, **{f"aggregation.{limit}": value}) as server:
+        (a,) = (sites := manual_sites(server, tmp_path, "a")).values()
+        assert a.next_round() == 1
+        with pytest.raises(UsageError, match=f"above aggregation.{limit} of the run, {value:g}.*raise aggregation"):
+            submit_value(a, -4.0, **above)
+        submit_value(a, -4.0, **most)
+        assert finish(server, sites)["w"].item() == -4.0
+        assert server.status().refused == 0
+
+
 @pytest.mark.covers("X43", "F31")
 @pytest.mark.parametrize("steps", [100_001, 10**6, 2**62 - 1])
 def test_steps_above_the_limit_are_refused_and_the_others_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int
 ) -> None:
-    """One site counts tokens instead of steps."""
+    """A site that does not compare its steps with the run's bound is refused by the server."""
     settings = {"rounds.sites": 3, "rounds.total": 1, "rounds.min_sites": 2}
     with plain_server(tmp_path, ONE, algorithm="fednova", **settings) as server:
-        a, b, c = (sites := manual_sites(server, tmp_path, "abc")).values()
-        assert {site.next_round() for site in (a, b, c)} == {1}
-        submit_value(c, -1.0, steps=steps)
+        a, b = (sites := manual_sites(server, tmp_path, "ab")).values()
+        c = WireSite(server.url, "c")
+        assert {site.next_round() for site in (a, b)} == {1}
+        status, told = c.train(-1.0, steps=steps).push().complete()
+        assert (status, told["code"]) == (422, "update_refused")
         submit_value(a, -1.0, steps=10)
         submit_value(b, -3.0, steps=10)
         assert finish(server, sites)["w"].item() == -2.0  # (−1 − 3) / 2
         assert server.status().refused == 1
     assert f"it reports {steps} local steps, above aggregation.max_steps 100000" in caplog.text
-    assert "report the number of optimizer steps, not samples or tokens" in caplog.text
+    assert "report the number of optimizer steps, not samples or tokens" in told["remedy"]
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_an_error_in_a_hook_of_the_optimizer_names_the_line_of_the_script_not_to
     server: atoll.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    with diloco(server, tmp_path, model=nn.Linear(8, 4), sync_every=1, weight=-1.0) as loop:
+    with diloco(server, tmp_path, model=nn.Linear(8, 4), sync_every=1, weight=lambda: -1.0) as loop:
         with pytest.raises(UsageError, match="The weight is -1") as raised:
             loop.optimizer.step()
     line = next(each.lineno for each in traceback.extract_tb(raised.tb) if each.filename == __file__)

@@ -314,9 +314,19 @@ def test_commands_go_the_same_way_as_sites(
         ("http://me:secret@fl.example:port", "is not a valid server address"),
         ("ftp://me:secret@fl.example", "is not a valid server address"),
         ("http://fl.example/.hidden", "The path of the server address .* is not valid"),
-        ("http://fl.example/a//b", "The path of the server address .* is not valid"),
+        (
+            "http://fl.example/fl//atoll",
+            "is not valid: the part between two slashes is empty in '/fl//atoll'.*empty, or",
+        ),
+        ("http://fl.example/a/../b", r"The path of the server address .*/a/\.\./b' is not valid, because of '\.\.'"),
+        ("http://fl.example/a/./b", r"The path of the server address .* is not valid, because of '\.'"),
+        ("http://fl.example/a/..", r"The path of the server address .* is not valid, because of '\.\.'"),
+        ("http://fl.example/a b", "The path of the server address .* is not valid, because of 'a b'"),
+        ("http://fl.example/ü", "The path of the server address .* is not valid, because of 'ü'"),
+        ("http://127.0.0.1:0", "is not a valid server address"),
+        ("https://fl.example:0/run", "is not a valid server address"),
         ("http://fl.example/a%2e%2e/b%2Fc", "The path of the server address .* is not valid"),
-        (f"http://fl.example/{'a' * 128}", "The path of the server address .* is not valid"),
+        (f"http://fl.example/{'a' * 128}", "The path of the server address .* is not valid: it has 129 characters"),
     ],
 )
 def test_what_no_server_address_can_have_is_refused_by_name(tmp_path: Path, address: str, said: str) -> None:

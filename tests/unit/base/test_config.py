@@ -313,6 +313,18 @@ def test_variables_of_a_worker_and_of_others_are_no_settings() -> None:
             "this setting is a table: write algorithm.outer_optimizer = {name = 'adam'}",
         ),
         ("rounds.total = true", {}, {}, "rounds.total = true, but it must be a whole number. Write rounds.total = 20"),
+        *(
+            (f'{key} = "a,b"', {}, {}, f'{key} = \'a,b\', but it must be a list. Write {key} = ["a", "b"]')
+            for key in ("swarm.aggregators", "workflow.streamed_tasks")
+        ),
+        *(
+            (f'{key} = "a"', {}, {}, f"{key} = 'a', but it must be a list of tables. Write {key} = [{{…}}]")
+            for key in ("workflow.steps", "workflow.components", "workflow.payload_filters")
+        ),
+        ('workflow.steps = ["train"]', {}, {}, r"workflow.steps.0 = 'train', but it must be a table. Write a table"),
+        ('model.args = "a"', {}, {}, "model.args = 'a', but it must be a table"),
+        ("disk.state_dir = 5", {}, {}, "disk.state_dir = 5, but it must be text or a Path"),
+        ("model.persistor = 5", {}, {}, "write model.persistor = {name = '…'}"),
         ('model.buffers = ["bn*"]', {}, {}, "run.toml: model.buffers: ['bn*'] are patterns without their rules"),
         (
             'aggregation.reducer = {name = "a", path = "b:c"}',

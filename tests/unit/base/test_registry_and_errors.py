@@ -112,7 +112,7 @@ def test_the_last_registered_object_of_a_name_counts(plugins: list[EntryPoint]) 
         ("codecs", "mine\n", Mine, "cannot be the name"),
         ("codecs", "../mine", Mine, "cannot be the name"),
         ("codecs", "m" * 129, Mine, "cannot be the name"),
-        ("codecs", 3, Mine, "3 cannot be the name"),
+        ("codecs", 3, Mine, "name is 3"),
         ("codecs", "mine", "my_module:Mine", "of type str.*the object itself, not its path"),
         ("reducers", "mine", None, "of type NoneType"),
         ("algorithms", "mine", SimpleNamespace(name="other"), "'mine' is not that of the algorithm"),

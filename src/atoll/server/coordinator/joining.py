@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from atoll import registry
 from atoll.aggregation.plan import Plan
+from atoll.config.settings import MAX_WEIGHT
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
 from atoll.format_text import counted as number_of
 from atoll.format_text import size
@@ -58,6 +59,8 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
             tau=settings.diloco.fragment_sync_delay,
             alpha=settings.diloco.fragment_update_alpha,
             needs_steps=plan.needs_steps,
+            max_weight=min(settings.aggregation.max_weight, MAX_WEIGHT),  # a run of an earlier version
+            max_steps=settings.aggregation.max_steps,
             max_inflight=settings.diloco.max_inflight,
             codec=codec,
             codec_options=algorithm.codec_options,

@@ -208,7 +208,8 @@ def fill_(model: nn.Module, state: LazyState, name: str, kept: Collection[str] =
     Raises:
         SchemaMismatch: the tensors differ in name, shape or dtype. The message names the first difference.
     """
-    tensors, aliases = named_tensors(model)
+    tensors, tied = named_tensors(model)
+    aliases = {alias: owner for alias, owner in tied.items() if alias in state}  # a file may lack a further name
     what = f"The model {name}"
     for one, other, where in (
         ({**tensors, **aliases}, state, "only the module has"),

@@ -54,7 +54,15 @@ from atoll.tensors.module_tensors import (
 )
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import server_of
-from atoll.worker.arguments import finite_metrics, require_counts, require_joined, site_of, sync_retries, weight_of
+from atoll.worker.arguments import (
+    finite_metrics,
+    require_accepted,
+    require_counts,
+    require_joined,
+    site_of,
+    sync_retries,
+    weight_of,
+)
 from atoll.worker.exchange.encode_update import LocalFragment
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
 from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
@@ -259,7 +267,7 @@ class DiLoCo:
         num_fragments: int | None = None,
         site: str | None = None,
         weight: float | Callable[[], float] = 1.0,
-        metrics: MetricsFunction | None = None,
+        metrics: Callable[[], dict[str, float]] | None = None,
         folder: str | Path | None = None,
         labels: dict[str, str] | None = None,
         filters: Sequence[Filter] = (),
@@ -278,7 +286,8 @@ class DiLoCo:
         self._server = server_of(server, require_server=require_server)
         self._site = site
         self._given_sync_every, self._given_fragments = sync_every, num_fragments
-        self._weight, self._measured = weight, GlobalModelMetrics(metrics, lambda: self._named)
+        self._weight = weight if callable(weight) else weight_of(weight)
+        self._measured = GlobalModelMetrics(metrics, lambda: self._named)
         self.local_metrics: MetricsFunction | None = None  # called when an update is formed; set by integrations
         self._folder, self._labels, self._filters = Path(folder) if folder else None, labels, filters
         self._swarm = swarm
@@ -395,6 +404,8 @@ class DiLoCo:
         session.optimizers = self._optimizers
         _require_uncorrected(joined)
         require_agrees(self._checkpoint, joined)
+        if not callable(self._weight):
+            require_accepted(self._weight, None, info)
         self.sync_every = self._given_sync_every or info.sync_every or SYNC_EVERY
         self._sync = Synchroniser(
             session,
@@ -841,6 +852,7 @@ class DiLoCo:
             reported = self._reports.take(base.fragment, is_lost=is_lost)
             local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
             weight = weight_of(self._weight() if callable(self._weight) else self._weight)
+            require_accepted(weight, steps, joined.session.info)
             return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
 
         return joined.session.ranks.from_rank0(own, UpdateInfo)

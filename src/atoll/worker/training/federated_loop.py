@@ -41,7 +41,7 @@ from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
 from atoll.transport.http_client import http_to, server_of
-from atoll.worker.arguments import counted, finite_metrics, require_joined, site_of, weight_of
+from atoll.worker.arguments import counted, finite_metrics, require_accepted, require_joined, site_of, weight_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG, ensure_lines
@@ -270,15 +270,15 @@ class Round:
 
         Raises:
             UsageError: the round was already submitted, or the global model was not loaded.
-            UsageError: an entry of the mapping is not an array; `weight`, `steps` or a metric is not a valid number; or
-                `groups` are not those that the run needs. The message names the wrong entry.
+            UsageError: an entry of the mapping is not an array; `weight`, `steps` or a metric is not a valid number, or
+                above the run's bound; or `groups` are not those that the run needs. The message names the wrong entry.
             SchemaMismatch: `model` has other tensors than the run's model.
             UpdateRefused: the server has refused several updates in a row; or, without a server, `model` contains NaN
                 or Inf.
         """
         if self.done:
             raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
-        info = UpdateInfo(weight_of(weight), counted(steps), metrics or {})
+        info = UpdateInfo(weight_of(weight), counted(steps), {} if metrics is None else metrics)
         self._require_joined()
         tensors = self._backend.tensors_of(model)
         if info.weight:
@@ -287,7 +287,8 @@ class Round:
             self._hooks.close()
             info = replace(info, steps=info.steps or self._hooks.steps)
         if info.weight:
-            self._require_steps(info.steps)
+            if self._backend.local is not None:
+                require_accepted(info.weight, info.steps, self._backend.local.info)
             finish = self._finish(groups, info.steps)
         info = replace(info, metrics=finite_metrics(info.metrics, self._backend.site))
         if info.weight:
@@ -297,16 +298,6 @@ class Round:
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
         self._copies.forget_model()
-
-    def _require_steps(self, steps: int) -> None:
-        """Refuse an update without steps, which the server would refuse, before the site trains in vain again."""
-        local = self._backend.local
-        if local is not None and local.info.needs_steps and not steps:
-            raise UsageError(
-                f"Round {self.number} was submitted without a number of local steps, by which this run divides.",
-                "Report it: fl_round.submit(model, steps=…), or train within fl_round.correct(model, optimizer), which "
-                "counts the steps.",
-            )
 
     def _finish(self, submitted: Mapping[str, Arrays] | None, steps: int) -> Finish | None:
         """Return a function that computes the groups of tensors to send besides the model; None if there are none.

@@ -1,0 +1,109 @@
+"""Arguments of another type than a public function takes are refused at the call, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import diloco
+from kit.servers import plain_server
+from torch import nn
+from torch.optim import SGD
+
+import atoll
+from atoll.errors import UsageError
+from atoll.integrations import lightning, transformers
+
+MODEL = nn.Linear(2, 1)
+FEDAVG = {"algorithm.name": "fedavg", "rounds.total": 1, "rounds.sites": 1}
+
+
+def loop(**options: Any) -> atoll.DiLoCo:
+    return atoll.DiLoCo(MODEL, SGD(MODEL.parameters(), lr=0.1), **options)
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: atoll.join(123), "server is 123. Give text, or leave it out"),
+        (lambda: atoll.join(b"http://fl.example"), "server is b'http://fl.example'. Give text"),
+        (lambda: atoll.join(site=5), "site is 5"),
+        (lambda: atoll.join(folder=5), "folder is 5. Give a path"),
+        (lambda: atoll.join(swarm="no"), "swarm is 'no'. Give True or False"),
+        (lambda: atoll.join(require_server=0), "require_server is 0"),
+        (lambda: atoll.join(filters=5), "filters is 5, not a list"),
+        (lambda: loop(allow_partial="no"), "allow_partial is 'no'. Give True or False"),
+        (lambda: loop(metrics={"loss": 1.0}), "metrics is {'loss': 1.0}. Give a function"),
+        (lambda: loop(sync_every="5"), "sync_every is '5'"),
+        *(
+            (lambda weight=weight: loop(weight=weight), "The weight is")
+            for weight in ("x", True, math.nan, -1, 10**400, 10**5000)
+        ),
+        (lambda: lightning.AtollCallback(allow_partial="no"), "allow_partial is 'no'"),
+        (lambda: lightning.AtollCallback(weight="x"), "The weight is 'x'"),
+        (lambda: lightning.AtollCallback(weigth=1.0), "no argument 'weigth'. Did you mean 'weight'"),
+        (lambda: lightning.AtollCallback(steps="x"), "steps is 'x'. Give a function or a whole number"),
+        (lambda: transformers.AtollCallback(require_server="no"), "require_server is 'no'"),
+        (lambda: transformers.AtollCallback(weight=-1), "The weight is -1"),
+        (lambda: atoll.Server(MODEL, 5), "settings is 5"),
+        (lambda: atoll.Server(MODEL, FEDAVG, filters=5), "filters is 5, not a list"),
+        (lambda: atoll.Server(MODEL, FEDAVG, outer_optimizer=5), "outer_optimizer is 5. Give a function or text"),
+        (lambda: atoll.Settings.build(5), "values is 5"),
+        (lambda: atoll.Simulation(MODEL, FEDAVG, script=5), "script is 5"),
+        (lambda: atoll.Simulation(MODEL, FEDAVG, script="a.py", sites=2, processes="2"), "processes is '2'"),
+        (lambda: atoll.FedProx(5, 0.1), "The model is of type int"),
+        (lambda: atoll.Scaffold(5, {}, {}), "The model is of type int"),
+        (lambda: atoll.tasks(5), "server is 5"),
+        (lambda: atoll.functional.init(require_server="no"), "require_server is 'no'"),
+        (lambda: atoll.objects.publish({}, expires_s="60"), "expires_s is '60'. Give a number"),
+        (lambda: atoll.objects.fetch(5), "not a reference to tensors"),
+        (lambda: atoll.objects.Publisher(name=5), "name is 5. Give text"),
+        (lambda: atoll.register("codecs", 5, object), "name is 5. Give text"),
+        (lambda: atoll.objects.Publisher(port="80"), "port is '80'. Give a whole number"),
+    ],
+)
+def test_an_argument_of_another_type_is_named(call: Callable[[], object], told: str) -> None:
+    """Text for a boolean does not count as true, and no error is Python's own."""
+    with pytest.raises(UsageError) as refused:
+        call()
+    assert told in str(refused.value)
+
+
+@pytest.mark.covers("X3")
+def test_the_hooks_of_a_round_refuse_text_for_a_boolean(tmp_path: Path) -> None:
+    """An `allow_partial` that is text is refused, and the round goes on."""
+    model = nn.Linear(2, 1)
+    with atoll.join(site="a", folder=tmp_path) as worker:
+        for fl_round in worker:
+            fl_round.load_into(model)
+            with pytest.raises(UsageError, match="allow_partial is 'no'"):
+                fl_round.correct(model, SGD(model.parameters(), lr=0.1), allow_partial="no")
+            fl_round.submit(model)
+
+
+@pytest.mark.covers("X3")
+@pytest.mark.parametrize("function", [False, True])
+def test_diloco_ends_at_a_weight_above_the_limit(tmp_path: Path, function: bool) -> None:
+    """A constant weight is refused before a step, and that of a function at the first synchronisation."""
+    options = {"algorithm": "diloco", "H": 1, "rounds": 1, "sites": 1, "aggregation.max_weight": 10.0}
+    with plain_server(tmp_path, MODEL, **options) as server:
+        model = nn.Linear(2, 1)
+        steps = []
+
+        def train() -> None:
+            weight = (lambda: 11.0) if function else 11.0
+            with diloco(server, tmp_path, model=model, sync_every=1, weight=weight) as trains:
+                model(torch.ones(2)).backward()
+                steps.append(1)
+                trains.optimizer.step()
+
+        above = r"The weight is 11, above aggregation\.max_weight of the run, 10"
+        with pytest.raises(UsageError, match=above):
+            train()
+        assert len(steps) == function
+        assert server.status().refused == 0
