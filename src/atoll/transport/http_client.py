@@ -487,7 +487,8 @@ class Http:
     ) -> bytearray:
         """Make a request, and return the body of the answer. If the answer is an error, raise it."""
         timeout_s = min(timeout_s, self.patience_s)
-        call = _waiting.call = _Call()
+        outer, call = _waiting.call, _Call()  # a finalizer, such as one that leaves a run, may run within a request
+        _waiting.call = call
         try:
             with self.watch.waiting(call):
                 status, answer = self._answer(call, method, path, body, headers, timeout_s)
@@ -498,7 +499,7 @@ class Http:
                 self.drop_idle()
             raise self._named(path, network_error(self.where, timeout_s, error)) from error
         finally:
-            _waiting.call = call.response = None
+            _waiting.call, call.response = outer, None
             call.set_socket(None)
         is_passed_on = self.proxy is None or not self.proxy.answered_itself(status)
         if path in (routes.RUN, routes.STATUS) and is_passed_on:

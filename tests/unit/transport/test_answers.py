@@ -544,3 +544,17 @@ def test_a_malformed_answer_ends_a_fetch_with_a_line(case: str, monkeypatch: pyt
     with Peer(ANSWERS[case][0]) as peer:
         reference = f"atoll-ref://127.0.0.1:{peer.port}/{'1' * 32}?expires=9999999999#{'0' * 32}.{'2' * 64}"
         refused(lambda: atoll.objects.fetch(reference, idle_timeout_s=1.0))
+
+
+def test_a_request_may_be_made_within_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage collection may end a site, which then leaves its run, at any moment of another request."""
+    with Peer(lambda connection: connection.answer(200) if connection.request() else None) as peer:
+        http, other = Http(peer.url), Http(peer.url)
+
+        def headers(given: dict[str, str] | None = None) -> dict[str, str]:
+            other.reach(routes.HEALTH, timeout_s=10.0)
+            return dict(given or {})
+
+        monkeypatch.setattr(http, "headers", headers)
+        http.reach(routes.HEALTH, timeout_s=10.0)
+    assert len(peer.connections) == 2
