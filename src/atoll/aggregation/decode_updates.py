@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,7 +15,8 @@ from atoll.reducers.means import Maximum
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import Scratch, bytes_of
 from atoll.tensors.dtypes import accumulate_dtype, torch_dtype
-from atoll.tensors.schema import BUFFERS, PARAMS
+from atoll.tensors.layout import Segment
+from atoll.tensors.schema import BUFFERS, FLAGS, PARAMS
 
 
 class Updates:
@@ -30,6 +31,8 @@ class Updates:
         scales: for each update, a factor for the weight of its `params`.
 
     Attributes:
+        flags: names of the buffers with the rule `flags` of which all values in all updates are 0 or 1. They take the
+            value of the first update.
         carries: group → factor by which the previous value is multiplied before the reduction is added. Used only for
             groups of extra tensors that an algorithm adds to the model.
     """
@@ -50,6 +53,7 @@ class Updates:
         if any(scale != 1 for scale in scales):
             self._weights[PARAMS] = [w * scale for w, scale in zip(self._weights[PARAMS], scales, strict=True)]
         self._unweighted = self._integers.weigh(facts)
+        self.flags: frozenset[str] = frozenset()
 
     def reduce(self, run: ByteRun, scratch: Scratch) -> tuple[Tensor, Sequence[Tensor]]:
         """Reduce the elements of one byte run over all updates.
@@ -77,18 +81,44 @@ class Updates:
         else:
             row = scratch.tensor("row", dtype, n)
             reducer.reduce_((self._decode_(fd, encoded_run, scratch, row) for fd in self._fds), weights, out)
+        if any(piece.segment.spec.name in self.flags for piece in encoded_run.pieces):
+            row = self._decode_(self._fds[0], encoded_run, scratch, scratch.tensor("row", dtype, n))
+            for piece, first, into in zip(
+                encoded_run.pieces, encoded_run.split(row), encoded_run.split(out), strict=True
+            ):
+                if piece.segment.spec.name in self.flags:
+                    into.copy_(first)
         encoded_run.clear_padding(scratch.view("reduced", n * dtype.itemsize), dtype.itemsize)
         return out, encoded_run.split(out)
 
-    def are_zero(self, run: ByteRun, scratch: Scratch) -> bool:
-        """Return whether all elements of a byte run of a version are zero in every update. Use no other `scratch`."""
-        encoded_run = self._runs.counterpart(run)
-        row = scratch.tensor("row", accumulate_dtype(run.spec.dtype), encoded_run.numel)
-        return not any(
-            bool(piece.any())
-            for fd in self._fds
-            for piece in encoded_run.split(self._decode_(fd, encoded_run, scratch, row))
-        )
+    def hold(self, segment: Segment, runs: RunTable, scratch: Scratch, holds: Callable[[Tensor], bool]) -> bool:
+        """Return whether a tensor's elements fulfil a condition in every update, read a range of elements at a time.
+
+        Args:
+            segment: the tensor in a version.
+            runs: byte runs of the version.
+            scratch: memory for `runs.max_elements` elements.
+            holds: whether a range of elements fulfils the condition.
+        """
+        size, numel = runs.max_elements, segment.spec.numel
+        for start in range(0, numel, size):
+            encoded_run = self._runs.counterpart(runs.run(segment, start, min(start + size, numel)))
+            row = scratch.tensor("row", accumulate_dtype(segment.spec.dtype), encoded_run.numel)
+            for fd in self._fds:
+                if not all(map(holds, encoded_run.split(self._decode_(fd, encoded_run, scratch, row)))):
+                    return False
+        return True
+
+    def find_flags(self, runs: RunTable) -> None:
+        """Find `flags`. A buffer has one rule for all its elements, so this comes before any of them is reduced.
+
+        Args:
+            runs: byte runs of the version.
+        """
+        found = [segment for segment in runs.layout.segments if segment.spec.group == FLAGS]
+        if found:
+            scratch = Scratch(runs.max_elements)
+            self.flags = frozenset(each.spec.name for each in found if self.hold(each, runs, scratch, _are_flags))
 
     def _decode_(self, fd: int, run: ByteRun, scratch: Scratch, row: Tensor) -> Tensor:
         """Decode one update's elements of a byte run into `row`, [n], and return `row`."""
@@ -104,6 +134,10 @@ class Updates:
         for piece, source, target in zip(run.pieces, run.encoded(encoded), run.split(row), strict=True):
             self._codecs[piece.segment.codec].decode_(source, target, dtype)
         return row
+
+
+def _are_flags(values: Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all())
 
 
 def rows_at_once(updates: int, reducers: Mapping[str, Reducer]) -> int:

@@ -181,7 +181,7 @@ def make_version(
     if rows > 1:
         run_elements = min(run_elements, ROW_ELEMENTS, ALL_ROWS_ELEMENTS // (rows * plan.threads))
     work.planned.version_runs.limit(max(run_elements // TILE, 1) * TILE)
-    run_jobs([None], 1, lambda: work.find_untrained, cancelled)
+    run_jobs([None], 1, lambda: work.look_ahead, cancelled)
     if plan.rule.granularity == "tensor":
         run_jobs([None], 1, lambda: work.step_whole, cancelled)
     run_jobs(work.planned.version.parts, plan.threads, lambda: _Thread(work, rows).make_part, cancelled)
@@ -249,7 +249,9 @@ class _Pass:
         self._on_progress, self._lock, self._done = on_progress, threading.Lock(), 0
         self.untrained: frozenset[str] = frozenset()
 
-    def find_untrained(self, _job: None) -> None:
+    def look_ahead(self, _job: None) -> None:
+        """Find what depends on whole tensors: the parameters that no site trains, and the buffers that are flags."""
+        self.updates.find_flags(self.planned.version_runs)
         planned, state_fd = self.planned, self.files.state_fd
         self.untrained = untrained(self.rule, planned.version_runs, self.params, planned.entries, state_fd)
 

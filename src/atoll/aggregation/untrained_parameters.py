@@ -45,11 +45,7 @@ def untrained(
         spec = segment.spec
         if not (spec.is_stepped and spec.numel):
             continue
-        is_zero = _in_chunks(
-            spec.numel,
-            runs.max_elements,
-            lambda start, stop, of=segment: updates.are_zero(runs.run(of, start, stop), scratch),  # type: ignore[misc]
-        )
+        is_zero = updates.hold(segment, runs, scratch, lambda values: not values.any())
         if is_zero and (state_fd is None or _is_untouched(rule, segment, entries, state_fd, runs.max_elements)):
             found.add(spec.name)
     return frozenset(found)

@@ -306,8 +306,8 @@ class TensorEntry(Message):
     rule: str = Field(
         "",
         pattern="^(max|sum|first|keep|flags)?$",
-        description="Rule for the next value of a buffer: max, sum, first, keep, or flags (first where all sites have "
-        "0 or 1, else mean). Empty: mean for floats, max for other dtypes.",
+        description="Rule for the next value of a buffer: max, sum, first, keep, or flags (first if all values at "
+        "all sites are 0 or 1, else mean). Empty: mean for floats, max for other dtypes.",
     )
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from typing import Any
 from atoll import registry
 from atoll.errors import ConfigError
 from atoll.reducers.base import Reducer, RoundFacts, normalised
-from atoll.reducers.means import First, Flags, Maximum, NormalisedMean, Share, Sum, WeightedMean
+from atoll.reducers.means import First, Maximum, NormalisedMean, Share, Sum, WeightedMean
 from atoll.reducers.robust import ClippedMean, Median, TrimmedMean
 from atoll.registry import Name, OwnName
 from atoll.tensors.schema import BUFFERS, PARAMS
@@ -58,7 +58,7 @@ def with_rules(reducers: Mapping[str, Reducer]) -> dict[str, Reducer]:
         reducers: group → reducer of its floats, from `build_reducers`.
     """
     usual = reducers.get(BUFFERS, WeightedMean())
-    rules = {"max": Maximum(), "sum": Sum(), "first": First(), "flags": Flags(usual)}
+    rules = {"max": Maximum(), "sum": Sum(), "first": First(), "flags": usual}
     return {f"{BUFFERS}.{rule}": reducer for rule, reducer in rules.items()} | dict(reducers)
 
 

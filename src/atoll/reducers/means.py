@@ -8,7 +8,7 @@ u_k is update k, and ŵ_k its weight divided by the sum of all weights. A mean i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -118,39 +118,3 @@ class First(Reducer):
     def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """Copy the first row into `out`. The other rows are not read, and `weights` are ignored."""
         out.copy_(next(iter(rows)))
-
-
-@dataclass(frozen=True)
-class Flags(Reducer):
-    """The rule of float buffers that start as zeros and ones: `first` where all rows are 0 or 1, else another reducer.
-
-    So a flag or a mask stays one, and a statistic that starts at zero is averaged.
-
-    Attributes:
-        other: the reducer of elements that are neither 0 nor 1 in some row.
-    """
-
-    other: Reducer
-
-    @property
-    def needs_all(self) -> bool:  # type: ignore[override]  # decided by `other`
-        """Whether `other` needs all rows at once."""
-        return self.other.needs_all
-
-    def weigh(self, facts: RoundFacts) -> list[float]:
-        """Return the weights of `other`."""
-        return self.other.weigh(facts)
-
-    def reduce_(self, rows: Iterable[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """Write the first row's elements where all rows are 0 or 1, and the reduction by `other` elsewhere."""
-        first, flags = torch.empty_like(out), torch.ones_like(out, dtype=torch.bool)
-
-        def seen() -> Iterator[Tensor]:
-            for index, row in enumerate(rows):
-                if index == 0:
-                    first.copy_(row)
-                flags.logical_and_((row == 0) | (row == 1))
-                yield row
-
-        self.other.reduce_(list(seen()) if self.needs_all else seen(), weights, out)
-        torch.where(flags, first, out, out=out)

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from atoll.store.journal import NEW_RUN
 from atoll.store.journal_tables import RunRow, utc_text
 from atoll.store.store import Store
 from atoll.store.versions import VersionDigests
-from atoll.tensors.buffer_rules import described, rule_for, shown_rule, without_effect
+from atoll.tensors.buffer_rules import described, require_kept, rule_for, shown_rule, without_effect
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.fragments import Split, split, split_of
 from atoll.tensors.module_tensors import Tensors
@@ -344,10 +343,7 @@ def _say_rules(settings: Settings, schema: Schema) -> None:
             "model.buffers in a new run.",
             text,
         )
-    for pattern in settings.model.buffers:
-        if not any(fnmatchcase(spec.name, pattern) for spec in schema.tensors):
-            LOG.warning("model.buffers contains %r, which matches no tensor of the model", pattern)
-    for text in without_effect(schema, settings.model.buffers):
+    for text in without_effect(schema.model, settings.model.buffers):
         LOG.warning("%s", text)
 
 
@@ -355,10 +351,11 @@ def _require_same_rules(settings: Settings, schema: Schema, where: str) -> None:
     """Refuse a changed rule of a buffer: the rules are chosen when a run begins.
 
     Raises:
-        ConfigError: a tensor has another rule in the run.
+        ConfigError: a tensor has another rule in the run, or a rule `keep` has no effect.
     """
+    require_kept(schema.model, settings.model.buffers)
     for spec in schema.model.tensors:
-        rule = rule_for(spec, settings.model.buffers)
+        rule = rule_for(schema.model, spec, settings.model.buffers)
         if rule not in (None, spec.rule):
             raise ConfigError(
                 f"{where} has the rule {shown_rule(spec.rule)!r} for {spec.name!r}, but this start sets model.buffers "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import logging
 from collections.abc import Container, Iterable, Mapping
 
 import torch
@@ -14,6 +15,8 @@ from atoll.errors import UsageError
 from atoll.tensors.arrays import require_model
 from atoll.tensors.dtypes import dtype_name, torch_dtype
 from atoll.tensors.schema import BUFFERS, FLOATS, PARAMS, Schema, TensorSpec
+
+LOG = logging.getLogger("atoll")
 
 Tensors = Mapping[str, Tensor]
 
@@ -168,6 +171,7 @@ def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[
     begin_at: dict[int, list[str]] = {}  # address in memory → names of the owners that begin there
     for name, tensor in state.items():
         if name.endswith("_extra_state") and isinstance(model, nn.Module) and not isinstance(tensor, Tensor):
+            _say_left_out(name)
             continue
         _require_dense(name, tensor, values, sharded)
         assert isinstance(tensor, Tensor)
@@ -181,6 +185,15 @@ def _owned(model: nn.Module | Tensors, *, values: bool, sharded: bool) -> tuple[
     return owners, aliases
 
 
+@functools.cache  # once in a process for each name, because every round looks for the tensors
+def _say_left_out(name: str) -> None:
+    LOG.warning(
+        "%s is not sent and not exported, because its get_extra_state returns no tensor. To share it, return a tensor; "
+        "load an export with strict=False.",
+        name,
+    )
+
+
 def schema_of(
     model: nn.Module | Tensors, buffers: Iterable[str] = (), *, values: bool = True, sharded: bool = False
 ) -> Schema:
@@ -189,7 +202,7 @@ def schema_of(
     Args:
         model: a module, or a mapping name → tensor.
         buffers: shell patterns of parameter names. Matching parameters are treated as buffers: the server averages
-            their values, and the outer optimizer does not step them.
+            their values, and the outer optimizer does not step them. A pattern may match any name of a tied parameter.
         values: whether tensors must have values. If False, tensors on the meta device are allowed.
         sharded: whether DTensors are allowed.
 
@@ -204,10 +217,11 @@ def schema_of(
         parameters = Parameters(model)
         is_buffer_of = {name: parameters.parameter_of(tensor) is None for name, tensor in owners.items()}
     patterns = tuple(buffers)
+    declared = {aliases.get(name, name) for name in (*owners, *aliases) if _matches(name, patterns)}
 
     def group(name: str, dtype: str) -> str:
         is_buffer = is_buffer_of[name] if name in is_buffer_of else _matches(name, _BUFFER_NAMES)
-        return BUFFERS if is_buffer or dtype not in FLOATS or _matches(name, patterns) else PARAMS
+        return BUFFERS if is_buffer or dtype not in FLOATS or name in declared else PARAMS
 
     specs = []
     for name, tensor in owners.items():

@@ -44,6 +44,8 @@ BUFFERS = "buffers"
 KEPT = (f"{PARAMS}.keep", f"{BUFFERS}.keep")
 """Groups of tensors that each site keeps for itself: they are in versions with their initial values, never in updates.
 """
+FLAGS = f"{BUFFERS}.flags"
+"""Group of float buffers with the rule `first` in rounds in which all values at all sites are 0 or 1, else `mean`."""
 FIRST = f"{BUFFERS}.first"
 """Group of buffers that take the next value from one site. The first update decides their shapes, once."""
 NOTHING = "nothing"
@@ -118,9 +120,9 @@ class TensorSpec:
 
     @property
     def rule(self) -> str:
-        """How the next value of a buffer is made: `mean`, `max`, `sum`, `first`, `keep`, or `flags` (see `Flags`).
+        """How the next value of a buffer is made: `mean`, `max`, `sum`, `first`, `keep`, or `flags` (see `FLAGS`).
 
-        The usual rule is `mean` for floats, and `max` for all other dtypes.
+        In the group `buffers`, it is `mean` for floats, and `max` for all other dtypes.
         """
         return self.group.partition(".")[2] or ("mean" if self.is_float else "max")
 
@@ -207,6 +209,14 @@ class Schema:
     def kept(self) -> frozenset[str]:
         """The names of the tensors that each site keeps for itself."""
         return frozenset(spec.name for spec in self.tensors if spec.is_kept)
+
+    @functools.cached_property
+    def names(self) -> Mapping[str, tuple[str, ...]]:
+        """The name of each tensor → all its names: first its own, then the further ones if it is tied."""
+        further: dict[str, tuple[str, ...]] = {spec.name: (spec.name,) for spec in self.tensors}
+        for alias, owner in self.aliases:
+            further[owner] += (alias,)
+        return further
 
     @property
     def is_nothing(self) -> bool:

@@ -81,12 +81,48 @@ def generator_state(seed: int) -> Tensor:
         pytest.param(torch.zeros(1), torch.ones(1), torch.zeros(1), torch.ones(1), id="float flag"),
         pytest.param(torch.ones(3), torch.tensor([0.0, 1, 1]), torch.ones(3), torch.tensor([0.0, 1, 1]), id="mask"),
         pytest.param(torch.zeros(2), torch.tensor([0.5, 1]), torch.tensor([1.5, 1]), torch.ones(2), id="statistic"),
+        pytest.param(
+            torch.zeros(3),
+            torch.tensor([0.0, 4, 1]),
+            torch.tensor([1.0, 6, 1]),
+            torch.tensor([0.5, 5, 1]),
+            id="statistic with zeros and ones",
+        ),
+        pytest.param(
+            torch.zeros(3),
+            torch.tensor([1.0, 0, 0]),
+            torch.tensor([0.0, 0.5, 0.5]),
+            torch.tensor([0.5, 0.25, 0.25]),
+            id="statistic of flags at one site",
+        ),
         pytest.param(torch.tensor(False), torch.tensor(False), torch.tensor(True), torch.tensor(False), id="bool"),
         pytest.param(torch.tensor(0), torch.tensor(5), torch.tensor(8), torch.tensor(8), id="counter"),
+        pytest.param(
+            torch.tensor([0]), torch.tensor([5]), torch.tensor([8]), torch.tensor([8]), id="counter of one element"
+        ),
+        pytest.param(
+            torch.full((4,), -1),
+            torch.tensor([9, 1, 9, 1]),
+            torch.tensor([2, 5, 2, 5]),
+            torch.tensor([9, 1, 9, 1]),
+            id="queue of labels",
+        ),
         pytest.param(generator_state(0), generator_state(1), generator_state(2), generator_state(1), id="generator"),
         pytest.param(torch.tensor(math.inf), torch.tensor(3.0), torch.tensor(1.0), torch.tensor(3.0), id="best loss"),
         pytest.param(
             torch.tensor([0.6, 0.8]), torch.tensor([1.0, 0]), torch.tensor([0.0, 1]), torch.tensor([1.0, 0]), id="unit"
+        ),
+        *(
+            pytest.param(start, start, -start, start, id=f"unit along {name}")
+            for name, start in {
+                "all dimensions": torch.full((1, 4, 2, 2), 0.25),
+                "a middle dimension": torch.tensor([0.6, 0.8]).view(1, 2, 1).repeat(2, 1, 3),
+                "two dimensions": torch.tensor([[0.5, 0.7], [0.1, 0.5]]).view(2, 1, 2).repeat(1, 3, 1),
+                "a vector of bfloat16": torch.tensor([0.6, 0.8]).to(torch.bfloat16),
+            }.items()
+        ),
+        pytest.param(
+            -torch.ones(3, 1), torch.zeros(3, 1), torch.full((3, 1), 4.0), torch.full((3, 1), 2.0), id="column"
         ),
         pytest.param(
             torch.tensor([2.0, 3]),
@@ -107,7 +143,7 @@ def generator_state(seed: int) -> Tensor:
 def test_the_kind_of_a_buffer_decides_its_rule(
     tmp_path: Path, start: Tensor, a: Tensor, b: Tensor, expected: Tensor
 ) -> None:
-    """Flags, masks, generator states, unit vectors and Inf: of the first site. Counters: the largest. Others: mean."""
+    """Flags, masks, several integers, unit vectors and Inf: of the first site. Counters: the largest. Others: mean."""
     found = result(tmp_path, partial(Holder, x=start), setting({"a": {"x": a}, "b": {"x": b}}))["x"]
     assert torch.equal(found.float(), expected.float())
 
@@ -240,7 +276,9 @@ def test_names_the_rule_of_a_flag_as_the_log_does(tmp_path: Path) -> None:
     build = partial(Holder, x=torch.tensor([1.0, 1.0, 0.0]))
     with serve(tmp_path, build()):
         pass
-    with pytest.raises(ConfigError, match=r"has the rule .first \(mean where a site's value is neither 0 nor 1\). for"):
+    with pytest.raises(
+        ConfigError, match=r"has the rule .first \(mean if a site has a value that is neither 0 nor 1\). for"
+    ):
         with serve(tmp_path, build(), **{"model.buffers": {"x": "mean"}}):
             pass
 
@@ -254,23 +292,70 @@ def test_names_the_rule_of_a_flag_as_the_log_does(tmp_path: Path) -> None:
         (
             {"*": "mean"},
             [
+                "\"mean\" for 'seen', but I64 has no mean: it keeps the rule max",
                 "\"mean\" for 'mask', but BOOL has no mean: it keeps the rule first",
                 "\"mean\" for 'u8', but U8 has no mean: it keeps the rule first",
             ],
         ),
         ({"[mus]*": "first", "*": "max"}, []),
+        ({"*": "max", "seen": "sum"}, ["\"sum\" for 'seen', but earlier patterns match all its tensors"]),
     ],
     ids=str,
 )
 def test_warns_of_a_rule_without_effect(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, rules: dict[str, str], told: list[str]
 ) -> None:
-    """A parameter can only be kept, and neither booleans nor bytes have a mean; a maximum is the mean of integers."""
+    """A parameter can only be kept, neither integers nor booleans have a mean, and the first pattern counts."""
     model = Holder(mask=torch.tensor([True]), u8=torch.tensor([3], dtype=torch.uint8), seen=torch.tensor([5]))
     with serve(tmp_path, model, **{"model.buffers": rules}):
         pass
     warnings = [each.getMessage() for each in caplog.records if each.getMessage().startswith("model.buffers")]
     assert warnings == [f"model.buffers sets {text}" for text in told]
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        (
+            {"haed.weight": "keep"},
+            "\"keep\" for 'haed.weight', which matches no tensor of the model. Did you mean 'head.",
+        ),
+        ({"*": "mean", "head.*": "keep"}, "\"keep\" for 'head.*', but earlier patterns match all its tensors"),
+    ],
+    ids=["no tensor", "earlier pattern"],
+)
+def test_refuses_to_keep_what_would_be_sent(tmp_path: Path, rules: dict[str, str], told: str) -> None:
+    """A private tensor whose pattern has no effect would leave the site."""
+    with pytest.raises(ConfigError) as refused:
+        with serve(tmp_path, Tied(), **{"model.buffers": rules}):
+            pass
+    assert told in str(refused.value)
+
+
+class Tied(nn.Module):
+    """A head that is tied to the embedding, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.head = nn.Embedding(2, 2), nn.Linear(2, 2)
+        self.head.weight = self.emb.weight
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
+@pytest.mark.covers("X10")
+def test_a_pattern_matches_any_name_of_a_tied_tensor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The tied weight stays at each site by its second name; the mean of 1 and 3 is 2 for the bias alone."""
+
+    def train(model: nn.Module, site: str, _: int) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1 if site == "a" else 3)
+
+    found = result(tmp_path, Tied, train, **{"model.buffers": {"head.weight": "keep"}})
+    assert (found["emb.weight"].unique().tolist(), found["head.bias"].tolist()) == ([0.0], [2.0, 2.0])
+    assert not [line for line in logged(caplog) if line.startswith("model.buffers")]
 
 
 # -- in every kind of run
@@ -823,6 +908,20 @@ class Noisy(nn.Module):
 
     def set_extra_state(self, state: Tensor) -> None:
         self.draws = int(state)
+
+
+@pytest.mark.covers("X10")
+def test_extra_state_that_is_no_tensor_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Remembering(nn.Module):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"seen": 1}
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 1), Remembering())
+
+    result(tmp_path, build, lambda *_: None)
+    told = [each.getMessage() for each in caplog.records if "get_extra_state" in each.getMessage()]
+    assert [text.split()[0] for text in told] == ["1._extra_state"]
 
 
 @pytest.mark.covers("X10")

@@ -20,7 +20,7 @@ from atoll.reducers import (
     build_reducers,
     normalised,
 )
-from atoll.reducers.means import First, Flags, Sum
+from atoll.reducers.means import First, Sum
 from atoll.reducers.robust import network, select
 from atoll.registry import OwnName
 from atoll.testing.contracts import ReducerContract
@@ -38,14 +38,6 @@ class TestMaximum(ReducerContract):
 class TestFirst(ReducerContract):
     reducer = First()
     dtypes = (torch.int64, torch.uint8, torch.bool, torch.float32)
-
-
-class TestFlags(ReducerContract):
-    reducer = Flags(WeightedMean())
-
-
-class TestFlagsBesideMedian(ReducerContract):
-    reducer = Flags(Median())
 
 
 class TestClippedMean(ReducerContract):
@@ -184,16 +176,6 @@ def test_the_maximum_of_counters_beyond_the_signed_range():
     rows = [torch.tensor([2**63 + 1, 5], dtype=torch.uint64), torch.tensor([2**63, 6], dtype=torch.uint64)]
     Maximum().reduce_(rows, [0.5, 0.5], out)
     assert out.tolist() == [2**63 + 1, 6]
-
-
-@pytest.mark.covers("X10")
-@pytest.mark.parametrize(("other", "third"), [(WeightedMean(), 3.0), (Median(), 1.0)])
-def test_flags_are_of_the_first_row_and_other_elements_are_reduced(other, third):
-    # elements 1 and 2 are 0 or 1 in all rows; the third is (1 + 7 + 1) / 3, and its median 1
-    rows = torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 7.0], [0.0, 1.0, 1.0]])
-    out = torch.empty(3)
-    Flags(other).reduce_(rows if other.needs_all else iter(rows), normalised([1, 1, 1]), out)
-    assert out.tolist() == pytest.approx([1.0, 0.0, third])
 
 
 @pytest.mark.covers("X10")
