@@ -27,16 +27,18 @@ _of_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that were followed for some model: copies that they train are of that one, not of an equal one."""
 
 
-def trained_by(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, copies: bool = True) -> set[str]:
+def trained_by(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the parameters of a model that an optimizer holds, or holds a copy of, which it trains.
 
     Args:
         optimizer: the optimizer.
         parameters: the model's parameters, by name.
-        copies: whether to look for copies.
     """
+    return _held_or_in(parameters_copied(optimizer, parameters.values()), optimizer, parameters)
+
+
+def _held_or_in(copied: set[int], optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> set[str]:
     held = {_key(value) for group in optimizer.param_groups for value in group["params"]}
-    copied = parameters_copied(optimizer, parameters.values()) if copies else set()
     return {name for name, value in parameters.items() if _key(value) in held or id(value) in copied}
 
 
@@ -87,8 +89,10 @@ class UnfollowedSteps:
         if self._is_within_a_step() or not _moves(optimizer, args, kwargs) or self._holds_followed(optimizer):
             return
         parameters = named_parameters(self._model)  # a script may have replaced some
-        is_copied_from = optimizer not in _of_models and any(value.grad is not None for value in parameters.values())
-        names = trained_by(optimizer, parameters, copies=is_copied_from)  # a trained copy gets the model's gradients
+        copied: set[int] = set()
+        if optimizer not in _of_models:
+            copied = parameters_copied(optimizer, parameters.values(), by_gradients=True)
+        names = _held_or_in(copied, optimizer, parameters)
         if not names:
             self._size_of_other[optimizer] = size
         trained = [name for name in names - self._of_others if parameters[name].requires_grad]

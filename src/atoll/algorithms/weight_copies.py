@@ -53,6 +53,11 @@ DEPTH = 4
 JUMPED = 0.25
 """A step jumped back if a return to the earlier weights explains it so many times better than an ordinary step does."""
 
+MOST_NOTED = 8
+"""Steps that are noted of each copy, for messages, at which it equalled the weights."""
+ONE_DIRECTION = 0.99
+"""Cosine of the angle between gradients from which on they are one gradient, but for a scale and a cast."""
+
 AVERAGES = ("ema", "average", "avg", "shadow", "swa")
 """Parts of the names of averages that training does not read."""
 MOMENTS = {
@@ -76,6 +81,51 @@ class Pair(NamedTuple):
     copy: Tensor
 
 
+class _Watched:
+    """What is known of the copies in one optimizer, and in what it wraps. Another one may be of the same class.
+
+    Args:
+        optimizer: the optimizer.
+
+    Attributes:
+        followed: place → numbers of the steps after which its tensors were equal to the weights, which had moved.
+        left: places of tensors that existed at the last load, and were not loaded.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.followed: dict[str, list[int]] = {}
+        self.left: set[str] = set()
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; None: it is gone."""
+        return self._optimizer()
+
+
+class _Place(NamedTuple):
+    """Where an optimizer keeps tensors."""
+
+    watched: _Watched
+    name: str
+
+    @property
+    def has_followed(self) -> bool:
+        """Whether the tensors were equal to the weights after these had moved."""
+        return self.name in self.watched.followed
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the tensors are parameters of the optimizer itself."""
+        return self.name.endswith(OWN)
+
+    def note_equal(self, step: int) -> None:
+        """Record that the tensors are equal to the weights after a step."""
+        steps = self.watched.followed.setdefault(self.name, [])
+        if len(steps) < MOST_NOTED and step not in steps:
+            steps.append(step)
+
+
 class WeightCopies:
     """Finds the copies of a model's weights in optimizers, and loads them together with the model.
 
@@ -85,11 +135,11 @@ class WeightCopies:
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report, self._reported = report, set[str]()
-        self._watched: list[weakref.ref[Any]] = []
+        self._watched: list[_Watched] = []
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of other models
+        self._steps_made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._tensors: Memory = {}
-        self._followed: set[str] = set()  # places of tensors that were equal to the weights after these had moved
-        self._left: set[str] = set()  # places of tensors that existed at the last load, and were not loaded
+        self._thread = 0  # that of the last load
         self._steps_left, self._load = 0, _Load(_Sample({}), _Sample({}))
 
     def watch(self, optimizer: Any) -> None:
@@ -97,30 +147,42 @@ class WeightCopies:
 
         If it was made before the last load, load its copies now.
         """
-        if any(each() is optimizer for each in self._watched):
+        if any(each.optimizer is optimizer for each in self._watched):
             return
-        self._watched = [each for each in self._watched if each() is not None]
-        self._watched.append(weakref.ref(optimizer))
+        self._watched = [each for each in self._watched if each.optimizer is not None]
+        self._watched.append(_Watched(optimizer))
         for pairs in _tensors_in(optimizer, self._tensors).values():
             if self._load.is_before(pairs):
                 _fill(pairs)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Look, before a step, whether the last load was undone by the steps since then."""
+        self._steps_made[optimizer] = made = self._steps_made.get(optimizer, -1) + 1
         if self._steps_left:
             self._steps_left -= 1
-            self._look()
+            self._look(made)
 
     def discover(self, optimizer: Optimizer, *_: Any) -> None:
         """Call `watch` and `before_step` if this optimizer, which is about to step, trains the model."""
         if not self._tensors or optimizer in self._others:
             return
-        if all(each() is not optimizer for each in self._watched):
-            if not _trains(optimizer, self._tensors):
+        if all(each.optimizer is not optimizer for each in self._watched):
+            if not self._is_trained_by(optimizer):
                 self._others.add(optimizer)
                 return
             self.watch(optimizer)
         self.before_step(optimizer)
+
+    def _is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer, which is about to step, holds tensors of the model, or trains copies of them.
+
+        The same thread has to load the weights and train such copies: another site's model, which another thread
+        trains, may be equal.
+        """
+        if any(_memory(each) in self._tensors for each in _parameters_of(optimizer)):
+            return not _may_have_no_memory(optimizer)
+        is_here = self._thread == threading.get_ident()
+        return is_here and bool(parameters_copied(optimizer, self._tensors.values(), by_gradients=True))
 
     def forget_model(self) -> None:
         """Free the model's tensors. The optimizers are still known at the next load."""
@@ -142,7 +204,9 @@ class WeightCopies:
         Raises:
             UsageError: a copy cannot be loaded, because it differs from the weights now.
         """
-        self._look()
+        last_step = max(self._steps_made.values(), default=-1) + 1
+        self._look(last_step)
+        self._thread = threading.get_ident()
         self._tensors = {_memory(each): each for each in tensors.values() if _may_be_copied(each)}
         if isinstance(model, nn.Module):
             parameters = set(map(_memory, model.parameters()))
@@ -150,12 +214,14 @@ class WeightCopies:
         self._others = weakref.WeakSet()
         found = self._found()
         for place, pairs in found.items():
-            if place.endswith(OWN) and place in self._followed:
+            if place.is_trained and place.has_followed:
                 _fill(pairs, from_copies=True)  # the script would do it next
         copies = {place: pairs for place, pairs in found.items() if _are_equal(pairs)}
-        self._followed |= {place for place in copies if place.endswith(OWN)}
+        for place in copies:
+            if place.is_trained:
+                place.note_equal(last_step)
         if refuses:
-            self._require_loadable(found.keys() - copies.keys())
+            _require_loadable(found.keys() - copies.keys())
         before = _Sample(self._tensors)
         try:
             yield
@@ -165,41 +231,37 @@ class WeightCopies:
             load = _Load(before, _Sample(self._tensors))
             self._steps_left = STEPS
             if load.changed or not self._load.is_of(self._tensors):
-                self._load, self._left = load, found.keys() - copies.keys()
+                self._load = load
+                for each in self._watched:
+                    each.left = {place.name for place in found.keys() - copies.keys() if place.watched is each}
+                    each.left = each.left if load.changed else set()  # there is nothing to undo
 
-    def _require_loadable(self, places: Iterable[str]) -> None:
-        for place in sorted(self._followed.intersection(places)):
-            if not _is_average(place):
-                raise UsageError(
-                    f"The optimizer keeps a copy of the weights, {place}, that followed them in an earlier step and "
-                    "differs from them now. Atoll cannot load the global model into it, and without that, the next "
-                    "steps would undo the synchronisation.",
-                    "Use an optimizer without such a copy. With Lookahead, synchronise when both are equal: after a "
-                    "multiple of its k steps.",
-                )
-
-    def _found(self, most: int | None = None) -> dict[str, list[Pair]]:
+    def _found(self, most: int | None = None) -> dict[_Place, list[Pair]]:
         """Return what may be copies in all optimizers that are watched: place → pairs.
 
         Args:
             most: number of parameters of each optimizer to look at in its state; None: all.
         """
-        found: dict[str, list[Pair]] = {}
-        for each in self._watched:
-            for place, pairs in _tensors_in(each(), self._tensors, most).items():
-                found.setdefault(place, []).extend(pairs)
-        return found
+        return {
+            _Place(each, name): pairs
+            for each in self._watched
+            for name, pairs in _tensors_in(each.optimizer, self._tensors, most).items()
+        }
 
-    def _look(self) -> None:
-        """Note which tensors have followed the weights. Report a load that was undone by the steps since then."""
+    def _look(self, step: int) -> None:
+        """Note which tensors have followed the weights. Report a load that was undone by the steps since then.
+
+        Args:
+            step: number of the last step.
+        """
         if not self._tensors:
             return
         found = self._found(PARAMETERS)
         for place, pairs in found.items():
             if self._load.has_moved(pairs) and _are_equal(pairs):
-                self._followed.add(place)
-                if place in self._left:
-                    self._undone(f"the steps since then started from the optimizer's copy of the weights, {place}")
+                place.note_equal(step)
+                if place.name in place.watched.left:
+                    self._undone(f"the steps since then started from the optimizer's copy of the weights, {place.name}")
         if not self._load.is_decided and self._load.jumps_back(_Sample(self._tensors).values):
             self._undone("the next step started from a copy of the weights that the optimizer or the script keeps")
         if not found and self._load.is_decided and self._steps_left < STEPS - FIRST:
@@ -212,6 +274,36 @@ class WeightCopies:
                 f"the global model was loaded, but {why}. So the load was undone, and the result is wrong. "
                 "Keep the copy in the optimizer's state, one tensor for each parameter, or use another optimizer."
             )
+
+
+def _require_loadable(places: Iterable[_Place]) -> None:
+    """Check that none of these tensors, which differ from the weights, has followed them before.
+
+    Raises:
+        UsageError: one has. No value would be right for it.
+    """
+    for place in sorted(places, key=lambda each: each.name):
+        if place.has_followed and not _is_average(place.name):
+            raise UsageError(
+                f"The optimizer keeps a copy of the weights, {place.name}, that followed them in an earlier step and "
+                "differs from them now. Atoll cannot load the global model into it, and without that, the next "
+                "steps would undo the synchronisation.",
+                _when_loadable(place.watched.followed[place.name]),
+            )
+
+
+def _when_loadable(steps: Sequence[int]) -> str:
+    """Return the remedy for a copy that equalled the weights after some steps, and not at a synchronisation."""
+    every = min(steps, default=1)
+    if every > 1 and not any(each % every for each in steps):
+        return (
+            f"Use an optimizer without such a copy, or synchronise when both are equal: after a multiple of {every} "
+            "steps."
+        )
+    return (
+        f"Both were equal after step {', '.join(map(str, steps))}. Use an optimizer without such a copy, or one "
+        "whose copy equals the weights after each step that a synchronisation follows."
+    )
 
 
 class CorrectedCopies:
@@ -480,13 +572,33 @@ def _fill(pairs: Sequence[Pair], *, from_copies: bool = False) -> None:
 # -- Tensors in an optimizer that may be copies.
 
 
-def parameters_copied(optimizer: Optimizer, parameters: Iterable[Tensor]) -> set[int]:
-    """Return `id(parameter)` for each parameter of a model with a copy that is a parameter of the optimizer."""
+def parameters_copied(optimizer: Optimizer, parameters: Iterable[Tensor], *, by_gradients: bool = False) -> set[int]:
+    """Return `id(parameter)` for each parameter of a model with a copy that is a parameter of the optimizer.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: the model's parameters.
+        by_gradients: whether the copies must have the parameters' gradients, too, as at the beginning of a step.
+            Another model may be equal, such as a teacher that was copied from this one.
+    """
     if _may_have_no_memory(optimizer):
         return set()
     found = _tensors_in(optimizer, {_memory(each): each for each in parameters if _may_be_copied(_local(each))})
     pairs = [pair for place, each in found.items() if place.endswith(OWN) for pair in each]
-    return {id(pair.parameter) for pair in pairs} if _are_equal(pairs) else set()
+    if not _are_equal(pairs) or (by_gradients and not _have_same_gradients(pairs)):
+        return set()
+    return {id(pair.parameter) for pair in pairs}
+
+
+def _have_same_gradients(pairs: Sequence[Pair]) -> bool:
+    """Return whether the gradients of copies and parameters have one direction: masters' gradients may be scaled."""
+    both = [
+        (pair.parameter.grad, pair.copy.grad)
+        for pair in pairs
+        if pair.parameter.grad is not None and pair.copy.grad is not None
+    ]
+    one, other = (_together([_points(_local(each[side])) for each in both]) for side in (0, 1))
+    return bool(one @ other > ONE_DIRECTION * one.norm() * other.norm())
 
 
 def _is_average(place: str) -> bool:
@@ -499,14 +611,6 @@ def _may_be_copied(tensor: Tensor) -> bool:
 
 def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
-
-
-def _trains(optimizer: Any, model: Memory) -> bool:
-    """Return whether an optimizer holds one of the model's tensors, or a copy of one as its parameter."""
-    if _may_have_no_memory(optimizer):
-        return False
-    of_model = any(_memory(each) in model for each in _parameters_of(optimizer))
-    return of_model or any(_tensors_in(optimizer, model).values())
 
 
 def _may_have_no_memory(optimizer: Any) -> bool:
@@ -522,13 +626,15 @@ def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[
         most: number of parameters to look at in the state, and not among the optimizer's own parameters; None: all.
     """
     found: dict[str, list[Pair]] = {}
-    seen, waiting = set[int](), [optimizer]
+    names, seen, waiting = list[str](), set[int](), [optimizer]
     while waiting:
         each = waiting.pop()
         if each is not None and id(each) not in seen:
             seen.add(id(each))
             waiting += [value for value in _own_attributes(each).values() if hasattr(value, "param_groups")]
-            _search(each, model, most, found)
+            names.append(type(each).__name__)
+            number = names.count(names[-1])
+            _search(each, names[-1] if number == 1 else f"{names[-1]}[{number}]", model, most, found)
     return found
 
 
@@ -546,9 +652,9 @@ def _flat_in(optimizer: Optimizer, model: Memory) -> dict[str, list[Pair]]:
     return found
 
 
-def _search(optimizer: Any, model: Memory, most: int | None, found: dict[str, list[Pair]]) -> None:
-    """Add the tensors of one optimizer to `found`, without those of what it wraps."""
-    name, parameters = type(optimizer).__name__, list(_parameters_of(optimizer))
+def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: dict[str, list[Pair]]) -> None:
+    """Add the tensors of one optimizer, without those of what it wraps, to `found`. Their places begin with `name`."""
+    parameters = list(_parameters_of(optimizer))
     keys = [_memory(each) for each in parameters]
     mine = [model[each] for each in keys if each in model]
     if len(mine) < len(parameters) and most is None:
