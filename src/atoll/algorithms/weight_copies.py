@@ -156,7 +156,12 @@ class WeightCopies:
                 _fill(pairs)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Look, before a step, whether the last load was undone by the steps since then."""
+        """Look, before a step, whether the last load was undone by the steps since then.
+
+        Before a step inside of another optimizer's step, the weights are on their way: SAM has just taken them back.
+        """
+        if any(_is_inside(optimizer, each.optimizer) for each in self._watched):
+            return
         self._steps_made[optimizer] = made = self._steps_made.get(optimizer, -1) + 1
         if self._steps_left:
             self._steps_left -= 1
@@ -675,6 +680,12 @@ def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: d
             found.setdefault(place, []).extend(_aligned([tensor], [parameter]))
     for place, tensors in unowned.items():
         found.setdefault(place, []).extend(_aligned(tensors, mine or model.values()))
+
+
+def _is_inside(optimizer: Optimizer, other: Any) -> bool:
+    """Return whether another optimizer, which calls hooks before its own steps, has this one in an attribute."""
+    attributes = _own_attributes(other)
+    return "_optimizer_step_pre_hooks" in attributes and any(each is optimizer for each in attributes.values())
 
 
 def _own_attributes(value: Any) -> dict[str, Any]:
