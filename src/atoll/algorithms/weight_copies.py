@@ -9,8 +9,9 @@ starts from its copy, so without this file it would undo what was loaded.
         ...                                 # other weights are loaded into the tensors
                                             # and, at the end, into the copies
 
-A copy is a float tensor of a parameter's shape: in the optimizer's state, in its attributes, or a parameter of its own.
-It is recognised by its values, which equal the parameter's, up to a cast. Tensors that are found at one place, such as
+A copy is a float tensor of a parameter's shape or size: in the optimizer's state, in its attributes, or a parameter of
+its own. Or it is a part of a flat tensor, which holds all parameters, or those of a group, in their order. It is
+recognised by its values, which equal the parameter's, up to a cast. Tensors that are found at one place, such as
 `state[parameter]["master"]` of all parameters, are copies only if all of them are equal, and are not all zero. If they
 have followed the weights before, but differ now, no value would be right, so the load is refused. If a copy was not
 recognised, the parameters jump back after a load, which is reported.
@@ -340,7 +341,7 @@ class CorrectedCopies:
         """
         found: dict[str, list[Pair]] = {}
         if self._steps_left or self._followed:
-            found = _tensors_in(self._optimizer, self._tensors) | _flat_in(self._optimizer, self._tensors)
+            found = _tensors_in(self._optimizer, self._tensors)
         self._compare(found)
         partly = {place: pairs for place, pairs in found.items() if place in self._followed & self._differed}
         before = {place: [_points(each.parameter).clone() for each in pairs] for place, pairs in partly.items()}
@@ -615,7 +616,11 @@ def _may_be_copied(tensor: Tensor) -> bool:
 
 
 def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
-    return (each for group in getattr(optimizer, "param_groups", ()) for each in group["params"])
+    return (each for group in _groups_of(optimizer) for each in group["params"])
+
+
+def _groups_of(optimizer: Any) -> Sequence[dict[str, Any]]:
+    return getattr(optimizer, "param_groups", ())
 
 
 def _may_have_no_memory(optimizer: Any) -> bool:
@@ -623,7 +628,7 @@ def _may_have_no_memory(optimizer: Any) -> bool:
 
 
 def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[str, list[Pair]]:
-    """Return the tensors of an optimizer, and of what it wraps, that have the shape of a parameter: place → pairs.
+    """Return the tensors of an optimizer, and of what it wraps, that may be copies of parameters: place → pairs.
 
     Args:
         optimizer: the optimizer; None: it is gone.
@@ -643,18 +648,13 @@ def _tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[
     return found
 
 
-def _flat_in(optimizer: Optimizer, model: Memory) -> dict[str, list[Pair]]:
-    """Return the flat tensors of an optimizer that have as many elements as its parameters together: place → pairs."""
-    found: dict[str, list[Pair]] = {}
-    mine = [model[key] for key in map(_memory, _parameters_of(optimizer)) if key in model]
-    if type(optimizer).__module__.partition(".")[0] == "torch" or len(mine) < 2:  # one: as it is in `_tensors_in`
-        return found
-    sizes = [each.numel() for each in mine]
-    for place, _, tensor in _leaves(_attributes(optimizer, None), type(optimizer).__name__, DEPTH):
-        if _may_be_copied(tensor) and tensor.shape == (sum(sizes),):
-            pieces = zip(mine, torch.split(tensor.detach(), sizes), strict=True)
-            found[place] = [Pair(each, piece.view(each.shape)) for each, piece in pieces]
-    return found
+def _pieces(flat: Tensor, parameters: Sequence[Tensor]) -> list[Pair]:
+    """Return pairs of parameters and their parts of a flat tensor that holds them all in order; none if it does not."""
+    sizes = [each.numel() for each in parameters]
+    if len(sizes) < 2 or flat.shape != (sum(sizes),):
+        return []
+    pieces = torch.split(flat.detach(), sizes)
+    return [Pair(each, piece.view(each.shape)) for each, piece in zip(parameters, pieces, strict=True)]
 
 
 def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: dict[str, list[Pair]]) -> None:
@@ -671,10 +671,13 @@ def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: d
     if type(optimizer).__module__.partition(".")[0] == "torch":
         return
     unowned: dict[str, list[Tensor]] = {}
+    groups = [[model[key] for key in map(_memory, each["params"]) if key in model] for each in _groups_of(optimizer)]
     for place, owner, tensor in _leaves(_attributes(optimizer, most), name, DEPTH):
         if not _may_be_copied(tensor):
             continue
-        if owner is None:
+        if pieces := next(filter(None, (_pieces(tensor, each) for each in (mine, *groups))), None):
+            found.setdefault(place, []).extend(pieces)
+        elif owner is None:
             unowned.setdefault(place, []).append(tensor)
         elif (parameter := model.get(_memory(owner))) is not None:
             found.setdefault(place, []).extend(_aligned([tensor], [parameter]))
@@ -720,15 +723,32 @@ def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, Tensor | 
 
 
 def _aligned(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Pair]:
-    """Return pairs of equal shape, in the order of both; none if a tensor has no parameter.
+    """Return pairs of equal shape, or else of equal size, in the order of both; none if a tensor has no parameter.
 
     Parameters may be left out, since an optimizer keeps masters only of those in half precision.
     """
+    tensors, parameters = list(map(_local, tensors)), list(parameters)
+    return _in_order(tensors, parameters, _has_shape_of) or _in_order(tensors, parameters, _has_size_of)
+
+
+def _in_order(
+    tensors: Iterable[Tensor], parameters: Iterable[Tensor], fits: Callable[[Tensor, Tensor], bool]
+) -> list[Pair]:
     pairs, remaining = list[Pair](), iter(parameters)
-    for tensor in map(_local, tensors):
-        parameter = next((each for each in remaining if each.shape == tensor.shape), None)
+    for tensor in tensors:
+        parameter = next((each for each in remaining if fits(each, tensor)), None)
         if parameter is None:
             return []
-        if _memory(tensor) != _memory(parameter):
-            pairs.append(Pair(parameter, tensor))
+        copy = tensor if tensor.shape == parameter.shape else tensor.detach().view(parameter.shape)
+        if _memory(copy) != _memory(parameter):
+            pairs.append(Pair(parameter, copy))
     return pairs
+
+
+def _has_shape_of(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape
+
+
+def _has_size_of(one: Tensor, other: Tensor) -> bool:
+    is_number = other.numel() == 1  # such as a count of steps
+    return one.numel() == other.numel() and other.is_contiguous() and not is_number

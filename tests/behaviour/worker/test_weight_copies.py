@@ -103,6 +103,34 @@ class InGroup(InList):
         return list(self.param_groups[0]["masters"])
 
 
+class Reshaped(Masters):
+    """Each copy has two rows."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.rows = [fp32(value).view(2, 2) for value in self.weights]
+
+    def copies(self) -> list[Tensor]:
+        return [each.view(4) for each in self.rows]
+
+
+class ReshapedInState(Masters):
+    def copies(self) -> list[Tensor]:
+        rows = [self.state[value].setdefault("master", fp32(value).view(2, 2)) for value in self.weights]
+        return [each.view(4) for each in rows]
+
+
+class Flat(Masters):
+    """One tensor of all weights, made at the first step."""
+
+    flat: Tensor | None = None
+
+    def copies(self) -> list[Tensor]:
+        if self.flat is None:
+            self.flat = torch.cat([fp32(value) for value in self.weights])
+        return list(self.flat.split([value.numel() for value in self.weights]))
+
+
 class Wrapped:
     """As in Apex: the optimizer has the masters alone, and a wrapper copies gradients and weights."""
 
@@ -157,6 +185,7 @@ def plain(parameters: Any) -> Any:
     ("kind", "dtype"),
     [
         *((kind, dtype) for kind in (InState, InList, InDict, InGroup) for dtype in (torch.float32, torch.bfloat16)),
+        *((kind, dtype) for kind in (Reshaped, ReshapedInState, Flat) for dtype in (torch.float32, torch.bfloat16)),
         (Wrapped, torch.bfloat16),  # in fp32 its parameters could be another model's: the next test
         *((plain, dtype) for dtype in (torch.float32, torch.bfloat16)),
     ],
@@ -343,14 +372,16 @@ def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
 
 
 class Hidden(Masters):
-    """One flat copy of all weights."""
-
-    flat: Tensor | None = None
+    """Copies with the other sign."""
 
     def copies(self) -> list[Tensor]:
-        if self.flat is None:
-            self.flat = torch.cat([fp32(value) for value in self.weights])
-        return list(self.flat.split([value.numel() for value in self.weights]))
+        return [self.state[value].setdefault("minus", -fp32(value)) for value in self.weights]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value, minus in zip(self.weights, self.copies(), strict=True):
+            minus += value.grad
+            value.copy_(-minus)
 
 
 def late_lookahead(parameters: Any) -> Any:
@@ -364,7 +395,7 @@ def late_lookahead(parameters: Any) -> Any:
         (Hidden, 4, "a copy of the weights that the optimizer or the script keeps"),
         (late_lookahead, 2, "Lookahead.slow"),
     ],
-    ids=["flat", "lookahead"],
+    ids=["minus", "lookahead"],
 )
 def test_reports_a_synchronisation_that_was_undone_at_both_sides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Any], Any], every: int, told: str
@@ -397,7 +428,7 @@ def test_reports_a_synchronisation_that_was_undone_at_both_sides(
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("corrects", [False, True], ids=["unknown", "hooked"])
-@pytest.mark.parametrize("kind", [InState, InList, InDict, InGroup])
+@pytest.mark.parametrize("kind", [InState, InList, InDict, InGroup, ReshapedInState, Flat])
 def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any, corrects: bool) -> None:
     """A second site submits the model plus 10: with 2 steps at this one, the model gains 6 in a round, three times.
 
