@@ -54,6 +54,10 @@ DEPTH = 4
 JUMPED = 0.25
 """A step jumped back if a return to the earlier weights explains it so many times better than an ordinary step does."""
 
+SURE = 6
+"""A tensor is on its way back if the way is so many times the noise that is expected in it by chance."""
+FEWEST = 8
+"""Elements of a tensor below which noise may look like a way back."""
 MOST_NOTED = 8
 """Steps that are noted of each copy, for messages, at which it equalled the weights."""
 ONE_DIRECTION = 0.99
@@ -141,6 +145,7 @@ class WeightCopies:
         self._steps_made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._tensors: Memory = {}
         self._thread = 0  # that of the last load
+        self._returned: set[tuple[object, ...]] = set()  # of the last load: `_Load.returned`
         self._steps_left, self._load = 0, _Load(_Sample({}), _Sample({}))
 
     def watch(self, optimizer: Any) -> None:
@@ -268,8 +273,13 @@ class WeightCopies:
                 place.note_equal(step)
                 if place.name in place.watched.left:
                     self._undone(f"the steps since then started from the optimizer's copy of the weights, {place.name}")
-        if not self._load.is_decided and self._load.jumps_back(_Sample(self._tensors).values):
-            self._undone("the next step started from a copy of the weights that the optimizer or the script keeps")
+        if not self._load.is_decided:
+            has_jumped = self._load.jumps_back(_Sample(self._tensors).values)
+            if self._load.is_decided:
+                has_jumped = has_jumped or not self._returned.isdisjoint(self._load.returned)
+                self._returned = self._load.returned
+            if has_jumped:
+                self._undone("the next step started from a copy of the weights that the optimizer or the script keeps")
         if not found and self._load.is_decided and self._steps_left < STEPS - FIRST:
             self._steps_left = 0
 
@@ -441,7 +451,8 @@ class _Sample:
         self.values = _together([_points(each) for each in tensors.values()])
 
     @functools.cached_property
-    def _parts(self) -> dict[tuple[object, ...], slice]:
+    def parts(self) -> dict[tuple[object, ...], slice]:
+        """Each tensor's part of `values`, by its place in memory."""
         stops = itertools.accumulate(min(each.numel(), SAMPLED) for each in self._tensors.values())
         return {
             key: slice(begin, stop) for key, (begin, stop) in zip(self._tensors, pairwise([0, *stops]), strict=True)
@@ -449,7 +460,7 @@ class _Sample:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the elements of one tensor; None if the tensor was not among them."""
-        part = self._parts.get(_memory(tensor))
+        part = self.parts.get(_memory(tensor))
         return None if part is None else self.values[part]
 
     def is_of(self, tensors: Memory) -> bool:
@@ -467,6 +478,7 @@ class _Load:
     Attributes:
         changed: whether the load changed the weights.
         is_decided: whether it is known whether the next step jumped back to the weights before the load.
+        returned: places in memory of tensors that seem to have jumped back, alone. One load is no proof of that.
     """
 
     def __init__(self, before: _Sample, after: _Sample) -> None:
@@ -474,6 +486,7 @@ class _Load:
         self.changed = not torch.equal(before.values, after.values)
         self.is_decided = not self.changed
         self._first: Tensor | None = None  # after the first step
+        self.returned: set[tuple[object, ...]] = set()
 
     def is_of(self, tensors: Memory) -> bool:
         """Return whether the load was into these tensors."""
@@ -501,8 +514,21 @@ class _Load:
             return False
         self.is_decided = True
         before, after, step = self._before.values, self._after.values, now - self._first
-        back, onward = (self._first - before - step).norm(), (self._first - after - step).norm()
+        beyond = self._first - after - step  # what the first step did beyond what the second one did
+        self.returned = {
+            place for place, part in self._after.parts.items() if _is_return(beyond[part], before[part] - after[part])
+        }
+        back, onward = (self._first - before - step).norm(), beyond.norm()
         return bool((after - before).norm() >= step.norm() and back < JUMPED * onward)
+
+
+def _is_return(change: Tensor, back: Tensor) -> bool:
+    """Return whether a change of one tensor is, but for noise, the way back to the values before a load."""
+    if change.numel() < FEWEST or not back.any():
+        return False
+    share = change @ back / (back @ back)
+    noise = (change - share * back).norm() / (change.numel() - 1) ** 0.5
+    return bool(abs(share - 1) < 0.5 and share * back.norm() > SURE * noise)
 
 
 # -- Samples of tensors.

@@ -423,6 +423,43 @@ def test_reports_a_synchronisation_that_was_undone_at_both_sides(
     assert any(name.startswith("atoll.server") for name in lines)
 
 
+class PartlyHidden(Hidden):
+    """Copies with the other sign of matrices alone; other weights are stepped themselves."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value in self.weights:
+            if value.dim() == 1:
+                value -= value.grad
+                continue
+            minus = self.state[value].setdefault("minus", -fp32(value))
+            minus += value.grad
+            value.copy_(-minus)
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize(("make", "is_undone"), [(PartlyHidden, True), (plain, False)])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_reports_that_some_weights_were_undone_among_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, is_undone: bool, noise: float
+) -> None:
+    """The biases, of which there are as many as weights, follow. The gradients may be noisy."""
+
+    def build() -> nn.Module:
+        return nn.ParameterList([torch.zeros(8, 8), torch.zeros(32), torch.zeros(32)])
+
+    model, random = build(), torch.Generator().manual_seed(0)
+    optimizer = make(model.parameters())
+    settings = HALF | {"diloco.sync_every": 6}
+    with plain_server(tmp_path, build(), sites=1, rounds=4, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                for value in model.parameters():
+                    value.grad = torch.randn(value.shape, generator=random) * noise - 1
+                optimizer.step()
+    assert ("the result is wrong" in caplog.text) is is_undone
+
+
 # -- federated rounds with one optimizer
 
 
