@@ -54,6 +54,12 @@ DEPTH = 4
 JUMPED = 0.25
 """A step jumped back if a return to the earlier weights explains it so many times better than an ordinary step does."""
 
+DRAWN_STEPS = 3
+"""Steps in a row that other weights have to explain, so that they are no chance."""
+EXPLAINED = 0.01
+"""Share of a step that may remain unexplained, because of rounding."""
+HALF_WAY = 0.5
+"""Cosine of the angle from which on a change leads towards the weights, as that of an average does."""
 SURE = 6
 """A tensor is on its way back if the way is so many times the noise that is expected in it by chance."""
 FEWEST = 8
@@ -86,6 +92,36 @@ class Pair(NamedTuple):
     copy: Tensor
 
 
+class _Companion:
+    """Watches tensors that may be other weights, towards which each step draws the model's.
+
+    In a schedule-free optimizer, z equals the weights at most at the first step. A step is Δw = a·(z − w) + b·Δz there,
+    with a > 0. Not meant is an average of the weights, whose own steps lead towards these.
+
+    Attributes:
+        steps: number of the last steps in a row that the tensors explain in this way.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def note(self, copy: Tensor, weights: Tensor) -> None:
+        """Record elements of the tensors and of the weights after a step."""
+        last, self._last = self._last, (copy, weights)
+        if last is None or torch.equal(weights, last[1]):
+            return
+        then, earlier = last
+        change, way = copy - then, weights - then
+        is_average = bool(change @ way > HALF_WAY * change.norm() * way.norm())
+        draws = not is_average and _draws(weights - earlier, then - earlier, change)
+        self.steps = self.steps + 1 if draws else 0
+
+    def forget_last(self) -> None:
+        """Begin anew after a load, which changed the weights alone."""
+        self._last = None
+
+
 class _Watched:
     """What is known of the copies in one optimizer, and in what it wraps. Another one may be of the same class.
 
@@ -95,9 +131,11 @@ class _Watched:
     Attributes:
         followed: place → numbers of the steps after which its tensors were equal to the weights, which had moved.
         left: places of tensors that existed at the last load, and were not loaded.
+        companions: place → what is known of tensors that may be other weights.
     """
 
     def __init__(self, optimizer: Any) -> None:
+        self.companions: dict[str, _Companion] = {}
         self._optimizer = weakref.ref(optimizer)
         self.followed: dict[str, list[int]] = {}
         self.left: set[str] = set()
@@ -118,6 +156,12 @@ class _Place(NamedTuple):
     def has_followed(self) -> bool:
         """Whether the tensors were equal to the weights after these had moved."""
         return self.name in self.watched.followed
+
+    @property
+    def is_companion(self) -> bool:
+        """Whether the tensors are other weights, towards which the last steps drew the model's."""
+        known = self.watched.companions.get(self.name)
+        return known is not None and known.steps >= DRAWN_STEPS
 
     @property
     def is_trained(self) -> bool:
@@ -244,6 +288,8 @@ class WeightCopies:
             if load.changed or not self._load.is_of(self._tensors):
                 self._load = load
                 for each in self._watched:
+                    for companion in each.companions.values():
+                        companion.forget_last()
                     each.left = {place.name for place in found.keys() - copies.keys() if place.watched is each}
                     each.left = each.left if load.changed else set()  # there is nothing to undo
 
@@ -269,6 +315,8 @@ class WeightCopies:
             return
         found = self._found(PARAMETERS)
         for place, pairs in found.items():
+            companion = place.watched.companions.setdefault(place.name, _Companion())
+            companion.note(*(_together([_points(each[side]) for each in pairs]) for side in (1, 0)))
             if self._load.has_moved(pairs) and _are_equal(pairs):
                 place.note_equal(step)
                 if place.name in place.watched.left:
@@ -296,16 +344,21 @@ def _require_loadable(places: Iterable[_Place]) -> None:
     """Check that none of these tensors, which differ from the weights, has followed them before.
 
     Raises:
-        UsageError: one has. No value would be right for it.
+        UsageError: one has, or is other weights that the optimizer trains. No value would be right for it.
     """
     for place in sorted(places, key=lambda each: each.name):
-        if place.has_followed and not _is_average(place.name):
-            raise UsageError(
-                f"The optimizer keeps a copy of the weights, {place.name}, that followed them in an earlier step and "
-                "differs from them now. Atoll cannot load the global model into it, and without that, the next "
-                "steps would undo the synchronisation.",
-                _when_loadable(place.watched.followed[place.name]),
-            )
+        if _is_average(place.name) or not (place.has_followed or place.is_companion):
+            continue
+        how = (
+            "followed them in an earlier step" if place.has_followed else "has drawn them towards it for several steps"
+        )
+        raise UsageError(
+            f"The optimizer keeps a copy of the weights, {place.name}, that {how} and differs from them now. Atoll "
+            "cannot load the global model into it, and without that, the next steps would undo the synchronisation.",
+            _when_loadable(place.watched.followed[place.name])
+            if place.has_followed
+            else "Use an optimizer whose steps start from the model's weights alone.",
+        )
 
 
 def _when_loadable(steps: Sequence[int]) -> str:
@@ -520,6 +573,19 @@ class _Load:
         }
         back, onward = (self._first - before - step).norm(), beyond.norm()
         return bool((after - before).norm() >= step.norm() and back < JUMPED * onward)
+
+
+def _draws(step: Tensor, way: Tensor, change: Tensor) -> bool:
+    """Return whether a step is a·way + b·change with a > 0, and no multiple of the change alone."""
+    if step.numel() < FEWEST or not change.any():
+        return False
+    along = (change @ step / (change @ change)) * change
+    across = way - (change @ way / (change @ change)) * change
+    if across.norm() <= EXPLAINED * way.norm():
+        return False
+    share = across @ (step - along) / (across @ across)
+    unexplained = (step - along - share * across).norm()
+    return bool(share > 0 and unexplained < EXPLAINED * step.norm() and unexplained < (step - along).norm() / SURE)
 
 
 def _is_return(change: Tensor, back: Tensor) -> bool:

@@ -356,6 +356,44 @@ def test_refuses_a_copy_that_differs_from_the_weights(tmp_path: Path, make: Call
                 step(model, optimizer, "a")
 
 
+class WithPlainName(SGD):
+    """An average whose name does not say what it is, and momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for value in self.param_groups[0]["params"]:
+            self.state[value].setdefault("slow", value.clone() - 1).lerp_(value, 0.25)
+            self.state[value].setdefault("velocity", torch.zeros_like(value)).mul_(0.5).add_(value.grad)
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("make", [ScheduleFree, WithPlainName], ids=["schedule-free", "average"])
+def test_refuses_a_schedule_free_optimizer_that_has_stepped_before(tmp_path: Path, make: Any) -> None:
+    """Its z does not equal the weights at any step of the run. An average is no such case."""
+
+    def build() -> nn.Module:
+        return nn.ParameterList([torch.ones(16), torch.ones(4, 4)])
+
+    model, random = build(), torch.Generator().manual_seed(0)
+    optimizer = make(model.parameters())
+
+    def train() -> None:
+        for value in model.parameters():
+            value.grad = value.detach() * 0.1 + torch.randn(value.shape, generator=random) * 0.1
+        optimizer.step()
+
+    for _ in range(10):
+        train()
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 5}
+    refused = pytest.raises(UsageError, match=r"ScheduleFree\.state\.z, that has drawn them")
+    with plain_server(tmp_path, build(), sites=1, rounds=2, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            with refused if make is ScheduleFree else contextlib.nullcontext():
+                for _ in range(10):
+                    train()
+
+
 def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
     """One site: its steps from 0 give 1, 2, 3, 4; the average 1, 1.5, 2.25, 3.125, whatever is loaded in between."""
     model = Two()
