@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.algorithms.base import ChangeReader, Correction, ElementReader, LocalContext, LocalRule, SiteState
+from atoll.algorithms.corrected_copies import CorrectedCopies
 from atoll.algorithms.unfollowed_steps import UnfollowedSteps, trained_by
-from atoll.algorithms.weight_copies import CorrectedCopies
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import named_parameters
 

@@ -20,7 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.algorithms.weight_copies import before_every_step, no_longer_before_steps, parameters_copied
+from atoll.algorithms.copies_in_optimizers import parameters_copied
+from atoll.algorithms.every_step import before_every_step, no_longer_before_steps
 from atoll.tensors.module_tensors import PLAIN, memory_of, named_parameters
 
 _of_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
