@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.algorithms.base import ChangeReader, Correction, ElementReader, LocalContext, LocalRule, SiteState
+from atoll.algorithms.corrected_copies import CorrectedCopies
 from atoll.algorithms.unfollowed_steps import UnfollowedSteps, trained_by
-from atoll.algorithms.weight_copies import CorrectedCopies
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import named_parameters
 
@@ -79,6 +79,16 @@ def layers_of(optimizer: Any) -> list[Any]:
 def _calls_hooks(optimizer: object) -> bool:
     """Return whether `Optimizer.__init__` ran, which sets up the hooks. It does not run in Accelerate's wrapper."""
     return isinstance(optimizer, Optimizer) and "_optimizer_step_post_hooks" in vars(optimizer)
+
+
+def with_inner(optimizer: Optimizer) -> list[Optimizer]:
+    """Return an optimizer, and those in its attributes that hold the same parameters.
+
+    A method other than `step` may step these: in SAM, `second_step` steps `base_optimizer`.
+    """
+    held = held_by([optimizer])
+    inner = [each for each in vars(optimizer).values() if _calls_hooks(each) and held_by([each]) == held]
+    return [optimizer, *(each for each in inner if each is not optimizer)]
 
 
 def optimizers_in(optimizers: Given | Any) -> tuple[Optimizer, ...]:
@@ -206,7 +216,7 @@ class Steps:
             if not around:
                 refuse(optimizer, name)
 
-        followed = [each.optimizer for each in self._steps]
+        followed = [inner for each in self._steps for inner in with_inner(each.optimizer)]
         self._others = UnfollowedSteps(model, followed, self._is_within, refuse_or_note, is_partial=is_partial)
 
     def _is_within(self) -> bool:
@@ -308,8 +318,9 @@ class WholeSteps:
             for layer in layers:
                 with suppress(AttributeError, TypeError):  # the object has no attributes of its own
                     self._wrap(layer)
-            self._closing.append(self.optimizer.register_step_pre_hook(before).remove)
-            self._closing.append(self.optimizer.register_step_post_hook(after).remove)
+            for each in with_inner(self.optimizer):
+                self._closing.append(each.register_step_pre_hook(before).remove)
+                self._closing.append(each.register_step_post_hook(after).remove)
         except BaseException:
             self.close()
             raise
@@ -522,7 +533,11 @@ class StepHooks:
         self._followed.append(_Followed(self, last, list(remaining), is_counted=True))
         if self.correction is not None or needs_steps:
             self._others = UnfollowedSteps(
-                self._model, [*others, last], self._is_within, self._refuse, is_partial=is_partial
+                self._model,
+                [inner for each in (*others, last) for inner in with_inner(each)],
+                self._is_within,
+                self._refuse,
+                is_partial=is_partial,
             )
         return self
 
@@ -692,9 +707,11 @@ class _Followed:
         self._copies = CorrectedCopies(optimizer, hooks.parameters.values() if changes else (), hooks.algorithm)
         self._is_formed = False  # whether the current step has had a gradient
         self._nesting = _Nesting()  # torch calls the hooks twice if step() of a class calls its parent's step()
+        before, after = outside_compiled(self._begin), outside_compiled(lambda *_: self._after())
         self._handles = [
-            optimizer.register_step_pre_hook(outside_compiled(self._begin)),
-            optimizer.register_step_post_hook(outside_compiled(lambda *_: self._after())),
+            handle
+            for each in with_inner(optimizer)
+            for handle in (each.register_step_pre_hook(before), each.register_step_post_hook(after))
         ]
 
     @property
@@ -718,7 +735,7 @@ class _Followed:
         if not self._nesting.begins(optimizer):
             return None
         self._is_formed = False
-        self._hooks.under_way.add(optimizer)
+        self._hooks.under_way.add(self._optimizer)
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._corrected(args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):

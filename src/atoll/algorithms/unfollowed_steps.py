@@ -21,23 +21,26 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.algorithms.weight_copies import before_every_step, no_longer_before_steps, parameters_copied
+from atoll.algorithms.copies_in_optimizers import parameters_copied
+from atoll.algorithms.every_step import before_every_step, no_longer_before_steps
 from atoll.tensors.module_tensors import PLAIN, memory_of, named_parameters
 
 _of_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that were followed for some model: copies that they train are of that one, not of an equal one."""
 
 
-def trained_by(optimizer: Optimizer, parameters: Mapping[str, Tensor], *, copies: bool = True) -> set[str]:
+def trained_by(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the parameters of a model that an optimizer holds, or holds a copy of, which it trains.
 
     Args:
         optimizer: the optimizer.
         parameters: the model's parameters, by name.
-        copies: whether to look for copies.
     """
+    return _held_or_in(parameters_copied(optimizer, parameters.values()), optimizer, parameters)
+
+
+def _held_or_in(copied: set[int], optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> set[str]:
     held = {_key(value) for group in optimizer.param_groups for value in group["params"]}
-    copied = parameters_copied(optimizer, parameters.values()) if copies else set()
     return {name for name, value in parameters.items() if _key(value) in held or id(value) in copied}
 
 
@@ -72,7 +75,10 @@ class UnfollowedSteps:
         self._of_others = parameters.keys() - set[str]().union(*(trained_by(each, parameters) for each in followed))
         _of_models.update(followed)
         self._size_of_other: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._process = os.getpid()
+        self._thread = threading.get_ident()
+        """The thread that trains the model, and the only one that reads its gradients: a backward pass replaces them
+        without the GIL, and a read at that moment corrupts the memory of the process."""
         before_every_step(self._look)
 
     def close(self) -> None:
@@ -89,21 +95,15 @@ class UnfollowedSteps:
         if self._is_within_a_step() or not _moves(optimizer, args, kwargs) or self._holds_followed(optimizer):
             return
         parameters = named_parameters(self._model)  # a script may have replaced some
-        names = trained_by(optimizer, parameters, copies=self._may_be_copied(optimizer, parameters))
+        copied: set[int] = set()
+        if optimizer not in _of_models and threading.get_ident() == self._thread:
+            copied = parameters_copied(optimizer, parameters.values(), by_gradients=True)
+        names = _held_or_in(copied, optimizer, parameters)
         if not names:
             self._size_of_other[optimizer] = size
         trained = [name for name in names - self._of_others if parameters[name].requires_grad]
         if trained:
             self._refuse(optimizer, min(trained))
-
-    def _may_be_copied(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether the optimizer may train copies: these get the model's gradients.
-
-        Gradients are read in the thread that trains the model alone: a backward pass of another thread replaces them
-        without the GIL, and a read at that moment corrupts the memory of the process.
-        """
-        is_here = threading.get_ident() == self._thread
-        return is_here and optimizer not in _of_models and any(value.grad is not None for value in parameters.values())
 
     def _holds_followed(self, optimizer: Optimizer) -> bool:
         """Return whether one of the followed optimizers is in the attributes of this one, or of what these hold."""

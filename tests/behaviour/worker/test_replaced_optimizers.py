@@ -317,6 +317,15 @@ def beside_an_equal_model_in_more_bits(model: nn.Module, optimizer: Optimizer) -
     return optimizer
 
 
+def beside_a_teacher(model: nn.Module, optimizer: Optimizer) -> Any:
+    """A copy of the model in more bits, trained on something else while the model has gradients."""
+    other = copy.deepcopy(model).double()
+    for sign, value in zip((1.0, -1.0), other.parameters(), strict=True):
+        value.grad = torch.full_like(value, sign)
+    sgd(other).step()
+    return optimizer
+
+
 def beside_frozen_parameters(model: nn.Module, optimizer: Optimizer) -> Any:
     frozen = SGD([model.get_parameter("b").requires_grad_(False)], lr=0.0)
     for _ in range(2):
@@ -352,6 +361,7 @@ RIGHT = [
     reloaded,
     beside_another_model,
     beside_an_equal_model_in_more_bits,
+    beside_a_teacher,
     beside_frozen_parameters,
     beside_a_schedule_that_is_tried,
     in_a_fork,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,34 @@ class InGroup(InList):
         return list(self.param_groups[0]["masters"])
 
 
+class Reshaped(Masters):
+    """Each copy has two rows."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.rows = [fp32(value).view(2, 2) for value in self.weights]
+
+    def copies(self) -> list[Tensor]:
+        return [each.view(4) for each in self.rows]
+
+
+class ReshapedInState(Masters):
+    def copies(self) -> list[Tensor]:
+        rows = [self.state[value].setdefault("master", fp32(value).view(2, 2)) for value in self.weights]
+        return [each.view(4) for each in rows]
+
+
+class Flat(Masters):
+    """One tensor of all weights, made at the first step."""
+
+    flat: Tensor | None = None
+
+    def copies(self) -> list[Tensor]:
+        if self.flat is None:
+            self.flat = torch.cat([fp32(value) for value in self.weights])
+        return list(self.flat.split([value.numel() for value in self.weights]))
+
+
 class Wrapped:
     """As in Apex: the optimizer has the masters alone, and a wrapper copies gradients and weights."""
 
@@ -156,6 +185,7 @@ def plain(parameters: Any) -> Any:
     ("kind", "dtype"),
     [
         *((kind, dtype) for kind in (InState, InList, InDict, InGroup) for dtype in (torch.float32, torch.bfloat16)),
+        *((kind, dtype) for kind in (Reshaped, ReshapedInState, Flat) for dtype in (torch.float32, torch.bfloat16)),
         (Wrapped, torch.bfloat16),  # in fp32 its parameters could be another model's: the next test
         *((plain, dtype) for dtype in (torch.float32, torch.bfloat16)),
     ],
@@ -255,8 +285,8 @@ def test_moments_stay_as_they_are(tmp_path: Path) -> None:
 class Lookahead:
     """Every k steps, slow weights move half the way to the weights, which begin there again."""
 
-    def __init__(self, parameters: Iterable[Tensor], k: int) -> None:
-        self.optimizer, self.k, self.made = plain(parameters), k, 0
+    def __init__(self, parameters: Iterable[Tensor], k: int, made: int = 0) -> None:
+        self.optimizer, self.k, self.made = plain(parameters), k, made
         self.slow: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
@@ -306,11 +336,15 @@ def test_slow_weights_follow_where_they_equal_the_weights(tmp_path: Path) -> Non
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize(
     ("make", "named"),
-    [(lambda each: Lookahead(each, k=3), "Lookahead.slow"), (ScheduleFree, "ScheduleFree.state.z")],
-    ids=["lookahead", "schedule-free"],
+    [
+        (lambda each: Lookahead(each, k=3), "Lookahead.slow, .* after a multiple of 3 steps"),
+        (lambda each: Lookahead(each, k=4, made=3), "Lookahead.slow, .*equal after step 1. Use .* without"),
+        (ScheduleFree, "ScheduleFree.state.z, .*equal after step 1. Use .* without"),
+    ],
+    ids=["lookahead", "lookahead-from-step-1", "schedule-free"],
 )
 def test_refuses_a_copy_that_differs_from_the_weights(tmp_path: Path, make: Callable[[Any], Any], named: str) -> None:
-    """H = 4: both copies have followed the weights before; at the synchronisation they differ."""
+    """H = 4: the copies have followed the weights before; at the synchronisation they differ. The remedy fits them."""
     model = Two()
     optimizer = make(model.parameters())
     settings = PLAIN_DILOCO | {"diloco.sync_every": 4}
@@ -318,8 +352,46 @@ def test_refuses_a_copy_that_differs_from_the_weights(tmp_path: Path, make: Call
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             for _ in range(3):
                 step(model, optimizer, "a")
-            with pytest.raises(UsageError, match=f"a copy of the weights, {named}, .*undo the synchronisation"):
+            with pytest.raises(UsageError, match=f"(?s)a copy of the weights, {named}"):
                 step(model, optimizer, "a")
+
+
+class WithPlainName(SGD):
+    """An average whose name does not say what it is, and momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for value in self.param_groups[0]["params"]:
+            self.state[value].setdefault("slow", value.clone() - 1).lerp_(value, 0.25)
+            self.state[value].setdefault("velocity", torch.zeros_like(value)).mul_(0.5).add_(value.grad)
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("make", [ScheduleFree, WithPlainName], ids=["schedule-free", "average"])
+def test_refuses_a_schedule_free_optimizer_that_has_stepped_before(tmp_path: Path, make: Any) -> None:
+    """Its z does not equal the weights at any step of the run. An average is no such case."""
+
+    def build() -> nn.Module:
+        return nn.ParameterList([torch.ones(16), torch.ones(4, 4)])
+
+    model, random = build(), torch.Generator().manual_seed(0)
+    optimizer = make(model.parameters())
+
+    def train() -> None:
+        for value in model.parameters():
+            value.grad = value.detach() * 0.1 + torch.randn(value.shape, generator=random) * 0.1
+        optimizer.step()
+
+    for _ in range(10):
+        train()
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 5}
+    refused = pytest.raises(UsageError, match=r"ScheduleFree\.state\.z, that has drawn them")
+    with plain_server(tmp_path, build(), sites=1, rounds=2, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            with refused if make is ScheduleFree else contextlib.nullcontext():
+                for _ in range(10):
+                    train()
 
 
 def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
@@ -338,14 +410,16 @@ def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
 
 
 class Hidden(Masters):
-    """One flat copy of all weights."""
-
-    flat: Tensor | None = None
+    """Copies with the other sign."""
 
     def copies(self) -> list[Tensor]:
-        if self.flat is None:
-            self.flat = torch.cat([fp32(value) for value in self.weights])
-        return list(self.flat.split([value.numel() for value in self.weights]))
+        return [self.state[value].setdefault("minus", -fp32(value)) for value in self.weights]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value, minus in zip(self.weights, self.copies(), strict=True):
+            minus += value.grad
+            value.copy_(-minus)
 
 
 def late_lookahead(parameters: Any) -> Any:
@@ -359,7 +433,7 @@ def late_lookahead(parameters: Any) -> Any:
         (Hidden, 4, "a copy of the weights that the optimizer or the script keeps"),
         (late_lookahead, 2, "Lookahead.slow"),
     ],
-    ids=["flat", "lookahead"],
+    ids=["minus", "lookahead"],
 )
 def test_reports_a_synchronisation_that_was_undone_at_both_sides(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Any], Any], every: int, told: str
@@ -387,12 +461,49 @@ def test_reports_a_synchronisation_that_was_undone_at_both_sides(
     assert any(name.startswith("atoll.server") for name in lines)
 
 
+class PartlyHidden(Hidden):
+    """Copies with the other sign of matrices alone; other weights are stepped themselves."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value in self.weights:
+            if value.dim() == 1:
+                value -= value.grad
+                continue
+            minus = self.state[value].setdefault("minus", -fp32(value))
+            minus += value.grad
+            value.copy_(-minus)
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize(("make", "is_undone"), [(PartlyHidden, True), (plain, False)])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_reports_that_some_weights_were_undone_among_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any, is_undone: bool, noise: float
+) -> None:
+    """The biases, of which there are as many as weights, follow. The gradients may be noisy."""
+
+    def build() -> nn.Module:
+        return nn.ParameterList([torch.zeros(8, 8), torch.zeros(32), torch.zeros(32)])
+
+    model, random = build(), torch.Generator().manual_seed(0)
+    optimizer = make(model.parameters())
+    settings = HALF | {"diloco.sync_every": 6}
+    with plain_server(tmp_path, build(), sites=1, rounds=4, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                for value in model.parameters():
+                    value.grad = torch.randn(value.shape, generator=random) * noise - 1
+                optimizer.step()
+    assert ("the result is wrong" in caplog.text) is is_undone
+
+
 # -- federated rounds with one optimizer
 
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("corrects", [False, True], ids=["unknown", "hooked"])
-@pytest.mark.parametrize("kind", [InState, InList, InDict, InGroup])
+@pytest.mark.parametrize("kind", [InState, InList, InDict, InGroup, ReshapedInState, Flat])
 def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any, corrects: bool) -> None:
     """A second site submits the model plus 10: with 2 steps at this one, the model gains 6 in a round, three times.
 
@@ -418,3 +529,72 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
         assert server.wait(60)
         server.run()
     assert values(exported(tmp_path)) == {"w": 18.0, "b": 19.0}
+
+
+@pytest.mark.covers("X11")
+def test_masters_of_two_sites_in_one_process_are_not_confused(tmp_path: Path) -> None:
+    """They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins."""
+    models = {site: Two() for site in GRADIENTS}
+    optimizers = {site: InList(model.parameters()) for site, model in models.items()}
+    with plain_server(tmp_path, Two(), algorithm="fedavg", sites=2, rounds=3) as server:
+        with (
+            atoll.join(server.url, site="a", folder=tmp_path / "w") as worker,
+            atoll.join(server.url, site="b", folder=tmp_path / "w") as other,
+        ):
+            for rounds in zip(worker, other, strict=False):
+                by_site = dict(zip(GRADIENTS, rounds, strict=True))
+                for site, fl_round in by_site.items():
+                    fl_round.load_into(models[site])
+                for site in [*GRADIENTS, *GRADIENTS]:
+                    step(models[site], optimizers[site], site)
+                for site, fl_round in by_site.items():
+                    fl_round.submit(models[site], weight=1.0)
+        assert server.wait(60)
+        server.run()
+    assert values(dict(models["a"].named_parameters())) == {"w": 10.0, "b": 11.0}
+    assert values(dict(models["b"].named_parameters())) == {"w": 14.0, "b": 15.0}
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("kind", [InList, Wrapped])
+def test_an_optimizer_of_another_model_keeps_its_masters(tmp_path: Path, kind: Any) -> None:
+    """A personal model begins as this site's and takes steps of 2, 6 in all; the run's model gains 2 in a round."""
+    model, shared = Two(torch.bfloat16), Two(torch.bfloat16)
+    personal = deepcopy(model)
+    nn.init.constant_(shared.w, 10.0)
+    optimizer, own = plain(model.parameters()), kind(personal.parameters())
+    with plain_server(tmp_path, shared, algorithm="fedavg", sites=1, rounds=3) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                for _ in range(2):
+                    for value in personal.parameters():
+                        value.grad = torch.full_like(value, -2.0)
+                    own.step()
+                    step(model, optimizer, "a")
+                fl_round.submit(model)
+        assert server.wait(60)
+        server.run()
+    assert values(exported(tmp_path)) == {"w": 16.0, "b": 7.0}
+    assert values(dict(personal.named_parameters())) == {"w": 12.0, "b": 13.0}
+
+
+@pytest.mark.covers("X11")
+def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing was loaded at first that a step could undo. The site adds 2 in each of 3 rounds."""
+
+    def zeros() -> nn.Module:
+        return nn.ParameterList([torch.zeros(4), torch.zeros(4)])
+
+    model = zeros()
+    optimizer = InList(model.parameters())
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
+    with plain_server(tmp_path, zeros(), sites=1, rounds=3, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                step(model, optimizer, "a")
+        server.run()
+    assert values(exported(tmp_path)) == {"1": 6.0, "0": 6.0}
+    assert "the result is wrong" not in caplog.text

@@ -210,3 +210,74 @@ def test_leaves_the_optimizer_as_it_was(tmp_path: Path, make: Callable[[nn.Modul
         with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
             assert vars(optimizer)["step"] != before.get("step")
     assert vars(optimizer) == before
+
+
+class Sharpness(SGD):
+    """SAM: its first call moves the weights by ρ = 1, the second takes them back and steps the optimizer inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=1.0)
+        self.base_optimizer = SGD(self.param_groups, lr=1.0)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for value in self.param_groups[0]["params"]:
+            self.state[value]["before"] = value.clone()
+            value.add_(1.0)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for value in self.param_groups[0]["params"]:
+            value.copy_(self.state[value]["before"])
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        self.first_step()
+        with torch.enable_grad():
+            loss = closure()
+        self.second_step()
+        return loss
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("in_two_calls", [True, False])
+@pytest.mark.parametrize("kind", ["diloco", "fedprox"])
+def test_counts_steps_of_an_optimizer_inside_that_other_methods_step(
+    tmp_path: Path, kind: str, in_two_calls: bool
+) -> None:
+    """The gradient is −1. By hand, FedProx with μ = 1/2 goes to 1, 3/2, 7/4, 15/8; without it 4 steps add 4.
+
+    In one call, the closure's gradient is corrected where it was formed, at one more than w: by μ·1 more.
+    """
+    model = One()
+    optimizer = Sharpness(model)
+
+    def closure() -> torch.Tensor:
+        model.w.grad = torch.full_like(model.w, -1.0)
+        return torch.zeros(())
+
+    def step() -> None:
+        if not in_two_calls:
+            optimizer.step(closure)
+            return
+        closure()
+        optimizer.first_step()
+        closure()
+        optimizer.second_step()
+
+    if kind == "diloco":
+        with plain_server(tmp_path, One(), sites=1, rounds=2, **PLAIN_DILOCO | {"diloco.sync_every": 2}) as server:
+            with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+                for _ in range(4):
+                    step()
+            server.run()
+        assert exported(tmp_path)["w"].tolist() == [4.0] * 3
+        return
+    with atoll.FedProx(model, mu=0.5).correct(optimizer) as hooks:
+        for _ in range(4):
+            step()
+    assert hooks.steps == 4
+    # in one call: 1/2, 3/4, 7/8, 15/16
+    assert model.w.tolist() == [1.875 if in_two_calls else 0.9375] * 3

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from atoll.algorithms.copies_in_optimizers import parameters_copied
 from atoll.algorithms.optimizer_hooks import (
     Given,
     Steps,
@@ -34,7 +35,7 @@ from atoll.algorithms.optimizer_hooks import (
     require_holds_all,
     require_trains,
 )
-from atoll.algorithms.weight_copies import WeightCopies, parameters_copied
+from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
 from atoll.format_text import of_fragment
