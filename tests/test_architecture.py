@@ -133,8 +133,8 @@ FORBIDDEN_PAIRS = [
 
 LINES: dict[str, int] = {
     ".": 1452,
-    "aggregation": 1269,
-    "algorithms": 1524,
+    "aggregation": 1283,
+    "algorithms": 1730,
     "blobs": 463,
     "cli": 1923,
     "cli/templates": 80,
@@ -154,7 +154,7 @@ LINES: dict[str, int] = {
     "server/tasks": 1_431,
     "simulate": 1483,
     "store": 2931,
-    "tensors": 2166,
+    "tensors": 2215,
     "testing": 468,
     "transport": 2984,
     "worker": 265,
@@ -162,7 +162,7 @@ LINES: dict[str, int] = {
     "worker/peer": 918,
     "worker/session": 987,
     "worker/tasks": 616,
-    "worker/training": 1984,
+    "worker/training": 1985,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -313,5 +313,5 @@ def _when_loadable(steps: Sequence[int]) -> str:
         )
     return (
         f"Both were equal after step {', '.join(map(str, steps))}. Use an optimizer without such a copy, or one "
-        "whose copy equals the weights after each step that a synchronisation follows."
+        "with a copy that equals the weights after each step before a synchronisation."
     )
