@@ -299,7 +299,7 @@ def _require_loadable(places: Iterable[_Place]) -> None:
             "cannot load the global model into it, and without that, the next steps would undo the synchronisation.",
             _when_loadable(place.watched.followed[place.name])
             if place.has_followed
-            else "Use an optimizer whose steps start from the model's weights alone.",
+            else "Use an optimizer with steps that start from the model's weights alone.",
         )
 
 
