@@ -194,7 +194,7 @@ def groups_of(optimizer: Any) -> Sequence[dict[str, Any]]:
 
 
 def may_have_no_memory(optimizer: Any) -> bool:
-    """Return whether some parameters are of other kinds of tensors, whose place in memory is not known."""
+    """Return whether some parameters are of kinds of tensors without a known place in memory."""
     return any(type(each) not in PLAIN and not is_sharded(each) for each in parameters_of(optimizer))
 
 

@@ -94,7 +94,7 @@ class Companion:
     """Watches tensors that may be other weights, towards which each step draws the model's.
 
     In a schedule-free optimizer, z equals the weights at most at the first step. A step is Δw = a·(z − w) + b·Δz there,
-    with a > 0. Not meant is an average of the weights, whose own steps lead towards these.
+    with a > 0. An average of the weights does not count: its own steps lead towards these.
 
     Attributes:
         steps: number of the last steps in a row that the tensors explain in this way.

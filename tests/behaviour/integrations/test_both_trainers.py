@@ -6,7 +6,6 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -18,9 +17,10 @@ import torch
 import transformers_world
 from engine_here import simulate_here
 from harness.processes import Nursery, wait_until
-from kit import FederatedSites, ForkedServer, exported, ticket_states, together
+from kit import FederatedSites, ForkedServer, exported, ticket_states
 from kit.results import Result
 from kit.servers import plain_server
+from kit.sites import run_to_end
 from lightning_world import DILOCO, Tiny, data, driver_of, fit_rounds, patched
 from safetensors.torch import load_file
 from transformers_world import STEPS, TARGETS, callback_of, descend, trainer_of
@@ -84,32 +84,34 @@ def test_each_round_is_a_fit_of_the_simulated_site(
 # -- a round that a site sits out
 
 
-def fit_site(server: atoll.Server, folder: Path, site: str, weight: float) -> None:
-    fit_rounds(patched(server, folder / site, site, weight=weight), Tiny(TARGETS[site]))
+def fit_nothing(server: atoll.Server, folder: Path) -> None:
+    fit_rounds(patched(server, folder / "b", "b", weight=0.0), Tiny(TARGETS["b"]))
 
 
-def train_site(server: atoll.Server, folder: Path, site: str, weight: float) -> None:
-    trainer_of(server, folder, site=site, target=TARGETS[site], weight=weight).train()
+def train_nothing(server: atoll.Server, folder: Path) -> None:
+    trainer_of(server, folder, site="b", target=TARGETS["b"], weight=0.0).train()
 
 
 @pytest.mark.parametrize(
-    ("work", "model", "trained"),
-    [(fit_site, lightning_world.One, sgd), (train_site, transformers_world.One, momentum)],
+    ("sit_out", "model"),
+    [(fit_nothing, lightning_world.One), (train_nothing, transformers_world.One)],
     ids=["lightning", "transformers"],
 )
 def test_a_trainer_with_weight_0_sits_out_the_round(
-    tmp_path: Path,
-    work: Callable[[atoll.Server, Path, str, float], None],
-    model: Callable[[], torch.nn.Module],
-    trained: Callable[[float, float], float],
+    tmp_path: Path, sit_out: Callable[[atoll.Server, Path], None], model: Callable[[], Any]
 ) -> None:
     """The only version is that of site a alone."""
+
+    def train(module: Any, *_: object) -> None:
+        torch.nn.init.constant_(module.w, 7.0)
+
     with plain_server(tmp_path, model(), algorithm="fedavg", rounds=1, sites=2) as server:
-        together(*(partial(work, server, tmp_path, site, weight) for site, weight in (("a", 1.0), ("b", 0.0))))
-        server.run()
+        sites = FederatedSites(server.url, tmp_path, "a", build=model, train=train)
+        sit_out(server, tmp_path)
+        run_to_end(server, sites)
     (summary,) = server.status().history
     assert (summary.workers, summary.sat_out) == (["a"], ["b"])
-    assert exported(tmp_path)["w"].item() == pytest.approx(trained(0.0, TARGETS["a"]), abs=1e-6)
+    assert exported(tmp_path)["w"].item() == 7.0
 
 
 # -- checkpoints in a run of DiLoCo: one that agrees with the site's folder resumes, another one is refused

@@ -5,7 +5,6 @@ Transformers takes some seconds to import: `trainer_of` does it, so that only pr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ import atoll
 
 TARGETS = {"a": 1.0, "b": -3.0}  # each site's loss is (w − target)²/2, so its gradient is w − target
 STEPS, ROUNDS, MOMENTUM = 3, 3, 0.5
-_IMPORTING = threading.Lock()
-"""Transformers imports its modules when they are first used, which two threads must not do at once."""
 
 
 def rate(step: int) -> float:
@@ -83,17 +80,16 @@ def trainer_of(
 
     `sync_every`, `weight` and `filters` go to the callback, other options to `arguments`.
     """
-    with _IMPORTING:
-        from transformers import Trainer
+    import transformers
 
-        from atoll.integrations.transformers import AtollCallback
+    from atoll.integrations.transformers import AtollCallback
 
     ours = {key: options.pop(key) for key in OURS if key in options}
     url = server.url if isinstance(server, atoll.Server) else server
     model = model or One()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=MOMENTUM)
     common = {"max_grad_norm": 0.0, "logging_steps": 1, "label_names": ["target"]}
-    return Trainer(
+    return transformers.Trainer(
         model=model,
         args=arguments(folder, **common | options),
         train_dataset=[{"target": torch.tensor(target)}] * 12,

@@ -889,12 +889,11 @@ def test_a_simulation_refuses_shapes_that_come_from_the_data(tmp_path: Path) -> 
         simulation.run()
 
 
-def shaped_by_data(site: str) -> None:
-    with atoll.join(site=site) as worker:
-        for fl_round in worker:
-            model = fl_round.load_into(ByData())
-            model.low = torch.ones(3)  # type: ignore[assignment]
-            fl_round.submit(model)
+def shaped_by_data(worker: atoll.Worker) -> None:
+    for fl_round in worker:
+        model = fl_round.load_into(ByData())
+        model.low = torch.ones(3)  # type: ignore[assignment]
+        fl_round.submit(model)
 
 
 class Noisy(nn.Module):
