@@ -886,7 +886,7 @@ class Coordinator:
         if tracking.metric and value is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
-        self.time_left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
+        self.time_left.committed(time.monotonic())
         self.apply(events.VersionCommitted(fragment, row.version, value))
         left = f"; {told}" if (told := time_left(self.time_left.of(self.state, time.monotonic()))) else ""
         LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)
