@@ -477,7 +477,12 @@ twice this time is reported."""
 
 
 def why_silent(
-    sites: Sequence[str], roster: Mapping[str, Presence], state: State, network: Network, now_s: float
+    sites: Sequence[str],
+    roster: Mapping[str, Presence],
+    state: State,
+    network: Network,
+    now_s: float,
+    moved_from: str = "",
 ) -> list[str]:
     """Return texts about sites with a problem: no request since the restart, no heartbeats, or no progress.
 
@@ -487,10 +492,12 @@ def why_silent(
         state: state of the run.
         network: the network settings, among them the times of heartbeats.
         now_s: current time of `time.monotonic`.
+        moved_from: the server's address before its restart, if it is another one now.
     """
     interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s
     unheard = [site for site in sites if site in roster and not roster[site].heard]
-    reasons = [f"no request since the server restarted: {', '.join(unheard)}"] if unheard else []
+    moved = f" elsewhere than at {moved_from}" if moved_from else ""
+    reasons = [f"no request since the server restarted{moved}: {', '.join(unheard)}"] if unheard else []
     quiet = [site for site in sites if site not in unheard]
     quiet = [site for site in quiet if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
     if quiet:
