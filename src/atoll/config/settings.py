@@ -472,7 +472,11 @@ class Network(Group):
 
     host: str = Field("127.0.0.1", description="Address to listen on; any other than loopback needs TLS and a token.")
     port: int | None = Field(
-        None, ge=0, le=65535, description="Port to listen on; 0: any free port. Default: 8512, or the next free port."
+        None,
+        ge=0,
+        le=65535,
+        description="Port to listen on; 0: any free port. Default: in a new run 8512, or the next free port; in a run "
+        "that continues, its last port.",
     )
     tls_cert: Path | None = Field(None, description="File with the certificate chain (PEM).")
     tls_key: Path | None = Field(None, description="File with the private key of the certificate (PEM, mode 0600).")

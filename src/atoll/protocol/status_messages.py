@@ -173,8 +173,9 @@ class Status(Message):
     uptime_s: Estimate = 0.0
     left_s: Estimate | None = Field(
         None,
-        description="Estimated seconds until all rounds are done, from the duration of the last rounds. Null: no round "
-        "was measured yet, too few sites take part, or the run is finished or has no number of rounds.",
+        description="Estimated seconds until all rounds are done, from the duration of the last rounds. Null: fewer "
+        "than two rounds have ended since the server's start, too few sites take part, or the run is finished or has "
+        "no number of rounds.",
     )
     model_bytes: Count = 0
     codec: Shown = "none"

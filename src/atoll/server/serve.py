@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from atoll.errors import AtollError, StoreError, UsageError, public_api
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
-from atoll.server.coordinator.build_status import keep_status, status_of, write_status
+from atoll.server.coordinator.build_status import address_before, keep_status, status_of, write_status
 from atoll.server.coordinator.coordinator import Coordinator, failure_for_sites
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
@@ -46,6 +47,8 @@ T = TypeVar("T")
 Accept = Callable[..., Awaitable[Listener]]
 """Function that begins to accept connections for an aiohttp runner."""
 
+ANY_HOST = ("0.0.0.0", "::")
+"""Values of `network.host` with which the server listens on all addresses of the machine."""
 PORTS_TO_TRY = 100
 GRACE_S = 30.0
 """Maximum seconds that the server stays after the last round, for workers that have not pulled the result yet."""
@@ -172,7 +175,7 @@ class Server:
     @property
     def url(self) -> str:
         """The URL that workers connect to."""
-        host = socket.gethostname() if self.settings.network.host in ("0.0.0.0", "::") else self.settings.network.host
+        host = socket.gethostname() if self.settings.network.host in ANY_HOST else self.settings.network.host
         return address_of(host, self.port, secure=bool(self.settings.network.tls_cert))
 
     @property
@@ -285,13 +288,9 @@ class Server:
     # -- in the thread
 
     async def _serve(self) -> None:
-        files, port, network = raise_files_limit(), self.settings.network.port, self.settings.network
-        listener = listen(
-            network.host,
-            range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if port is None else [port],
-            setting="network.host",
-            remedy="Stop the process that uses it, or choose another port with --port; 0: any free port.",
-        )
+        files, network = raise_files_limit(), self.settings.network
+        ports, remedy = _ports(network.port, address_before(self.settings.disk.state_dir))
+        listener = listen(network.host, ports, setting="network.host", remedy=remedy)
         self.port = listener.getsockname()[1]
         with contextlib.closing(listener):
             context = None
@@ -344,9 +343,10 @@ class Server:
         accepting: Listener | None = None
         try:
             await runner.setup()
-            if self.settings.network.port is None and self.port != DEFAULT_PORT:
+            before = address_before(self.settings.disk.state_dir)
+            if self.settings.network.port is None and self.port != DEFAULT_PORT and not before:
                 LOG.warning("port %d cannot be used, so this server listens on %d", DEFAULT_PORT, self.port)
-            run.start(self.url)
+            run.start(self.url, before if _has_moved(before, self.url, self.settings.network.host) else "")
             keep_status(run)
             self._run = run
             if schedule is not None:
@@ -476,6 +476,32 @@ def _is_overdue(run: Coordinator, site: str, begin_s: float) -> bool:
     presence, interval_s = run.roster[site], run.settings.network.heartbeat_interval_s
     since_s = presence.heard_s if interval_s else begin_s
     return time.monotonic() >= since_s + _asks_within_s(interval_s, presence.heard)
+
+
+def _ports(port: int | None, before: str) -> tuple[Sequence[int], str]:
+    """Return the ports to try, in order, and the remedy if none can be used.
+
+    Without a setting, a run that continues keeps its port, because its sites wait there.
+
+    Args:
+        port: the setting `network.port`.
+        before: address at which the run was served last; empty if it begins.
+    """
+    kept = urlsplit(before).port if before else None
+    if port is None and kept is not None:
+        return [kept], (
+            f"Sites of this run wait at {before}. Stop the process that uses the port; or choose another port with "
+            "--port, and start the sites again with the new address."
+        )
+    remedy = "Stop the process that uses it, or choose another port with --port; 0: any free port."
+    return range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TO_TRY) if port is None else [port], remedy
+
+
+def _has_moved(before: str, url: str, host: str) -> bool:
+    """Return whether sites that wait at the address `before` do not find this server, which listens on `host`."""
+    old, new = urlsplit(before), urlsplit(url)
+    is_elsewhere = old.hostname != new.hostname and host not in ANY_HOST
+    return bool(before) and (is_elsewhere or (old.scheme, old.port) != (new.scheme, new.port))
 
 
 def _asks_within_s(interval_s: float, heard: bool = False) -> float:

@@ -371,7 +371,7 @@ class Tickets:
         return self.get(ticket)
 
     def sat_out(self, fragment: int, base_version: int, since: int) -> list[str]:
-        """Return the sites that sit out a round, sorted.
+        """Return the sites that sit out a round, sorted. A site's newest ticket of the round decides.
 
         Args:
             fragment: the fragment.
@@ -379,8 +379,8 @@ class Tickets:
             since: lowest number of a ticket of this round.
         """
         found = self._journal.rows(
-            "SELECT DISTINCT site FROM tickets WHERE fragment = ? AND base_version = ? AND ticket >= ? "
-            "AND state = 'sat out' ORDER BY site",
+            "SELECT site FROM tickets WHERE state = 'sat out' AND ticket IN (SELECT max(ticket) FROM tickets "
+            "WHERE fragment = ? AND base_version = ? AND ticket >= ? GROUP BY site) ORDER BY site",
             fragment,
             base_version,
             since,

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from fault_world import EVERY_SITE_AND_ROUND, Result, Sites, serve_wide
-from harness.processes import Nursery
+from harness.processes import Nursery, free_port
 from kit import FederatedSites, run_to_end, serve, write_run_file
 from kit.servers import plain_server
 from kit.tls import write_certificate
+from kit.wire import WireSite
 
 import atoll
-from atoll.errors import AuthError, ConfigError, ServerUnreachable
+from atoll.errors import AuthError, ConfigError, PortInUse, ServerUnreachable
 from atoll.server import serve as server_module
 from atoll.testing.run import status
 
@@ -243,3 +244,46 @@ def test_a_server_says_when_the_usual_port_is_taken(
         monkeypatch.setattr(server_module, "DEFAULT_PORT", usual)
         with plain_server(tmp_path, {"w": torch.ones(2)}, **{"network.port": None}) as server:
             assert f"port {usual} cannot be used, so this server listens on {server.port}" in caplog.messages
+
+
+def test_a_run_that_continues_keeps_the_port_where_its_sites_wait(tmp_path: Path) -> None:
+    """Started with a port, then without: it takes the same one, and does not start while another program uses it."""
+    model = {"w": torch.ones(2)}
+    with plain_server(tmp_path, model, **{"network.port": 0}) as server:
+        url, port = server.url, server.port
+        WireSite(url, "a")
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        with pytest.raises(PortInUse, match=f"Sites of this run wait at {url}. Stop the process") as caught:
+            plain_server(tmp_path, model, **{"network.port": None}).start()
+        assert f"Port {port} on 127.0.0.1 is in use." in str(caught.value)
+    with plain_server(tmp_path, model, **{"network.port": None}) as server:
+        assert server.url == url
+
+
+@pytest.mark.covers("L13", "X4")
+def test_a_moved_server_names_the_sites_at_its_earlier_address(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start and in the status, until they have asked; a site that has left does not wait."""
+    model = {"w": torch.ones(2)}
+    silent = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
+    with plain_server(tmp_path, model, sites=2, **silent) as server:
+        old = server.url
+        a = WireSite(old, "a")
+        b = WireSite(old, "b")
+        WireSite(old, "c").leave()
+        for site in (a, b):
+            site.ticket()
+    settings = silent | {"network.port": free_port()}
+    with plain_server(tmp_path, model, sites=2, **settings) as server:
+        (told,) = [line for line in caplog.messages if "before; sites that wait there" in line]
+        assert told.startswith(f"the run was served at {old} before; sites that wait there (a and b) do not find")
+        assert f"listens on {server.url}. Start them again with this address" in told
+        waits = f"no request since the server restarted elsewhere than at {old}: a, b"
+        assert server.status().fragments[0].reason.endswith(waits)
+    caplog.clear()
+    with plain_server(tmp_path, model, sites=2, **settings):
+        assert "sites that wait there" not in caplog.text

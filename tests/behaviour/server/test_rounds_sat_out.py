@@ -134,6 +134,9 @@ def test_a_new_process_of_a_site_that_is_needed_may_train_after_all(tmp_path: Pa
         sites["b"].close()
         move(sites["b"], 1, 4.0)
         assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+        (summary,) = server.status().history
+    assert (summary.workers, summary.sat_out) == (["a", "b"], [])  # b's update counts, so it did not sit out
+    assert "sat out" not in summary.line()
 
 
 def test_a_quorum_waits_for_updates_not_for_sites(tmp_path: Path) -> None:

@@ -66,29 +66,46 @@ def test_the_time_left_counts_only_the_last_rounds(tmp_path: Path) -> None:
         assert run is not None
         left = TimeLeft(100, 1)
         for hour in range(1, 6):
-            left.committed(0.0, 3600.0 * hour)
+            left.committed(3600.0 * hour)
         for second in range(1, ROUNDS + 1):
-            left.committed(0.0, 5 * 3600.0 + second)
+            left.committed(5 * 3600.0 + second)
         assert left.of(run.state, 5 * 3600.0 + ROUNDS) == 100.0  # none is done: a hundred of a second each
         assert TimeLeft(0, 1).of(run.state, 0.0) is None
 
 
-def test_the_time_left_leaves_out_the_first_round(tmp_path: Path) -> None:
-    """A first round of 60 s, in which sites start, says nothing once a second one has taken 5 s."""
+def test_there_is_no_time_left_before_a_second_round_has_ended(tmp_path: Path) -> None:
+    """A first round of 60 s, in which sites start, says nothing; a second one of 5 s gives 50 s for ten rounds."""
     from atoll.server.coordinator.roster import TimeLeft
 
     with plain_server(tmp_path, START, rounds=10) as server:
         run = server._run
         assert run is not None
         left = TimeLeft(10, 1)
-        left.committed(0.0, 60.0)
-        assert left.of(run.state, 60.0) == 600.0  # nothing better is known
-        left.committed(60.0, 65.0)
+        left.committed(60.0)
+        assert left.of(run.state, 60.0) is None
+        left.committed(65.0)
         assert left.of(run.state, 65.0) == 50.0
         streaming = TimeLeft(10, 2)
-        for now_s in (50.0, 60.0, 62.0, 64.0):  # two fragments, each in its first round and then in its second
-            streaming.committed(0.0, now_s)
+        for now_s in (50.0, 60.0):  # the first round of each of two fragments
+            streaming.committed(now_s)
+        assert streaming.of(run.state, 60.0) is None
+        for now_s in (62.0, 64.0):
+            streaming.committed(now_s)
         assert streaming.of(run.state, 64.0) == 20.0
+
+
+@pytest.mark.covers("X4")
+def test_a_restarted_server_measures_rounds_anew(tmp_path: Path) -> None:
+    """The round that a restart interrupted gives no time left, however short its rest was; the next one does."""
+    told: list[float | None] = []
+    for rounds_here in (2, 3):
+        with plain_server(tmp_path, START, rounds=9) as server:
+            site = WireSite(server.url, "a")
+            for _ in range(rounds_here):
+                site.train().submit()
+                site.ask()  # answered after the commit
+                told.append(server.status().left_s)
+    assert [left is not None for left in told] == [False, True, False, True, True]
 
 
 @pytest.mark.covers("X4")
@@ -103,14 +120,14 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
                 told.append(server.status().left_s)
                 shown = command(nursery, tmp_path, "status", "--server", server.url).stdout.splitlines()[1]
                 named = re.search(r"rounds 4 in all, up .* s, about [\d.]+ s left$", shown)
-                assert bool(named) == (fl_round.number > 1)
+                assert bool(named) == (fl_round.number > 2)
                 fl_round.submit(fl_round.state_dict())
         over = server.status()
-    assert told[0] is None
-    assert all(left is not None and 0 < left < 60 for left in told[1:])
+    assert told[:2] == [None, None]
+    assert all(left is not None and 0 < left < 60 for left in told[2:])
     assert json.loads(over.model_dump_json())["left_s"] is None
     lines = [line for line in caplog.messages if line.startswith("round ")]
-    assert [bool(re.search(r"; about [\d.]+ s left$", line)) for line in lines] == [True, True, True, False]
+    assert [bool(re.search(r"; about [\d.]+ s left$", line)) for line in lines] == [False, True, True, False]
 
 
 @pytest.mark.covers("L6", "X4")
@@ -131,8 +148,9 @@ def test_a_status_compares_the_speeds_of_all_sites_once(tmp_path: Path, monkeypa
 def test_a_site_that_waits_is_told_which_sites_are_awaited_and_the_time_left(tmp_path: Path) -> None:
     with plain_server(tmp_path, START, rounds=5, sites=2) as server:
         a, b = (WireSite(server.url, site) for site in "ab")
-        for update in [site.train() for site in (a, b)]:
-            update.submit()
+        for _ in range(2):
+            for update in [site.train() for site in (a, b)]:
+                update.submit()
         a.train().submit()
         reply = a.ask(wait_s=0.0)
     assert (reply["status"], reply["reason"]) == ("wait", "its update is accepted; the round waits for b")
@@ -155,10 +173,11 @@ def test_no_time_is_named_while_a_run_waits_for_a_site(tmp_path: Path) -> None:
     with plain_server(tmp_path, START, rounds=3, sites=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as a:
             with atoll.join(server.url, site="b", folder=tmp_path / "w") as b:
-                for worker in (a, b):
-                    fl_round = next(iter(worker))
-                    fl_round.submit(fl_round.state_dict())
-                wait_until(lambda: server.status().version == 1, "the first round")
+                for _ in range(2):
+                    for worker in (a, b):
+                        fl_round = next(iter(worker))
+                        fl_round.submit(fl_round.state_dict())
+                wait_until(lambda: server.status().version == 2, "the first two rounds")
                 assert server.status().left_s is not None
             wait_until(lambda: [each.state for each in server.status().workers] == ["alive", "left"], "b's leaving")
             assert server.status().left_s is None

@@ -218,6 +218,22 @@ def test_a_site_ends_with_one_line_that_names_the_proxy(
     assert "\n" not in str(refused.value)
 
 
+def test_a_site_that_gives_up_repeats_the_last_cause_and_its_remedy(
+    tmp_path: Path, environment: pytest.MonkeyPatch
+) -> None:
+    """Behind a proxy that is away, to start the server does not help."""
+    environment.setenv("ATOLL_GIVE_UP_S", "0.2")
+    proxy = f"http://127.0.0.1:{free_port()}"
+    environment.setenv("HTTP_PROXY", proxy)
+    with pytest.raises(ServerLost, match="The last attempt failed: ") as lost:
+        atoll.join("http://fl.example", site="a", folder=tmp_path)
+    with pytest.raises(ServerUnreachable) as refused:
+        status("http://fl.example")
+    assert refused.value.message in lost.value.message
+    assert lost.value.remedy.startswith(refused.value.remedy)
+    assert "Start the server" not in str(lost.value)
+
+
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_is_away_cuts_or_speaks_no_http_is_named(environment: pytest.MonkeyPatch, scheme: str) -> None:
     name = f"{scheme.upper()}_PROXY"

@@ -6,9 +6,11 @@ import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from atoll.algorithms.resolve import ResolvedAlgorithm
-from atoll.posix import no_sync, replace_file
+from atoll.posix import no_sync, read_own, replace_file
 from atoll.protocol import routes, status_messages
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.coordinator import Coordinator
@@ -101,6 +103,15 @@ def write_status(run: Coordinator, status: status_messages.Status) -> None:
         replace_file(path, [status.model_dump_json().encode()], temporary=temporary, sync=no_sync)
     except OSError as error:
         LOG.info("%s cannot be written: %s", path, error.strerror)
+
+
+def address_before(state_dir: Path) -> str:
+    """Return the address at which the unfinished run of a state directory was served last; empty if there is none."""
+    try:
+        status = status_messages.Status.model_validate_json(read_own(state_dir / status_messages.KEPT))
+        return status.address if urlsplit(status.address).port and not status.finished else ""
+    except (OSError, ValueError):  # there is no run yet, or the file is damaged
+        return ""
 
 
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:

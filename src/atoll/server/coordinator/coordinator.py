@@ -40,6 +40,7 @@ from atoll.errors import (
 from atoll.format_text import time_left, visible
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events
+from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
@@ -163,7 +164,7 @@ class Coordinator:
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.no_space = ""  # why uploads are refused: the disk has too little space; else empty
         self.bytes_up = self.bytes_down = 0
-        self.started_s, self.address = time.monotonic(), ""
+        self.started_s, self.address, self._moved_from = time.monotonic(), "", ""
         self.watched_s: float | None = None  # time of the last status request of a client that is no site
 
         self.failed: AtollError | None = None
@@ -181,22 +182,24 @@ class Coordinator:
 
     # -- beginning and end
 
-    def start(self, address: str = "") -> None:
+    def start(self, address: str = "", moved_from: str = "") -> None:
         """Start the run: resume the work that the journal records. Call this on the server's event loop.
 
         Args:
             address: URL of the server.
+            moved_from: the earlier URL, at which sites do not find this server; empty if they do.
 
         Raises:
             ConfigError, RunFailed: the aggregator that the settings name cannot be started.
         """
-        self.address = address
+        self.address, self._moved_from = address, moved_from
         self._local_rounds.start(self.fail)
         if self.filtering.filters:
             LOG.info("filters for the updates and answers of sites: %s", self.filtering.filters)
         for text in self.advice:
             LOG.warning("%s", text)
         self.ledger.restore(self._snapshot)
+        self._say_moved()
         self.store.versions.wanted = self._unpulled
         if self._snapshot.finished and not self.state.finished:
             self.store.run_log.finish(False)  # rounds.total is larger than when the run finished
@@ -216,6 +219,18 @@ class Coordinator:
             self.spawn(self._finish())
         else:
             self.background.save_initial()
+
+    def _say_moved(self) -> None:
+        waiting = sorted(each.site for each in self.state.members.values() if each.state in ("alive", "dead"))
+        if self._moved_from and waiting:
+            LOG.warning(
+                "the run was served at %s before; sites that wait there (%s) do not find this server, which listens on "
+                "%s. Start them again with this address, or the server with the earlier one (network.host, "
+                "network.port).",
+                self._moved_from,
+                listed(waiting),
+                self.address,
+            )
 
     def send_away(self) -> None:
         """Answer all waiting requests now with an error, because the server is about to end."""
@@ -658,7 +673,7 @@ class Coordinator:
         """Describe what a fragment's round waits for, and the known problems of the missing sites."""
         sites = [site for site, _ in self.state.missing(fragment)]
         trouble = self.swarm.trouble(fragment) if self.swarm is not None else ""
-        silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s)
+        silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s, self._moved_from)
         return "; ".join(filter(None, [self.state.why(fragment, now_s), trouble, *silent]))
 
     async def get_ticket(self, ticket: int) -> messages.TicketState:
@@ -886,7 +901,7 @@ class Coordinator:
         if tracking.metric and value is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
-        self.time_left.committed(self.state.rounds[fragment].opened_s, time.monotonic())
+        self.time_left.committed(time.monotonic())
         self.apply(events.VersionCommitted(fragment, row.version, value))
         left = f"; {told}" if (told := time_left(self.time_left.of(self.state, time.monotonic()))) else ""
         LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)

@@ -477,7 +477,12 @@ twice this time is reported."""
 
 
 def why_silent(
-    sites: Sequence[str], roster: Mapping[str, Presence], state: State, network: Network, now_s: float
+    sites: Sequence[str],
+    roster: Mapping[str, Presence],
+    state: State,
+    network: Network,
+    now_s: float,
+    moved_from: str = "",
 ) -> list[str]:
     """Return texts about sites with a problem: no request since the restart, no heartbeats, or no progress.
 
@@ -487,10 +492,12 @@ def why_silent(
         state: state of the run.
         network: the network settings, among them the times of heartbeats.
         now_s: current time of `time.monotonic`.
+        moved_from: the server's address before its restart, if it is another one now.
     """
     interval_s, timeout_s, seen_s = network.heartbeat_interval_s, network.heartbeat_timeout_s, state.seen_s
     unheard = [site for site in sites if site in roster and not roster[site].heard]
-    reasons = [f"no request since the server restarted: {', '.join(unheard)}"] if unheard else []
+    moved = f" elsewhere than at {moved_from}" if moved_from else ""
+    reasons = [f"no request since the server restarted{moved}: {', '.join(unheard)}"] if unheard else []
     quiet = [site for site in sites if site not in unheard]
     quiet = [site for site in quiet if interval_s and now_s - seen_s.get(site, now_s) >= QUIET_BEATS * interval_s]
     if quiet:
@@ -512,13 +519,13 @@ ROUNDS = 20
 
 
 def left_s(commits_s: Sequence[float], commits_left: int, now_s: float) -> float | None:
-    """Return the estimated seconds until `commits_left` more versions are committed; None before the first commit.
+    """Return the estimated seconds until `commits_left` more versions are committed; None without two times.
 
     The estimate is `commits_left` × the mean time between commits, minus the time since the last commit. At most one
     mean is subtracted: a round that takes longer than the others does not make later rounds shorter.
 
     Args:
-        commits_s: times in order: the opening of the first round, then each commit.
+        commits_s: times of commits, in order.
         commits_left: number of commits until the end of the run.
         now_s: current time, by the same clock.
     """
@@ -540,24 +547,20 @@ class TimeLeft:
         self._rounds, self._fragments, self._count = rounds, fragments, 0
         self._commits_s: deque[float] = deque(maxlen=ROUNDS * fragments + 1)
 
-    def committed(self, opened_s: float, now_s: float) -> None:
-        """Record a commit.
+    def committed(self, now_s: float) -> None:
+        """Record a commit at time `now_s`.
 
-        Args:
-            opened_s: time at which the round was opened.
-            now_s: time of the commit, by the same clock.
+        The first round of each fragment gives no time: it contains the start of the sites.
         """
-        if not self._commits_s:
-            self._commits_s.append(opened_s)
-        elif self._count == self._fragments:  # the first rounds are slower: sites start, and files are new
-            self._commits_s = deque([self._commits_s[-1]], maxlen=self._commits_s.maxlen)
-        self._commits_s.append(now_s)
         self._count += 1
+        if self._count >= self._fragments:
+            self._commits_s.append(now_s)
 
     def of(self, state: State, now_s: float) -> float | None:
         """Return the estimated remaining seconds.
 
-        Return None if the run has no end or is over, if too few sites take part, or before the first commit.
+        Return None if the run has no end or is over, if too few sites take part, or before this process has committed a
+        round after the first.
         """
         stands_still = len(state.active_s) < state.rules.floor and any(each.phase == "open" for each in state.rounds)
         if not self._rounds or state.finished or stands_still:

@@ -127,6 +127,7 @@ class OutageTimer:
         self._server, self._clock, self.most_s = server, clock, give_up_s()
         self._lock = threading.Lock()
         self._since_s: float | None = None
+        self._cause: AtollError | None = None
         self.was_answered = False
 
     def answered(self) -> None:
@@ -134,10 +135,15 @@ class OutageTimer:
         with self._lock:
             self._since_s, self.was_answered = None, True
 
-    def failed(self) -> None:
-        """Record that the server has not answered an attempt."""
+    def failed(self, cause: AtollError | None = None) -> None:
+        """Record that the server has not answered an attempt.
+
+        Args:
+            cause: why the attempt failed, for the error of the last one; None: not known.
+        """
         with self._lock:
             self._since_s = self._clock() if self._since_s is None else self._since_s
+            self._cause = cause
 
     @property
     def seconds(self) -> float:
@@ -176,11 +182,14 @@ class OutageTimer:
 
     def error(self) -> ServerLost:
         """Return the error to raise when the worker gives up trying to reach the server."""
+        cause = self._cause
+        why = f" The last attempt failed: {cause.message}" if cause else ""
+        remedy = cause.remedy if cause and cause.remedy else "Start the server."
         return ServerLost(
-            f"{self._server} has not answered for {duration(self.seconds)}; this worker stops trying.",
-            "If the run has ended, its model is in the server's exports. Otherwise start the server, then this "
-            "worker again, which continues from its files. ATOLL_GIVE_UP_S sets for how many seconds a worker "
-            "keeps trying; 0 means no limit.",
+            f"{self._server} has not answered for {duration(self.seconds)}; this worker stops trying.{why}",
+            f"{remedy} Then start this worker again, which continues from its files. If the run has ended, its model "
+            "is in the server's exports. ATOLL_GIVE_UP_S sets for how many seconds a worker keeps trying; 0 means no "
+            "limit.",
         )
 
 
@@ -840,7 +849,7 @@ class Session:
         Any error counts as an answer, except an unreachable server, a stalled transfer and a damaged answer.
         """
         if isinstance(error, ServerUnreachable | TransferStalled) or error.is_damaged:
-            self.silence.failed()
+            self.silence.failed(error)
         else:
             self._answered()
 
