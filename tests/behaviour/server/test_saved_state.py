@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.cli import audit
-from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, UsageError
+from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, StoreError, UsageError
 from atoll.filters import NormClip
 from atoll.reducers.means import WeightedMean
 
@@ -400,6 +400,16 @@ def test_a_refused_start_leaves_an_empty_directory_empty(tmp_path: Path, saved: 
     with pytest.raises(ConfigError):
         loaded(saved, tmp_path, **{"algorithm.name": "fedadam"}).start()
     assert list(state.iterdir()) == []
+
+
+def test_a_state_is_saved_into_a_new_folder_but_not_over_one(tmp_path: Path, saved: Path) -> None:
+    with loaded(saved, tmp_path) as server:
+        assert server.save_state(tmp_path / "new" / "sub" / "x.safetensors").is_file()
+        for path in ("", tmp_path):
+            with pytest.raises(UsageError, match="names no file"):
+                server.save_state(path)
+        with pytest.raises(StoreError, match=r"The folder /proc/missing cannot be made"):
+            server.save_state("/proc/missing/x")
 
 
 def test_the_state_of_a_swarm_is_refused(tmp_path: Path) -> None:
