@@ -168,9 +168,7 @@ def _status(db: sqlite3.Connection, last: status_messages.Status, age_s: float) 
     is_over = all(each.state == "done" for each in workflows) if workflows else bool(ended)
     finished = is_over or (last.finished and last.epoch == epoch)
     counters = dict(db.execute("SELECT name, value FROM counters").fetchall())
-    found = db.execute(
-        "SELECT summary_json FROM history WHERE NOT lost AND summary_json != '' ORDER BY seq DESC LIMIT ?", (HISTORY,)
-    ).fetchall()
+    rounds = journal_tables.summaries(lambda sql, *values: db.execute(sql, values).fetchall(), HISTORY)
     return last.model_copy(
         update={
             "epoch": epoch,
@@ -180,7 +178,7 @@ def _status(db: sqlite3.Connection, last: status_messages.Status, age_s: float) 
             "fragments": _fragments(db, finished=finished or bool(ended)),
             "workflows": workflows,
             "workers": _workers(db, {worker.site: worker for worker in last.workers}, age_s, is_failed=bool(failed)),
-            "history": [status_messages.RoundSummary.model_validate_json(text) for (text,) in reversed(found)],
+            "history": [status_messages.RoundSummary.model_validate_json(each.summary_json) for each in rounds],
             "deaths": counters.get("deaths", 0),
             "refused": counters.get("refused", 0),
             "durable_version": db.execute("SELECT min(durable_version) FROM heads").fetchone()[0],

@@ -295,7 +295,8 @@ def _require_swarm(at: At, is_default: IsDefault) -> None:
         if path:
             raise ConfigError(
                 f"{key.removesuffix('.path')} is {path!r}, but {this}: workers do not load code by its path.",
-                "Make the code an entry point of a package that every site has installed, or set "
+                "Register the code under a name with atoll.register in the scripts of the server and of every site, or "
+                "make it an entry point of a package that all have installed, and set the name. Or set "
                 "swarm.enabled = false.",
             )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Self
 
 from pydantic import Field
 
@@ -59,7 +60,7 @@ class RoundSummary(Message):
 
     fragment: Count
     round: Count
-    version: Count
+    version: Count | None = Field(description="Version that the round made; null: none, because all sites sat out.")
     workers: Many[Shown]
     weights: Many[float]
     metrics: Table[float] = Field(description="Weighted mean over the workers that reported the metric.")
@@ -82,9 +83,37 @@ class RoundSummary(Message):
     checker: Shown = Field("", description="Worker that checked the version before it became the head.")
     sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sat out the round.")
 
+    @classmethod
+    def sat_out_by_all(cls, fragment: int, number: int, sites: Sequence[str], population: int) -> Self:
+        """Return the summary of a round that ended without a version, because all sites sat out.
+
+        Args:
+            fragment: index of the fragment.
+            number: number of the round.
+            sites: the sites that sat out.
+            population: number of workers that had joined when the round ended.
+        """
+        return cls(
+            fragment=fragment,
+            round=number,
+            version=None,
+            workers=[],
+            weights=[],
+            metrics={},
+            counts={},
+            seconds=0.0,
+            grad_norm=None,
+            bytes_up=0,
+            expected=len(sites),
+            population=population,
+            sat_out=list(sites),
+        )
+
     def line(self, *, has_fragments: bool = False) -> str:
         """Return the round as one line of text; if the run has several fragments, the line names the fragment."""
         of = of_fragment(self.fragment if has_fragments else None)
+        if self.version is None:
+            return f"round {self.round}{of}: no version, because all sites sat out ({', '.join(self.sat_out)})"
         updates = counted(len(self.workers), "update")
         is_partial = len(self.workers) + len(self.sat_out) < self.expected
         instead = f" instead of {self.expected}" if is_partial else ""

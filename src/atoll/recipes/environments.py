@@ -39,7 +39,7 @@ from atoll.errors import (
     UsageError,
     public_api,
 )
-from atoll.format_text import numbers
+from atoll.format_text import counted, numbers
 from atoll.posix import OWN_FOLDER, read_named, read_own
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
@@ -465,8 +465,10 @@ def model_of(settings: Settings, folder: Path) -> Path:
 
 def round_line(summary: RoundSummary, rounds: int) -> str:
     """Return one line about a round: its number, updates and metrics."""
+    if summary.version is None:
+        return f"round {summary.round} of {rounds}, all sites sat out"
     told = numbers(summary.metrics)
-    return f"round {summary.round} of {rounds}, {len(summary.workers)} updates{': ' if told else ''}{told}"
+    return f"round {summary.round} of {rounds}, {counted(len(summary.workers), 'update')}{': ' if told else ''}{told}"
 
 
 @contextlib.contextmanager

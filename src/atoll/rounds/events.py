@@ -284,12 +284,16 @@ class RoundSatOut(Decision):
         base_version: version that the round started from. The next round starts from the same one.
         in_a_row: number of rounds, this one included, that ended so since `base_version` was committed.
         next_ticket: tickets with this number or a later one belong to later rounds.
+        number: number of the round.
+        sites: the sites, sorted.
     """
 
     fragment: int
     base_version: int
     in_a_row: int
     next_ticket: int
+    number: int
+    sites: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

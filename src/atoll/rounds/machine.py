@@ -251,7 +251,8 @@ def _end_sat_out(draft: StateDraft, fragment: int) -> None:
     """End a round that all sites have sat out: without a version, and as one of `rounds.total` rounds."""
     round_ = draft.round(fragment)
     in_a_row = round_.sat_out_in_a_row + 1
-    draft.effects.append(events.RoundSatOut(fragment, round_.head, in_a_row, draft.state.next_ticket))
+    ended = (fragment, round_.head, in_a_row, draft.state.next_ticket, round_.number, round_.sat_out)
+    draft.effects.append(events.RoundSatOut(*ended))
     draft.change_round(fragment, sat_out_rounds=round_.sat_out_rounds + 1, sat_out_in_a_row=in_a_row)
     _expire(draft, fragment)
     _go_on(draft, fragment, "all sites sat out", "all sites sat out the last round")

@@ -51,7 +51,7 @@ from atoll.tensors.schema import TensorSpec
 LOG = logging.getLogger("atoll.server")
 
 ENTRY = "atoll.state"
-FORMAT = 1
+FORMAT = 2
 """Number of the file's format."""
 OF_VERSION, OF_OUTER = "atoll:version:", "atoll:outer:"
 READ_BYTES = 2**20

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
 from atoll.errors import AtollError, StoreError, UsageError, public_api
+from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
@@ -219,7 +220,7 @@ class Server:
         return done
 
     def save_state(self, path: str | Path) -> Path:
-        """Write the run's state to `path`, as a safetensors file, and return the path.
+        """Write the run's state to `path`, as a safetensors file, and return the path. Make a missing folder.
 
         The file has the newest version of the model, under the names of its tensors. Further tensors are the state of
         the outer optimizer and the algorithm's own, such as SCAFFOLD's c. The metadata has the round of each fragment,
@@ -229,16 +230,20 @@ class Server:
         To continue this run on this machine, nothing needs to be saved: the state directory is always up to date.
 
         Raises:
-            UsageError: the run is a swarm, or kept its versions in memory and has ended.
+            UsageError: the run is a swarm, or kept its versions in memory and has ended; or `path` names no file.
+            StoreError: the folder of `path` cannot be made or written.
             StateLocked: the server has ended, and another one uses its state directory.
             DiskFull: there is no space; no partial file is left.
         """
-        run = self._require_run()
+        run, path = self._require_run(), Path(path)
+        if not path.name or path.is_dir():
+            raise UsageError(f"save_state got {str(path)!r}, which names no file.", "Pass the path of a file.")
+        require_writable_folder(path.parent, "Pass a path in a folder that this user may write.")
         while True:
             ended = run.store.journal.closed
             try:
                 with open_again(run.plan, run.store) as store:
-                    return save(run.plan, store, Path(path), self._code)
+                    return save(run.plan, store, path, self._code)
             except StoreError:
                 if ended or not run.store.journal.closed:  # else the server has ended meanwhile
                     raise

@@ -117,7 +117,10 @@ def open_run(
         StoreError: a file or folder cannot be used: for example, a folder has the name of a file, or another user owns
             the file.
     """
-    with usable(settings.disk.state_dir, settings.exports):
+    directory = settings.disk.state_dir
+    with usable(directory, settings.exports):
+        is_missing = not os.path.lexists(directory)
+        is_empty = is_missing or (directory.is_dir() and not any(directory.iterdir()))
         store = Store(
             settings.disk.state_dir,
             durability=settings.disk.durability,
@@ -155,6 +158,8 @@ def open_run(
                 _write_first(plan, store, initial_model(settings, model))
                 lost = store.recover()
         except BaseException:
+            if is_empty and store.journal.usable and store.run_log.run is None:  # leave no trace of a refused start
+                store.discard(with_folder=is_missing)
             store.close()
             raise
     return plan, store, lost

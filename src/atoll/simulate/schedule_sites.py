@@ -129,7 +129,7 @@ class SiteScheduler:
         self._jobs: dict[str, Job] = {}
         self._counted = set[str]()  # sites with an accepted update in the run
         self._bases = VersionsInUse(run.store.versions)
-        self._done = self._versions()
+        self._done = run.state.rounds[0].done
         self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
@@ -253,16 +253,11 @@ class SiteScheduler:
         )
 
     def _tell_of_rounds(self) -> None:
-        done = self._versions()
+        done = self._run.state.rounds[0].done
         if done > self._done:
-            for row in self._run.store.run_log.history(done - self._done, 0):
-                self._on_round(status_messages.RoundSummary.model_validate_json(row.summary_json))
+            for each in self._run.store.run_log.summaries(done - self._done, 0):
+                self._on_round(status_messages.RoundSummary.model_validate_json(each.summary_json))
             self._done = done
-
-    def _versions(self) -> int:
-        """Return the number of rounds that have led to a version."""
-        round_ = self._run.state.rounds[0]
-        return round_.done - round_.sat_out_rounds
 
     # -- sites
 

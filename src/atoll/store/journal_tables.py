@@ -10,6 +10,7 @@ program changes a value, the row no longer matches its checksum.
 
 from __future__ import annotations
 
+import heapq
 import json
 import os
 import sqlite3
@@ -184,13 +185,14 @@ class RoundRow:
 
 @dataclass(frozen=True, slots=True)
 class SatOutRow:
-    """The rounds of one fragment that ended without a version, because all sites sat out.
+    """A round of one fragment that ended without a version, because all sites sat out.
 
     Attributes:
-        base_version: the version that the last one of these rounds started from.
-        in_a_row: number of these rounds that started from `base_version`.
-        total: number of all these rounds.
+        base_version: the version that the round started from.
+        in_a_row: number of such rounds, this one included, that started from `base_version`.
+        total: number of all such rounds of the fragment so far, this one included.
         first_ticket: tickets with a lower number and this base version belong to rounds that have ended.
+        summary_json: summary of the round; empty in the row that a saved state begins with, if there was no such round.
     """
 
     fragment: int
@@ -198,6 +200,8 @@ class SatOutRow:
     in_a_row: int
     total: int
     first_ticket: int
+    summary_json: str = ""
+    created_at: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +444,7 @@ def _split_digests(joined: bytes) -> tuple[bytes, ...]:
 RUNS = Table("run", RunRow, "id INTEGER PRIMARY KEY CHECK (id = 1)")
 MEMBERS = Table("members", MemberRow, "PRIMARY KEY (site)", "UNIQUE (lease)")
 ROUNDS = Table("rounds", RoundRow, "PRIMARY KEY (fragment, base_version)")
-SAT_OUT = Table("sat_out_rounds", SatOutRow, "PRIMARY KEY (fragment)")
+SAT_OUT = Table("sat_out_rounds", SatOutRow, "PRIMARY KEY (fragment, total)")
 TICKETS = Table(
     "tickets",
     TicketRow,
@@ -469,8 +473,44 @@ HISTORY = Table("history", HistoryRow, "seq INTEGER PRIMARY KEY", "lost INTEGER 
 GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
+
+class Summary(NamedTuple):
+    """The summary of a round that has ended."""
+
+    fragment: int
+    round: int
+    summary_json: str
+    created_at: str
+
+
+def summaries(
+    query: Callable[..., list[tuple[Any, ...]]], limit: int | None, fragment: int | None = None
+) -> list[Summary]:
+    """Return the summaries of the last `limit` rounds that have ended, with or without a version, oldest first.
+
+    Args:
+        query: function (SQL, *values) → rows of the journal.
+        limit: number of rounds; None returns all.
+        fragment: only rounds of this fragment; None returns those of all fragments.
+    """
+    found = [
+        [
+            Summary(of, json.loads(text)["round"], text, at)
+            for of, text, at in query(
+                f"SELECT fragment, summary_json, created_at FROM {rounds} AND summary_json != '' "
+                "AND (?1 IS NULL OR fragment = ?1) ORDER BY rowid DESC LIMIT ?2",
+                fragment,
+                -1 if limit is None else limit,
+            )
+        ][::-1]
+        for rounds in ("history WHERE NOT lost", "sat_out_rounds WHERE total > 0")
+    ]
+    merged = list(heapq.merge(*found, key=lambda each: (each.created_at, each.round)))
+    return merged if limit is None else merged[max(len(merged) - limit, 0) :]
+
+
 TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, GENERATIONS, AUDIT)
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 
 SCHEMA = f"""
 CREATE TABLE meta (

@@ -25,9 +25,11 @@ from atoll.store.journal_tables import (
     RoundRow,
     RunRow,
     SatOutRow,
+    Summary,
     Totals,
     connect_read_only,
     require_regular_files,
+    summaries,
     utc_text,
 )
 
@@ -332,7 +334,7 @@ class RunLog:
         self._journal.count(shapes_counter(fragment))
         self._audit.append("reshaped", fragment=fragment, version=0, digest=digest, tickets=[])
 
-    def end_sat_out(self, fragment: int, base_version: int, in_a_row: int, next_ticket: int) -> None:
+    def end_sat_out(self, fragment: int, base_version: int, in_a_row: int, next_ticket: int, summary_json: str) -> None:
         """Record that a round has ended without a version, because all sites sat out.
 
         Args:
@@ -340,6 +342,7 @@ class RunLog:
             base_version: the version that the round started from.
             in_a_row: number of rounds, this one included, that ended so since this version was committed.
             next_ticket: number of the next ticket, which belongs to the next round.
+            summary_json: summary of the round.
 
         Raises:
             StoreError: the round is not open.
@@ -350,18 +353,26 @@ class RunLog:
             )
             if not ended:
                 raise self._not_open(fragment, base_version)
+            total = self.sat_out(fragment).total + 1
             self._journal.insert(
                 SAT_OUT,
-                SatOutRow(fragment, base_version, in_a_row, 1, next_ticket),
-                "ON CONFLICT (fragment) DO UPDATE SET base_version = excluded.base_version, "
-                "in_a_row = excluded.in_a_row, total = total + 1, first_ticket = excluded.first_ticket",
+                SatOutRow(fragment, base_version, in_a_row, total, next_ticket, summary_json, utc_text()),
             )
-            total = self.sat_out(fragment).total
             self._audit.append("sat out by all", fragment=fragment, base_version=base_version, total=total)
 
     def sat_out(self, fragment: int) -> SatOutRow:
-        """Return the record of a fragment's rounds that ended without a version; all zero if there was none."""
-        return self._journal.first(SAT_OUT, "WHERE fragment = ?", fragment) or SatOutRow(fragment, 0, 0, 0, 0)
+        """Return the record of a fragment's last round that ended without a version; all zero if there was none."""
+        where = "WHERE fragment = ? ORDER BY total DESC LIMIT 1"
+        return self._journal.first(SAT_OUT, where, fragment) or SatOutRow(fragment, 0, 0, 0, 0)
+
+    def summaries(self, limit: int | None, fragment: int | None = None) -> list[Summary]:
+        """Return the summaries of the last `limit` rounds that have ended, with or without a version, oldest first.
+
+        Args:
+            limit: number of rounds; None returns all.
+            fragment: only rounds of this fragment; None returns those of all fragments.
+        """
+        return summaries(self._journal.rows, limit, fragment)
 
     # -- history
 

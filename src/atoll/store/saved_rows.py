@@ -114,10 +114,7 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
             audit.append("fell back", fragment=fragment, lost=newest[fragment], version=head, tickets=[])
     for values in rows["generations"]:
         journal.insert(GENERATIONS, GENERATIONS.read(tuple(values)))
-    sat_out = {row.fragment: row.total for row in (SAT_OUT.read(tuple(values)) for values in rows["sat_out_rounds"])}
-    first_ticket = 1 + max((TICKETS.read(tuple(values)).ticket for values in rows["tickets"]), default=0)
-    for fragment, head in enumerate(heads):  # no round has begun here, so all these tickets belong to earlier rounds
-        journal.insert(SAT_OUT, SatOutRow(fragment, head, 0, sat_out.get(fragment, 0), first_ticket))
+    _restore_sat_out(store, rows, heads)
     for place, name, ended_at in rows["workflows"]:
         journal.execute("INSERT INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, ended_at)
     if rows["finished"]:
@@ -128,3 +125,19 @@ def restored_state(store: Store) -> str:
     """Return the id of the saved state with which the run in this state directory began; empty if with a model."""
     found = store.journal.value("SELECT json_extract(detail_json, '$.state') FROM audit WHERE what = 'restored'")
     return str(found or "")
+
+
+def _restore_sat_out(store: Store, rows: Rows, heads: Sequence[int]) -> None:
+    """Restore the rounds that all sites sat out. No round has begun here, so all tickets belong to earlier rounds."""
+    journal, total = store.journal, [0] * len(heads)
+    for row in (SAT_OUT.read(tuple(values)) for values in rows["sat_out_rounds"]):
+        journal.insert(SAT_OUT, row)
+        total[row.fragment] = max(row.total, total[row.fragment])
+    first_ticket = 1 + max((TICKETS.read(tuple(values)).ticket for values in rows["tickets"]), default=0)
+    for fragment, head in enumerate(heads):
+        journal.insert(
+            SAT_OUT,
+            SatOutRow(fragment, head, 0, total[fragment], first_ticket),
+            "ON CONFLICT (fragment, total) DO UPDATE SET base_version = excluded.base_version, "
+            "in_a_row = excluded.in_a_row, first_ticket = excluded.first_ticket",
+        )

@@ -18,6 +18,7 @@ import itertools
 import logging
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -41,6 +42,7 @@ from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
 from atoll.store.file_slots import FileShape, FragmentShapes, Slots, is_slot_name
 from atoll.store.journal import Durability, Journal
+from atoll.store.journal_tables import files_of
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
@@ -283,6 +285,21 @@ class Store:
                 self.journal.close()
                 self.audit.close()
                 self._lock.close()
+
+    def discard(self, *, with_folder: bool) -> None:
+        """Close, and remove what this store has made in a directory that was empty, because no run began there.
+
+        Args:
+            with_folder: whether to remove the directory, too.
+        """
+        with contextlib.closing(Lock(os.dup(self._lock.fd))):  # no other server takes the directory meanwhile
+            self.close()
+            with contextlib.suppress(OSError):
+                shutil.rmtree(self.directory / "slots")
+                for path in (*files_of(self.journal.path), self.directory / NAME, self.directory / "lock"):
+                    path.unlink(missing_ok=True)
+                if with_folder:
+                    self.directory.rmdir()
 
     def __enter__(self) -> Self:
         return self

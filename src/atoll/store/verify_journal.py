@@ -257,8 +257,8 @@ class _Comparison:
         if fragment in self._sat_out_fragments:
             return ""
         self._sat_out_fragments.add(fragment)
-        found = self._rows("SELECT total FROM sat_out_rounds WHERE fragment = ?", fragment)
-        recorded = found[0][0] if found else 0
+        found = self._rows("SELECT max(total) FROM sat_out_rounds WHERE fragment = ?", fragment)
+        recorded = found[0][0] or 0
         if recorded == total:
             return ""
         return (

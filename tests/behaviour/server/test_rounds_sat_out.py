@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ from torch import nn
 
 import atoll
 from atoll.cli import audit
-from atoll.cli.status import plain
+from atoll.cli.state_directory import stored_status
+from atoll.cli.status import latest, plain
 from atoll.errors import StateCorrupt
 from atoll.protocol.values import UpdateInfo
-from atoll.testing.run import Threads
+from atoll.testing.run import Threads, history
 
 START = {"w": torch.zeros(2)}
 MOMENTUM = {
@@ -99,6 +101,32 @@ def test_rounds_that_all_sites_sit_out_end_the_run_without_a_version(
     assert {state for _, _, state in outcomes(tmp_path)} == {"sat out"}
 
 
+def test_each_round_that_all_sites_sit_out_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Round 1 of three ends without a version, round 2 makes version 1, and a restarted server sits out round 3."""
+    caplog.set_level(logging.INFO)
+    port, state = {"network.port": free_port()}, tmp_path / "state"
+    expected = [(1, None, [], ["a"]), (2, 1, ["a"], []), (3, None, [], ["a"])]
+    with plain_server(tmp_path, START, sites=1, rounds=3, **port) as server:
+        sites = manual_sites(server, tmp_path, "a")
+        sit_out(sites["a"], 1)
+        move(sites["a"], 2, 1.0)
+        assert sites["a"].next_round() == 3
+        assert brief(each.model_dump() for each in server.status().history) == expected[:2]
+        assert any("round 1: no version, because all sites sat out (a)" in line for line in latest(server.status()))
+    with plain_server(tmp_path, sites=1, rounds=3, **port) as server:
+        assert brief(history(state)) == expected[:2]
+        sit_out(sites["a"], 3)
+        finish(server, sites)
+    assert brief(history(state)) == expected
+    assert brief(each.model_dump() for each in stored_status(state)[0].history) == expected
+    assert any("all sites sat out round 1," in line for line in logged(caplog))
+
+
+def brief(rounds: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    """Number, version, workers and sites that sat out, for each round."""
+    return [(each["round"], each["version"], each["workers"], each["sat_out"]) for each in rounds]
+
+
 def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) -> None:
     """With momentum 0.5 and updates of 1 in rounds 1 and 3: 1, then 1 + 1.5 = 2.5; a step in round 2 would add 0.5."""
     with plain_server(tmp_path, START, sites=1, rounds=3, **MOMENTUM) as server:
@@ -107,7 +135,7 @@ def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) 
         sit_out(sites["a"], 2)
         move(sites["a"], 3, 1.0)
         assert finish(server, sites)["w"].tolist() == [2.5, 2.5]
-        assert [each.round for each in server.status().history] == [1, 3]
+        assert [(each.round, each.version) for each in server.status().history] == [(1, 1), (2, None), (3, 2)]
 
 
 def test_a_site_that_sits_out_does_not_count_for_min_sites(tmp_path: Path) -> None:

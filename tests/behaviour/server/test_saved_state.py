@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import atoll
 from atoll.cli import audit
-from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, UsageError
+from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, StoreError, UsageError
 from atoll.filters import NormClip
 from atoll.reducers.means import WeightedMean
 
@@ -280,7 +280,8 @@ def test_other_fixed_settings_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         loaded(saved, tmp_path, **settings).start()
-    with loaded(saved, tmp_path) as server:  # nothing was left there
+    assert not (tmp_path / "state").exists()
+    with loaded(saved, tmp_path) as server:
         assert server.status().version == 1
 
 
@@ -374,7 +375,8 @@ def test_no_state_is_told_as_such(tmp_path: Path, saved: Path, change: Callable[
     change(path)
     with pytest.raises(AtollError, match=told):
         loaded(path, tmp_path).start()
-    with loaded(saved, tmp_path) as server:  # the directory is as before
+    assert not (tmp_path / "state").exists()
+    with loaded(saved, tmp_path) as server:
         assert server.status().version == 1
 
 
@@ -386,6 +388,28 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, saved: Path) -> None:
         flip_bit(path, offset, bit=offset % 7)
         with pytest.raises((StateCorrupt, ConfigError), match=re.escape(str(path))):
             loaded(path, tmp_path).start()
+        assert not (tmp_path / "state").exists()
+
+
+def test_a_refused_start_leaves_an_empty_directory_empty(tmp_path: Path, saved: Path) -> None:
+    """A new run without a model, and a saved one with another algorithm, are refused; the user's folder stays."""
+    (state := tmp_path / "state").mkdir()
+    with pytest.raises(ConfigError):
+        plain_server(tmp_path, **{"model.source": str(tmp_path / "missing.safetensors")}).start()
+    assert list(state.iterdir()) == []
+    with pytest.raises(ConfigError):
+        loaded(saved, tmp_path, **{"algorithm.name": "fedadam"}).start()
+    assert list(state.iterdir()) == []
+
+
+def test_a_state_is_saved_into_a_new_folder_but_not_over_one(tmp_path: Path, saved: Path) -> None:
+    with loaded(saved, tmp_path) as server:
+        assert server.save_state(tmp_path / "new" / "sub" / "x.safetensors").is_file()
+        for path in ("", tmp_path):
+            with pytest.raises(UsageError, match="names no file"):
+                server.save_state(path)
+        with pytest.raises(StoreError, match=r"The folder /proc/missing cannot be made"):
+            server.save_state("/proc/missing/x")
 
 
 def test_the_state_of_a_swarm_is_refused(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ UNIQUES: dict[str, str | list[str]] = {
     "members.lease": MEMBER + "('c', 1, 'alive', '', '', '{}', '', 0, '')",
     "rounds.fragment, rounds.base_version": ROUND + "(0, 0, 'committed', '[]', '[]', '')",
     "rounds.fragment": [ROUND + f"(0, 2, '{state}', '[]', '[]', '')" for state in ("open", "frozen")],
-    "sat_out_rounds.fragment": "INSERT INTO sat_out_rounds (fragment, base_version, in_a_row, total, first_ticket) "
-    "VALUES (0, 0, 1, 1, 2), (0, 1, 1, 2, 3)",
+    "sat_out_rounds.fragment, sat_out_rounds.total": "INSERT INTO sat_out_rounds (fragment, base_version, in_a_row, "
+    "total, first_ticket) VALUES (0, 0, 1, 1, 2), (0, 1, 1, 1, 3)",
     "tickets.ticket": TICKET + "(1, 'c', 0, 1, 'open', NULL, NULL, 0, NULL)",
     "tickets.site, tickets.fragment, tickets.base_version": [
         TICKET + "(9, 'a', 0, 1, 'open', NULL, NULL, 0, NULL)",  # beside the accepted one of site a

@@ -57,7 +57,7 @@ class Exports:
         self.folder: Path = plan.settings.exports
         self._lock = threading.Lock()
         self._complete = False  # whether the metrics file has a line for every round
-        self._newest: dict[int, int] = {}  # fragment → the version in its last line
+        self._newest: dict[int, int] = {}  # fragment → the round in its last line
 
     def save(self, heads: Sequence[int] | None = None) -> Path:
         """Export a version as `model.safetensors`, and return the path.
@@ -82,16 +82,16 @@ class Exports:
 
         Args:
             summary: summary of the round.
-            at: time of the commit, ISO 8601.
+            at: time of the end of the round, ISO 8601.
 
         Raises:
             StoreError: the export folder cannot be made or written. The old file stays as it is.
         """
         with self._lock:
-            if self._newest.get(summary.fragment, 0) >= summary.version:
-                return  # the file was written again after the commit
+            if self._newest.get(summary.fragment, 0) >= summary.round:
+                return  # the file was written again after the round
             if self._complete and self._append(self._line(summary.model_dump_json(), at)):
-                self._newest[summary.fragment] = summary.version
+                self._newest[summary.fragment] = summary.round
             else:
                 self._rewrite()
 
@@ -124,13 +124,13 @@ class Exports:
 
     def _rewrite(self) -> None:
         self._complete = False
-        rows = [row for row in self._store.run_log.history(None) if row.summary_json]
-        lines = (self._line(row.summary_json, row.created_at) for row in rows)
+        rounds = self._store.run_log.summaries(None)
+        lines = (self._line(each.summary_json, each.created_at) for each in rounds)
         target, temporary = self.folder / METRICS, self.folder / f".{METRICS}.tmp"
         with made(self.folder, self._store.directory):
             mode = mode_in(self._store.directory, target)
             replace_file(target, lines, temporary=temporary, sync=no_sync, mode=mode)
-        self._complete, self._newest = True, {row.fragment: row.version for row in rows}
+        self._complete, self._newest = True, {each.fragment: each.round for each in rounds}
 
     def _line(self, summary_json: str, at: str) -> bytes:
         return f"{json.dumps({'at': at, 'run': self._store.run_log.run_id, **json.loads(summary_json)})}\n".encode()
@@ -436,8 +436,7 @@ class BackgroundWriter:
         if due and not finished:
             self.persistor.save(self._plan, self._store, heads)
         try:
-            async with self._metrics_in_turn:  # asynchronous commits may come faster than lines are written
-                await loop.run_in_executor(self._io, self.exports.append_metrics, summary, row.created_at)
+            await self._append_metrics(summary, row.created_at)
             if due:
                 try:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
@@ -454,6 +453,21 @@ class BackgroundWriter:
                 await self.save_best(self._measured)
         except (AtollError, OSError) as error:
             self._go_on_after(error, row.version)
+
+    async def _append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
+        loop = asyncio.get_running_loop()
+        async with self._metrics_in_turn:  # asynchronous commits may come faster than lines are written
+            await loop.run_in_executor(self._io, self.exports.append_metrics, summary, at)
+
+    async def after_sat_out(self, fragment: int) -> None:
+        """Write the metrics of the fragment's last round that all sites sat out: it has no version."""
+        row = self._store.run_log.sat_out(fragment)
+        summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
+        try:
+            await self._append_metrics(summary, row.created_at)
+            self._said_unwritten = False
+        except (AtollError, OSError) as error:
+            self._go_on_after(error, row.base_version)
 
     def _go_on_after(self, error: AtollError | OSError, version: int) -> None:
         """Raise the error if the run cannot continue after it. Else log it, once until files can be written again."""

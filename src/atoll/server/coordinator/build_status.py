@@ -36,7 +36,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     durable = [version for version in found if version is not None]
     roster, local_steps = sorted(run.roster.items()), run.local_steps(run.roster)
-    history = [_summary(row.summary_json) for row in run.store.run_log.history(HISTORY) if row.summary_json]
+    history = [_summary(each.summary_json) for each in run.store.run_log.summaries(HISTORY)]
     return status_messages.Status(
         run=run.store.run_log.run_id,
         name=settings.run.name,

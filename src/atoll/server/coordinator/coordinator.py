@@ -324,6 +324,7 @@ class Coordinator:
                 LOG.warning("%s", self.store.run_log.generation.reason)
             case events.RoundSatOut():
                 self.attendance.all_sat_out(effect, self.state)
+                self._last_write = self.spawn(self.background.after_sat_out(effect.fragment))
             case events.BestFound(measured):
                 self._saving_best = self.spawn(self.background.save_best(measured))
             case events.RunFinished():

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, MutableMapping, Sequence
 
 from atoll.errors import DiskFull, StoreError, transient_reason
+from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events, machine
 from atoll.rounds.early_stopping import MetricProgress
 from atoll.rounds.leases import Member
@@ -148,7 +149,8 @@ def record_in(
                 case events.RoundClosed(fragment, base, numbers):
                     run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
                 case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
-                    run_log.end_sat_out(fragment, base, in_a_row, next_ticket)
+                    summary = RoundSummary.sat_out_by_all(fragment, effect.number, effect.sites, len(roster))
+                    run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
                 case events.RunFinished():
                     run_log.finish()
 

@@ -317,7 +317,7 @@ class Attendance:
             LOG.warning("%s", _all_sat_out(effect.in_a_row))
         else:
             of = of_fragment(effect.fragment if len(state.rounds) > 1 else None)
-            LOG.info("all sites sat out a round%s, so it ended without a version", of)
+            LOG.info("all sites sat out round %d%s, so it ended without a version", effect.number, of)
 
     def closed(self, summary: status_messages.RoundSummary) -> None:
         """Warn if a round was closed without an update of some site.
