@@ -304,6 +304,7 @@ def test_sites_sit_out_rounds_of_a_swarm_as_of_a_server(tmp_path: Path, is_swarm
     assert [(set(row.workers), row.sat_out) for row in history] == [
         (set(SITES), []),
         (others, ["b"]),
+        (set(), [*SITES]),
         (set(SITES), []),
     ]
     begun = dict(wide_model().named_parameters())
