@@ -342,7 +342,7 @@ def test_streamed_fragments_come_to_the_same_end_everywhere_though_aggregator_an
     """Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew."""
     lives = ("accept.after=kill@2", "head.before=kill")
     with (
-        ServerProcess(nursery, tmp_path, lives, **DILOCO, **STREAMING, **IN_TURN) as server,
+        ServerProcess(nursery, tmp_path, lives, **DILOCO | STREAMING | {"swarm.aggregators": ["a"]}) as server,
         processes(nursery, tmp_path, server.url, {"a": ["pass.chunk=kill"]}, LOOP="diloco") as killed,
     ):
         others = Loops(server.url, tmp_path, names="bc")
