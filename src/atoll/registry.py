@@ -467,7 +467,8 @@ def require_known(kind: str, setting: str, name: OwnName) -> None:
     """
     if ":" not in name.text and not is_known(kind, name.text):
         known = names(kind)
-        raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", nearest(name.text, known))
+        own = f"For code of your own, set {setting.removesuffix('.name')}.path, or call atoll.register."
+        raise ConfigError(f"{setting} = {name!r} is not one of {', '.join(known)}.", nearest(name.text, known, own))
 
 
 def options_of(build: Callable[..., Any], name: str) -> str:

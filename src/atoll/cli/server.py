@@ -154,7 +154,8 @@ def _announce(server: Server, settings: Settings) -> None:
         LOG.info("continuing the run at version %d", version)
     if not status.finished:
         LOG.info(
-            "start a worker: atoll worker --server %s --site NAME -- python train.py%s",
+            "start a worker: %satoll worker --server %s --site NAME -- python train.py%s",
+            "ATOLL_SWARM=1 " if settings.swarm.enabled else "",  # a site takes part in a swarm only if it says so
             server.url,
             _FOR_TLS if settings.network.tls_cert else "",
         )

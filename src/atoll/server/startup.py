@@ -344,7 +344,7 @@ def _say_rules(settings: Settings, schema: Schema) -> None:
     """Log the rules of unusual buffers, and warnings about patterns of `model.buffers` without a match or an effect."""
     if text := described(schema):
         LOG.info(
-            "rules of the buffers that are neither running statistics nor counters: %s. To change a rule, set "
+            "rules that differ from those of running statistics (mean) and counters (max): %s. To change a rule, set "
             "model.buffers in a new run.",
             text,
         )

@@ -108,3 +108,17 @@ def test_how_long_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         monkeypatch.setenv("ATOLL_GIVE_UP_S", wrong)
         with pytest.raises(ConfigError, match=f"ATOLL_GIVE_UP_S is '{wrong}'"):
             atoll.join("http://127.0.0.1:9", site="a", folder=tmp_path)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_site_does_not_say_that_it_has_left_if_no_server_heard_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, runs: bool
+) -> None:
+    caplog.set_level("INFO", "atoll")
+    with serve(tmp_path, sites=1, rounds=0) as server:
+        worker = atoll.join(server.url, site="a", folder=tmp_path / "w")
+        if not runs:
+            server.stop()
+        worker.leave()
+    (line,) = [each for each in caplog.messages if "after sending" in each]
+    assert line.startswith("a: left the run" if runs else "a: ended (the server does not answer, and was not told)")

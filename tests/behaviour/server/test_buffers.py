@@ -177,8 +177,8 @@ def test_names_the_rules_of_unusual_buffers_at_the_start(tmp_path: Path, caplog:
     with serve(tmp_path, model):
         pass
     assert [line for line in logged(caplog) if "buffers" in line] == [
-        "rules of the buffers that are neither running statistics nor counters: first: rng; keep: range; mean: table. "
-        "To change a rule, set model.buffers in a new run."
+        "rules that differ from those of running statistics (mean) and counters (max): first: rng; keep: range; "
+        "mean: table. To change a rule, set model.buffers in a new run."
     ]
 
 

@@ -313,6 +313,7 @@ class Session:
             dict if the algorithm keeps none.
         before_leave: called first when the worker leaves.
         cleanup: the exit stack that is closed after the worker has left.
+        is_untold: whether the worker has left, but could not tell the server so.
 
     Raises:
         VersionSkew: worker and server speak different protocols.
@@ -335,7 +336,7 @@ class Session:
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
         self.optimizers: Collection[Any] = ()
-        self.finished = self.has_left = False
+        self.finished = self.has_left = self.is_untold = False
         self.before_leave: Callable[[], None] = lambda: None
         self.cleanup = contextlib.ExitStack()
         self.durable_versions: dict[int, int | None] = {}
@@ -598,6 +599,7 @@ class Session:
         if self._beat is not None:
             self._beat.join(GOODBYE_S)
         silent = self._beat is not None and self._beat.is_alive()  # a heartbeat is unanswered: the server is silent
+        self.is_untold = self._fatal is None and silent
         try:
             if self._fatal is None and not silent:
                 if self._beat is not None or self.heartbeat.warnings:
@@ -610,6 +612,7 @@ class Session:
                 keep_last_status(self.http)  # it says why
             forget_lease(self.site, self.http.lease)
         except (AtollError, OSError) as problem:
+            self.is_untold = True
             LOG.debug("%s: could not tell the server that this worker leaves: %s", self.site, problem)
         finally:
             has_left(self)

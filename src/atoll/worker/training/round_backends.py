@@ -276,7 +276,9 @@ class ServerBackend:
         """Leave the run, and close the site's files."""
         self.participation.leave(last_words(error))
         sent, received = size(self.counters.bytes_up), size(self.counters.bytes_down)
-        LOG.info("%s: left the run after sending %s and receiving %s", self.site, sent, received)
+        untold = self.participation.session.is_untold
+        how = "ended (the server does not answer, and was not told)" if untold else "left the run"
+        LOG.info("%s: %s after sending %s and receiving %s", self.site, how, sent, received)
 
 
 def require_finite(tensors: Tensors, schema: Schema, site: str, *, is_initial: bool = False) -> None:
