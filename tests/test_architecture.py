@@ -132,7 +132,7 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1452,
+    ".": 1453,
     "aggregation": 1283,
     "algorithms": 1730,
     "blobs": 463,
@@ -160,9 +160,9 @@ LINES: dict[str, int] = {
     "worker": 265,
     "worker/exchange": 2327,
     "worker/peer": 918,
-    "worker/session": 992,
+    "worker/session": 994,
     "worker/tasks": 616,
-    "worker/training": 1985,
+    "worker/training": 1987,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 
