@@ -270,7 +270,7 @@ def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(
         plain_server(tmp_path, **{"workflow.function": f"{tmp_path}/flow.py:main", "network.port": port}).start()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), 5).close()
-    assert "telling this to its sites" not in caplog.text
+    assert "telling the sites" not in caplog.text
 
 
 @pytest.mark.covers("X9")
