@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit import exported
+from kit.optimizers import ScheduleFree
 from kit.servers import plain_server
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -123,22 +124,6 @@ class Lookahead(Optimizer):
         if self.made % 2 == 0:
             for value, each in zip(values, slow, strict=True):
                 value.copy_(each.lerp_(value, 0.5))
-
-
-class ScheduleFree(Optimizer):
-    """SGD of Defazio et al. with β = 1/2: gradients at y, which is the weights, between z and its average x."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 1.0, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        group["k"] += 1
-        for y in group["params"]:
-            z = self.state[y].setdefault("z", y.clone())
-            y.lerp_(z, 1 / group["k"]).sub_(y.grad, alpha=1 - 0.5 * (1 - 1 / group["k"]))
-            z.sub_(y.grad)
 
 
 class WithMoment(SGD):

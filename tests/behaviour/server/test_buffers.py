@@ -326,7 +326,7 @@ def test_warns_of_a_rule_without_effect(
     ids=["no tensor", "earlier pattern"],
 )
 def test_refuses_to_keep_what_would_be_sent(tmp_path: Path, rules: dict[str, str], told: str) -> None:
-    """A private tensor whose pattern has no effect would leave the site."""
+    """A private tensor with a pattern that has no effect would leave the site."""
     with pytest.raises(ConfigError) as refused:
         with serve(tmp_path, Tied(), **{"model.buffers": rules}):
             pass

@@ -275,7 +275,7 @@ def test_a_reducer_that_raises_at_every_worker_ends_the_run(tmp_path: Path) -> N
     with serve_swarm(tmp_path, **{"aggregation.reducer.name": "raises"}) as server:
         sites = Threads(*(partial(work, site) for site in SITES))
         with pytest.raises(RunFailed, match=r"Round 1 failed at \w, \w, so no worker can aggregate it") as raised:
-            server.run()
+            assert server.wait(60), "the run has not failed"
         sites.join()
     assert "ZeroDivisionError: 3 of 0 rows" in raised.value.message
     assert ends.keys() == SITES.keys()

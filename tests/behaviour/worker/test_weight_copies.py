@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit import DiLoCoSites, exported, run_to_end
+from kit.optimizers import ScheduleFree
 from kit.servers import PLAIN_DILOCO, plain_server
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -301,22 +302,6 @@ class Lookahead:
             value.copy_(self.slow[value])
 
 
-class ScheduleFree(Optimizer):
-    """SGD of Defazio et al. with β = 1/2: gradients at y, which is the weights, between z and its average x."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 1.0, "k": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        group["k"] += 1
-        for y in group["params"]:
-            z = self.state[y].setdefault("z", y.clone())
-            y.lerp_(z, 1 / group["k"]).sub_(y.grad, alpha=1 - 0.5 * (1 - 1 / group["k"]))
-            z.sub_(y.grad)
-
-
 class WithAverage(SGD):
     """Keeps an average for evaluation, which equals the weights after the first step."""
 
@@ -357,7 +342,7 @@ def test_refuses_a_copy_that_differs_from_the_weights(tmp_path: Path, make: Call
 
 
 class WithPlainName(SGD):
-    """An average whose name does not say what it is, and momentum."""
+    """An average with a name that does not say what it is, and momentum."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
