@@ -465,17 +465,15 @@ class DiskFiles:
             raise
 
     def change_layouts(self, version: Layout, update: Layout) -> None:
-        """Give the files other layouts. They lose their content, but stay the same objects.
+        """Replace the base file and the outbox by empty ones with other layouts.
 
         Args:
             version: layout of the base file.
             update: layout of the outbox.
         """
         self.close()
-        base = BaseFile(self.folder, version, self.base.name)
-        vars(self.base).update(vars(base))
-        outbox = Outbox(self.folder, update, self.outbox.path.stem, self.outbox.site)
-        vars(self.outbox).update(vars(outbox))
+        self.base = BaseFile(self.folder, version, self.base.name)
+        self.outbox = Outbox(self.folder, update, self.outbox.path.stem, self.outbox.site)
 
     def next_base(self) -> BaseFile:
         """Return the file `base-next`: a version is downloaded into it while the base file is still needed."""

@@ -86,10 +86,12 @@ class Exchange:
     _warned_of_optimizer: bool = False
 
     def __post_init__(self) -> None:
-        self.site, number = self.session.site, self.local.number
-        self.fragment = number or 0
-        self.base, self.outbox = self.files.base, self.files.outbox
+        self.site, self.fragment = self.session.site, self.local.number or 0
         self._gone = Repeats(self.session, "pull a version")
+        self._use_files()
+
+    def _use_files(self) -> None:
+        self.base, self.outbox, number = self.files.base, self.files.outbox, self.local.number
         self.puller = Puller(
             self.session, self.transfer, self.files, self.local.layouts.downlink, number, self.peer_server
         )
@@ -135,7 +137,8 @@ class Exchange:
         self.local.decided |= {spec.name for spec in layouts.schema.tensors if spec.shape != was.get(spec.name)}
         self.local.layouts = layouts
         self.files.change_layouts(layouts.version, layouts.update)
-        self.__post_init__()
+        self.local.base = self.files.base
+        self._use_files()
 
     def agree_on_shapes(self, ticket: Ticket, tensors: Tensors, retries: int | None = None) -> Ticket | TooLate | Lost:
         """Return a ticket for an update of these tensors. The run's first update may give new shapes to buffers.
