@@ -110,7 +110,7 @@ class _Arriving(io.RawIOBase):
         count: int = self._raw.readinto(buffer) or 0
         self.room -= count
         if self.room < 0:
-            raise BadAnswer("sends an answer that is too long")
+            raise BadAnswer("sends an answer that is too long, or in very small chunks")
         self._pace.moved(count)
         return count
 
@@ -161,26 +161,28 @@ class Response(http.client.HTTPResponse):
         self._require_plain_head()
 
     def allow(self, most_bytes: int) -> None:
-        """Allow a body of at most this size to arrive.
+        """Allow a body of known length, and of at most this size, to arrive.
 
         Raises:
             BadAnswer: the head announces a longer body.
         """
-        if (self.length or 0) > most_bytes:
-            raise BadAnswer(f"sends an answer of {self.length} bytes, where at most {most_bytes} are allowed")
+        self._require_length(most_bytes)
         self._arriving.room += most_bytes
 
     def body(self, most_bytes: int) -> bytearray:
         """Read and return the whole body.
 
         Raises:
-            BadAnswer: the body has more than `most_bytes` bytes.
+            BadAnswer: the body has more than `most_bytes` bytes, or very small chunks.
             IncompleteRead: the connection ended within the body.
         """
-        self.allow(most_bytes)
+        self._require_length(most_bytes)
         body = bytearray()
         try:
+            # Each chunk costs time, whatever its size: a piece in chunks of a byte needs more room than it gets.
+            self._arriving.room = 2 * _PIECE_BYTES
             while piece := self.read(_PIECE_BYTES):
+                self._arriving.room = 2 * _PIECE_BYTES
                 body += piece
                 if len(body) > most_bytes:
                     raise BadAnswer(f"sends an answer of more than {most_bytes} bytes")
@@ -189,6 +191,10 @@ class Response(http.client.HTTPResponse):
         if self.length:
             raise http.client.IncompleteRead(b"", self.length)
         return body
+
+    def _require_length(self, most_bytes: int) -> None:
+        if (self.length or 0) > most_bytes:
+            raise BadAnswer(f"sends an answer of {self.length} bytes, where at most {most_bytes} are allowed")
 
     def _require_plain_head(self) -> None:
         headers = self.headers

@@ -176,6 +176,30 @@ def test_a_malformed_answer_is_an_error_in_a_line(case: str) -> None:
     assert re.search(text, str(error)), error
 
 
+def test_a_body_in_very_small_chunks_is_refused() -> None:
+    """An object's manifest may have 24 MiB. In chunks of a byte, they would take a minute to read."""
+    with Peer(raw(CHUNKED + b"1\r\n \r\n" * 500_000 + b"0\r\n\r\n")) as peer:
+        http = Http(peer.url)
+        error = refused(lambda: http.get(routes.OBJECT.format(object="0" * 32), messages.BlobManifest))
+        http.close()
+    assert type(error) is BadRequest
+    assert "very small chunks" in str(error)
+
+
+def test_a_large_body_in_chunks_is_read() -> None:
+    text = b'{"finished":true,"durable_versions":[]' + b" " * 5_000_000 + b"}"
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in pieces(text, 1000))
+    with Peer(raw(CHUNKED + chunks + b"0\r\n\r\n")) as peer:
+        http = Http(peer.url)
+        reply = http.fetch(routes.SCHEMA, messages.HeartbeatReply.model_validate_json, "HeartbeatReply")
+        http.close()
+    assert reply.finished
+
+
+def pieces(text: bytes, nbytes: int) -> list[bytes]:
+    return [text[start : start + nbytes] for start in range(0, len(text), nbytes)]
+
+
 # -- bodies that are no message
 
 
