@@ -15,7 +15,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -202,22 +202,6 @@ class SatOutRow:
     first_ticket: int
     summary_json: str = ""
     created_at: str = ""
-
-    @property
-    def round(self) -> int:
-        """Number of the round; 0 if this row is of no round."""
-        return int(json.loads(self.summary_json)["round"]) if self.summary_json else 0
-
-    def done_at(self, head: int, lost: Collection[int]) -> int:
-        """Return how many rounds have ended when a fragment is at version `head`, if this is the last such round.
-
-        All rounds up to this one count, even if their versions were lost: no later round gets the number of this one.
-
-        Args:
-            head: number of the newest version.
-            lost: numbers of the lost versions below it.
-        """
-        return self.round + max(0, head - self.base_version) - sum(version > self.base_version for version in lost)
 
 
 @dataclass(frozen=True, slots=True)
