@@ -253,6 +253,7 @@ class SwarmPeer:
     def __init__(self, session: Session, peer_server: PeerServer, plan: AggregationPlan, folder: Path) -> None:
         self.site, self._http, self._peer_server, self._plan = session.site, session.http, peer_server, plan
         self._idle_timeout_s, self._rejoin = session.info.idle_timeout_s, session.rejoin
+        self._has_ended = partial(session.closing_wait, 0.0)
         assert session.peer_proof is not None
         self._proof = session.peer_proof
         self._store = PeerStore(plan, folder, session.info.run, peer_server)
@@ -283,15 +284,15 @@ class SwarmPeer:
     def leave(self) -> None:
         """Stop as soon as other workers have downloaded the files that only this worker has. Idempotent.
 
-        Stop earlier if no data has moved for the run's idle timeout. If the run is finished, write its model to a file
-        before stopping.
+        Stop earlier if no data has moved for the run's idle timeout, or if an error such as `ServerFailed` has ended
+        this worker. If the run is finished, write its model to a file before stopping.
         """
         if not self._stopping.is_set() and self._thread.is_alive():
             self._leaving = True
             self._stayed.clear()
             self._say()
             moved, at_s = -1, time.monotonic()
-            while self._thread.is_alive() and not self._stayed.wait(BUSY_S / 4):
+            while self._thread.is_alive() and not self._has_ended() and not self._stayed.wait(BUSY_S / 4):
                 if (now := self._moved + self._peer_server.served) != moved:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
