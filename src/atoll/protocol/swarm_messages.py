@@ -86,7 +86,8 @@ class CollectedUpdate(Message):
     source: Reference
     norm: float = Field(0.0, ge=0)
     bad: Text = Field("", description="Why the update cannot count; empty if it can.")
-    failed: Text = Field("", description="Why the update could not be pulled.")
+    failed: Text = Field("", description="Why the update could not be pulled or checked.")
+    raised: bool = Field(False, description="Whether the run's code, such as its codec, raised an error in the check.")
 
 
 class ReducedRound(Message):

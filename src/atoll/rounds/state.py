@@ -356,7 +356,8 @@ class FragmentSnapshot:
         frozen: if the round is closed but not committed, the ticket numbers of the updates to aggregate, in order.
         started: whether a round of the fragment was ever opened. It has a meaning only if neither `expected` nor
             `frozen` is set.
-        lost: number of lost versions up to `head`.
+        lost: number of lost versions up to `head`. It is lower, and may be below 0, if versions were lost before a
+            round that all sites sat out: their rounds have ended all the same.
         sat_out_rounds: number of rounds that ended without a version, because all sites sat out.
         sat_out_in_a_row: number of these rounds that started from `head`.
         first_ticket: earlier tickets belong to earlier rounds, also if they have the same base version.

@@ -24,10 +24,17 @@ from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.runtime import Latch
-from atoll.server.coordinator.build_status import address_before, keep_status, status_of, write_status
+from atoll.server.coordinator.build_status import (
+    address_before,
+    keep_status,
+    status_before,
+    status_of,
+    write_status,
+)
 from atoll.server.coordinator.coordinator import Coordinator, failure_for_sites
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.user_code import Function
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.auth import open_gate
@@ -378,6 +385,7 @@ class Server:
         """If a run that has sites cannot even start now, tell this to the sites that ask within their longest pause.
 
         It has sites that would wait in vain if it had failed for good before, or if this server has served it before.
+        If each known site was told, end at once: the failed server, or an earlier start, has told those that ended.
 
         Args:
             error: why the start failed.
@@ -387,19 +395,40 @@ class Server:
         before = recorded_failure(self.settings.disk.state_dir) if self._run is None else ""
         if not error.is_final or not (before or is_again):
             return
+        state_dir, all_told = self.settings.disk.state_dir, asyncio.Event()
+        status = status_before(state_dir)
+        known = status.workers if before else []
+        workers = {each.site: each for each in known if each.state in ("alive", "not told", "ended")}
+
+        def note(lease: str | None = None) -> None:
+            with contextlib.suppress(AtollError):
+                site = Lease.parse(lease).site
+                if site in workers:
+                    workers[site] = workers[site].model_copy(update={"state": "ended"})
+            if workers and all(each.state == "ended" for each in workers.values()):
+                all_told.set()
+
+        note()
         most_s = _asks_within_s(self.settings.network.heartbeat_interval_s)
         LOG.error("%s", error)
+        if all_told.is_set():
+            return
         LOG.warning("telling the sites of the run for %g s that it cannot be started again, then ending", most_s)
         why = f"{before.rstrip('.')}. It" if before else "It"
         failed = failure_for_sites(self.settings.run.name, f"{why} cannot be started again: {error.message}")
-        runner = runner_of(make_refusing_app(self._gate, failed), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
+        runner = runner_of(make_refusing_app(self._gate, failed, note), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
         accepting = await accept(runner)
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._thread.stopping, all_told)]
         try:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._thread.stopping.wait(), most_s)
+            await asyncio.wait(waits, timeout=most_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            for wait in waits:
+                wait.cancel()
             await accepting.close()
             await runner.cleanup()
+            if workers:  # a next start, if it fails, does not wait for the sites that were told now
+                rest = [each for each in status.workers if each.site not in workers]
+                write_status(state_dir, status.model_copy(update={"workers": [*workers.values(), *rest]}))
 
     async def _until_end(self, run: Coordinator) -> None:
         stopping = self._thread.stopping
@@ -410,18 +439,18 @@ class Server:
             heads = [each.head for each in run.state.rounds]
             if heads != heads_before:
                 heads_before = heads
-                await asyncio.to_thread(write_status, run, status_of(run))
+                await asyncio.to_thread(write_status, run.settings.disk.state_dir, status_of(run))
         if run.finished.is_set() and not stopping.is_set() and run.failed is None:
             keep_status(run)
             self._finished.set()
             await self._until_left(run)
-        elif run.failed is not None and run.failed.is_final and not stopping.is_set():
+        elif run.failed is not None and run.failed.is_final:
             if self._workflows is not None:
                 self._workflows.stop()
             run.store.run_log.fail(run.failed.message)
             keep_status(run)
             self._finished.set()
-            await self._until_told(run)
+            await self._until_told(run)  # no wait after Ctrl-C, but the failure is recorded
         for wait in waits:
             wait.cancel()
 

@@ -331,8 +331,10 @@ class SiteScheduler:
             if site in self._jobs:
                 continue
             lease = self._leases[site]
-            if self._folder is not None:
-                self._run.begin_anew_if_needed(lease, state_in(self._folder / site))
+            if self._folder is not None and self._run.plan.algorithm.state_groups:
+                store = self._run.store
+                told = state_in(self._folder / site, counted_of(site, store), store.versions.head().version)
+                self._run.begin_anew_if_needed(lease, told)
             for effect in self._run.apply(events.TicketRequested(site, lease.number, 0)):
                 if isinstance(effect, events.TicketIssued):
                     self._jobs[site] = job = self._job(effect)

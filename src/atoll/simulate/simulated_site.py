@@ -176,7 +176,7 @@ class SimulatedSite:
                 own_folder(folder, folder.parents[1])
         local.open_state(folder, self._opened)
         if local.algorithm_state is not None:
-            if job.counts:
+            if job.counts and job.counted is not None and job.counted.base_version is not None:  # else it is zero
                 local.algorithm_state.require_kept()
             local.algorithm_state.begin_at_zero()
         fits = local.follow(job.ticket, job.counted)

@@ -26,12 +26,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
+from atoll.cli.state_directory import stored_status
 from atoll.cli.status import _show_stored
 from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, ServerFailed, StateCorrupt, out_of_memory
 from atoll.filters import Filter, Outgoing
 from atoll.protocol.status_messages import KEPT
 from atoll.reducers import Reducer
 from atoll.server import startup
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.testing.run import Threads
 
 ASYNC = {"rounds.sites": 2, "async.enabled": True, "rounds.total": 9, "aggregation.reducer.name": "stubborn"}
@@ -258,6 +260,64 @@ def test_a_server_that_cannot_start_after_a_failure_tells_its_sites(tmp_path: Pa
     assert "no_such_package" in error.message
     with pytest.raises(ConfigError, match="no_such_package"):
         starting.join()
+
+
+@pytest.mark.covers("X9")
+def test_a_failed_second_start_waits_only_for_sites_that_were_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Site a was told by the failed server, and b asks only the second start: the third one waits for neither."""
+    monkeypatch.setattr("atoll.server.serve.ASK_AGAIN_S", 3600.0)
+    (tmp_path / "other.py").write_text("import no_such_package\n")
+    port = {"network.port": free_port()}
+
+    def fails(controller: Any) -> None:
+        controller.sites(at_least=2, timeout_s=30)
+        raise KeyError("w")
+
+    def start_again() -> atoll.Server:
+        silent = {"network.heartbeat_interval_s": 0.0, "network.heartbeat_timeout_s": 0.0}
+        return plain_server(tmp_path, **(port | silent | {"workflow.function": f"{tmp_path}/other.py:main"}))
+
+    with workflow_server(tmp_path, fails, **port, **{"network.heartbeat_interval_s": 0.2}) as server:
+        b = WireSite(server.url, "b")
+        assert isinstance(
+            outcome(AnsweringSites(server.url, "a", {"echo": lambda payload: payload}).join), ServerFailed
+        )
+        with pytest.raises(RunFailed):
+            server.run()
+    second = start_again()
+    starting = Threads(second.run)
+    wait_until(lambda: "telling the sites of the run" in caplog.text, "the second start")
+    assert b.post("/v1/heartbeat", {})[1]["code"] == ServerFailed.code
+    with pytest.raises(ConfigError, match="no_such_package"):
+        starting.join()
+    caplog.clear()
+    with pytest.raises(ConfigError, match="no_such_package"):
+        Threads(start_again().run).join()
+    assert "telling the sites of the run" not in caplog.text
+
+
+@pytest.mark.covers("X9")
+def test_a_failure_together_with_a_stop_is_recorded(
+    tmp_path: Path, stubborn: type[Stubborn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C in the moment of the failure: the next start, and the status without a server, know the reason."""
+    fail = Coordinator.fail
+
+    def fail_and_stop(run: Coordinator, error: AtollError) -> None:
+        fail(run, error)
+        server._thread.stopping.set()
+
+    monkeypatch.setattr(Coordinator, "fail", fail_and_stop)
+    stubborn.may_raise.set()
+    with serve(tmp_path, None, **{"rounds.sites": 1, "aggregation.reducer.name": "stubborn"}) as server:
+        WireSite(server.url, "a").train(1.0).submit()
+        with pytest.raises(RunFailed):
+            server.run()
+    assert "ZeroDivisionError" in reason_in_journal(tmp_path)
+    assert "ZeroDivisionError" in stored_status(tmp_path / "state")[0].failed
+    assert server.status().workers[0].state == "not told"
 
 
 def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(

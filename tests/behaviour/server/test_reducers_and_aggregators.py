@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -500,17 +502,27 @@ def test_an_aggregator_without_a_result_ends_the_run_with_the_reason(tmp_path: P
     assert not list((tmp_path / "state").glob("tmp*"))
 
 
-@pytest.mark.covers("X9")
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "raise MemoryError"], ids=["killed", "memory"])
-def test_an_aggregator_that_the_machine_ends_does_not_fail_the_run_for_its_sites(tmp_path: Path, end: str) -> None:
-    """The server ends and says so; its site waits for the next start, which uses the same update."""
+def write_once(folder: Path, end: str, times: int) -> None:
+    """An aggregator `once` that comes to an end as often as this, and then works."""
     write(
-        tmp_path,
+        folder,
         f"import os, signal\ndef once(updates):\n"
-        f"    if not os.path.exists({str(tmp_path / 'begun')!r}):\n"
-        f"        open({str(tmp_path / 'begun')!r}, 'w').close()\n        {end}\n"
+        f"    with open({str(folder / 'begun')!r}, 'a+') as file:\n        file.write('x')\n"
+        f"        if file.tell() <= {times}:\n            file.flush()\n            {end}\n"
         "    return dict(updates[0].tensors)\n",
     )
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.covers("X9")
+@pytest.mark.parametrize(("end", "times"), [(KILL, 3), ("raise MemoryError", 1)], ids=["killed", "memory"])
+def test_an_aggregator_that_the_machine_ends_does_not_fail_the_run_for_its_sites(
+    tmp_path: Path, end: str, times: int
+) -> None:
+    """The server ends and says so; its site waits for the next start, which uses the same update."""
+    write_once(tmp_path, end, times)
     settings = {"sites": 1, "network.port": free_port()}
     server = aggregator_server(tmp_path, "once", **settings).start()
     sites = manual_sites(server, tmp_path, "a")
@@ -519,10 +531,31 @@ def test_an_aggregator_that_the_machine_ends_does_not_fail_the_run_for_its_sites
         server.run()
     assert not raised.value.is_final
     assert "mine.py:once' failed" in raised.value.message
+    assert (tmp_path / "begun").read_text() == times * "x"
     assert "Start the server again: it continues with the same updates." in raised.value.remedy
     again = aggregator_server(tmp_path, "once", **settings).start()
     finish(again, sites)
     again.run()
+
+
+@pytest.mark.covers("X9")
+def test_a_killed_aggregator_is_started_again_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is killed twice in round 1, and once more between two rounds, each time from outside."""
+    write_once(tmp_path, KILL, 2)
+    with aggregator_server(tmp_path, "once", sites=1, rounds=2) as server:
+        sites = manual_sites(server, tmp_path, "a")
+        run_rounds(sites, 1)
+        wait_until(lambda: server.status().fragments[0].version == 1, "round 1")
+        said = "was killed from outside, by SIGKILL. It is started again"
+        assert caplog.text.count(said) == 2
+        assert server._run is not None
+        os.kill(server._run._local_rounds._aggregator._process.pid, signal.SIGKILL)
+        wait_until(lambda: caplog.text.count(said) == 3, "the end of the process")
+        run_rounds(sites, 2)
+        finish(server, sites)
+    assert (tmp_path / "begun").read_text() == 4 * "x"
 
 
 def test_a_server_that_is_stopped_ends_its_aggregator_and_the_next_start_runs_the_round_again(tmp_path: Path) -> None:

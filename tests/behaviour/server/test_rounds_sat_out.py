@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import free_port
-from kit import ask_journal
+from kit import ask_journal, flip_bit
 from kit.manual_site import ManualSite
 from kit.servers import PLAIN_DILOCO, new_simulation, plain_server
 from kit.sites import finish, logged, manual_sites
@@ -120,6 +120,34 @@ def test_each_round_that_all_sites_sit_out_is_recorded(tmp_path: Path, caplog: p
     assert brief(history(state)) == expected
     assert brief(each.model_dump() for each in stored_status(state)[0].history) == expected
     assert any("all sites sat out round 1," in line for line in logged(caplog))
+
+
+def test_a_round_after_a_damaged_version_has_a_new_number(tmp_path: Path) -> None:
+    """Round 2 makes version 2, and round 3 is sat out. Version 2 is damaged, so round 4 begins from version 1.
+
+    The site submits its update of round 2 again: the model is 2 after round 4, and 3 after round 5, for which the
+    server is started again.
+    """
+    port = {"network.port": free_port()}
+    with plain_server(tmp_path, START, sites=1, rounds=5, **port) as server:
+        sites = manual_sites(server, tmp_path, "a")
+        move(sites["a"], 1, 1.0)
+        move(sites["a"], 2, 1.0)
+        sit_out(sites["a"], 3)
+        assert sites["a"].next_round() == 4
+    versions = (tmp_path / "state" / "slots").glob("version-*")
+    flip_bit(max(versions, key=lambda path: path.stat().st_mtime_ns), -1)
+    with plain_server(tmp_path, sites=1, rounds=5, **port):
+        assert sites["a"].next_round() == 5
+    with plain_server(tmp_path, sites=1, rounds=5, **port) as server:
+        move(sites["a"], 5, 1.0)
+        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+    assert brief(history(tmp_path / "state")) == [
+        (1, 1, ["a"], []),
+        (3, None, [], ["a"]),
+        (4, 3, ["a"], []),
+        (5, 4, ["a"], []),
+    ]
 
 
 def brief(rounds: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit import flip_bit
 from kit.servers import plain_server
 from simulated_world import CLIENT, MOVES, RULES, doing, moved, result_of, run, simulation, start, workers_of
 
@@ -314,6 +316,34 @@ def test_controls_begin_anew_where_sites_are_two_rounds_ahead(tmp_path: Path, ca
     assert all(seen[site, "2"] == [0.0, 0.0] for site in own)
     assert all(own.values())
     assert [seen[site, "3"][0] for site in own] == pytest.approx([mean] * 4, rel=1e-5)
+
+
+SITS_OUT = """\
+        if fl_round.number == 3:
+            fl_round.submit(model, weight=0)
+            continue
+"""
+
+
+@pytest.mark.covers("S2", "F41")
+@pytest.mark.parametrize("sits_out", [False, True], ids=["pending", "counted"])
+def test_a_damaged_earlier_control_of_a_site_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sits_out: bool
+) -> None:
+    """The run was restored to before an update of each site, and one site's control from before it is damaged.
+
+    A site learns that its update has counted when it begins round 3, which all sites sit out.
+    """
+    client = doing(SITS_OUT) if sits_out else CLIENT
+    ahead_of_journal(tmp_path, RULES | {"client": client}, by=2 if sits_out else 1)
+    kept = tmp_path / "state" / "sites" / "site-0001"
+    current = json.loads((kept / "algorithm.json").read_text())["current"]
+    flip_bit(kept / f"algorithm-{1 - current if sits_out else current}.bin", 3)
+    done = simulation(tmp_path, CLIENT, **RULES).run()
+    assert (done.failed, done.late) == ({}, 0)
+    assert workers_of(tmp_path / "state") == [list("0123")] * 3
+    assert caplog.text.count("gone back to version 1") == 1
+    assert "is damaged (its digest differs)" in caplog.text
 
 
 @pytest.mark.covers("S2")

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from kit.results import Result
 from swarm_world import (
     EVERY_SITE_AND_ROUND,
     IN_TURN,
+    PLAIN,
     SITES,
     ServerProcess,
     SiteProcess,
@@ -34,6 +36,7 @@ from swarm_world import (
 )
 
 import atoll
+from atoll.codecs.plain import Bf16Codec
 from atoll.errors import RunFailed, ServerFailed
 from atoll.reducers import Reducer
 
@@ -256,25 +259,71 @@ class Raises(Reducer):
         raise ZeroDivisionError("3 of 0 rows")
 
 
-@pytest.mark.covers("P10", "X9")
-def test_a_reducer_that_raises_at_every_worker_ends_the_run(tmp_path: Path) -> None:
-    """Each of the two holders of version 0 is asked once, and all three sites end with the reason."""
-    atoll.register("reducers", "raises", Raises)
-    ends: dict[str, BaseException] = {}
+@dataclass(frozen=True)
+class Undecodable(Bf16Codec):
+    """A codec that raises wherever a worker decodes the update of a site, its own or another one."""
 
-    def take_part(site: str) -> None:
-        with atoll.join(server.url, site=site, folder=tmp_path / "workers", swarm=True) as worker:
-            for fl_round in worker:
-                submit(fl_round, fl_round.load_into(wide_model()), site)
+    name = "undecodable"
+
+    def decode_(self, source: torch.Tensor, target: torch.Tensor, dtype: str) -> None:
+        """Raise, unless the site checks its update while it encodes it."""
+        if threading.current_thread().name.startswith(("atoll-part", "atoll-swarm")):
+            raise ZeroDivisionError("3 of 0 rows")
+        super().decode_(source, target, dtype)
+
+
+class RaisingSGD(torch.optim.SGD):
+    """An outer optimizer that raises, after the trial that it has to pass at the server and at each site.
+
+    Attributes:
+        may_raise: whether the trials are over.
+    """
+
+    may_raise = False
+
+    def step(self, *_: Any) -> None:  # type: ignore[override]
+        """Step, or raise."""
+        if RaisingSGD.may_raise:
+            raise ZeroDivisionError("3 of 0 rows")
+        super().step()
+
+
+def trained_in_swarm(url: str, folder: Path, site: str) -> None:
+    """Take part in a run with a site that trains each round."""
+    with atoll.join(url, site=site, folder=folder / "workers", swarm=True) as worker:
+        for fl_round in worker:
+            RaisingSGD.may_raise = True  # all sites have joined
+            submit(fl_round, fl_round.load_into(wide_model()), site)
+
+
+@pytest.mark.covers("P10", "X9")
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"aggregation.reducer.name": "raises"}, "ZeroDivisionError"),
+        ({"aggregation.upload_codec.name": "undecodable"}, r"it could not decode the update of \w: ZeroDivisionError"),
+        (PLAIN | {"algorithm.outer_optimizer.name": "raises"}, "ZeroDivisionError"),
+    ],
+    ids=["reducer", "codec", "outer optimizer"],
+)
+def test_code_that_raises_at_every_worker_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], what: str
+) -> None:
+    """Each of the two holders of version 0 is asked, and all three sites end with the reason."""
+    atoll.register("reducers", "raises", Raises)
+    atoll.register("codecs", "undecodable", Undecodable)
+    atoll.register("outer", "raises", RaisingSGD)
+    monkeypatch.setattr(RaisingSGD, "may_raise", False)
+    ends: dict[str, BaseException] = {}
 
     def work(site: str) -> None:
         with pytest.raises(ServerFailed) as raised:
-            take_part(site)
+            trained_in_swarm(server.url, tmp_path, site)
         ends[site] = raised.value
 
-    with serve_swarm(tmp_path, **{"aggregation.reducer.name": "raises"}) as server:
+    with serve_swarm(tmp_path, **settings) as server:
         sites = Threads(*(partial(work, site) for site in SITES))
-        with pytest.raises(RunFailed, match=r"Round 1 failed at \w, \w, so no worker can aggregate it") as raised:
+        with pytest.raises(RunFailed, match=rf"Round 1 failed at \w, \w, .* the last was \w: {what}") as raised:
             assert server.wait(60), "the run has not failed"
         sites.join()
     assert "ZeroDivisionError: 3 of 0 rows" in raised.value.message

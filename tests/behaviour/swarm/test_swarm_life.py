@@ -31,7 +31,7 @@ from swarm_world import (
 from torch import nn
 
 import atoll
-from atoll.errors import ConfigError, Gone, UsageError
+from atoll.errors import ConfigError, Gone, ServerLost, UsageError
 from atoll.filters import NormClip
 
 
@@ -311,6 +311,41 @@ def test_sites_sit_out_rounds_of_a_swarm_as_of_a_server(tmp_path: Path, is_swarm
     for model in ends.values():  # moved by 1, 2 and 4
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter, begun[name] + 7.0, rtol=0, atol=1e-5)
+
+
+@pytest.mark.covers("P10", "F42")
+def test_a_restored_swarm_says_which_version_its_workers_lack(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backup has version 1, and the workers keep only later ones: the log and the status say how to go on."""
+    monkeypatch.setattr("atoll.server.swarm.assignments.LACKING_S", 0.0)
+    settings = {"rounds.total": 9, "network.idle_timeout_s": 0.5, **IN_TURN}
+
+    def rounds_to(last: int) -> None:
+        with serve_swarm(tmp_path, **settings) as server:
+            Sites(server.url, tmp_path, last=dict.fromkeys(SITES, last)).join()
+
+    def join_in_vain() -> None:
+        with pytest.raises(ServerLost):
+            Sites(server.url, tmp_path).join()
+
+    rounds_to(2)
+    backup = copy_folder(tmp_path / "state", tmp_path / "backup")
+    rounds_to(7)
+    shutil.rmtree(tmp_path / "state")
+    copy_folder(backup, tmp_path / "state")
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "1")
+    with serve_swarm(tmp_path, **settings) as server:
+        sites = Threads(join_in_vain)
+        wait_until(lambda: "waits: no connected worker has version" in caplog.text, "the warning")
+        reason = server.status().fragments[0].reason
+    sites.join()
+    for text in (reason, caplog.text):
+        assert re.search(
+            r"no connected worker has version \d, and \w and \w have lost it: export an older version", text
+        )
+        assert re.search(r"restore the folders of \w and \w from a backup of the same time", text)
+        assert "a, b and c said what they have" in text
 
 
 @pytest.mark.long

@@ -262,6 +262,42 @@ async def test_refuses_an_update_that_its_collector_found_bad(tmp_path: Path) ->
         assert ticket not in swarm.swarm.view.offers
 
 
+UNDECODABLE = {"failed": "ZeroDivisionError: 3 of 0 rows", "raised": True}
+
+
+@pytest.mark.covers("P10")
+@played
+async def test_refuses_an_update_that_no_worker_can_decode_if_another_could_be(tmp_path: Path) -> None:
+    """The update of b was decoded, so that of c is at fault, not the codec: one worker after the other tries it."""
+    async with scripted_swarm(tmp_path, "a", "b", "c", **IN_TURN) as swarm:
+        tickets = {site: swarm.ticket(site) for site in "bc"}
+        offers = {site: swarm.offer(site, ticket) for site, ticket in tickets.items()}
+        await swarm.collects("a", {tickets["b"]: offers["b"]})
+        await swarm.collects("a", {tickets["c"]: offers["c"]}, **UNDECODABLE)
+        assert (swarm.job.aggregator, list(swarm.job.excluded)) == ("b", ["a"])
+        await swarm.collects("b", {tickets["c"]: offers["c"]}, **UNDECODABLE)
+        row = swarm.run.store.tickets.get(tickets["c"])
+        assert (row.state, row.reason) == ("refused", "b could not decode it: ZeroDivisionError: 3 of 0 rows")
+        assert swarm.run.failed is None
+
+
+@pytest.mark.covers("P10", "X9")
+@played
+async def test_a_codec_that_decodes_no_update_fails_the_run(tmp_path: Path) -> None:
+    """One update that both workers cannot decode may be damaged; a second one shows that the codec is wrong."""
+    async with scripted_swarm(tmp_path, "a", "b", **IN_TURN) as swarm:
+        offers = {swarm.ticket("b"): swarm.offer("b", swarm.ticket("b"))}
+        await swarm.collects("a", offers, **UNDECODABLE)
+        assert swarm.job.aggregator == "b"
+        await swarm.collects("b", offers, **UNDECODABLE)
+        assert (swarm.job.aggregator, swarm.run.failed) == ("b", None)
+        offers[swarm.ticket("a")] = swarm.offer("a", swarm.ticket("a"))
+        await swarm.collects("b", offers, **UNDECODABLE)
+        assert swarm.run.failed is not None
+        assert "Round 1 failed at a, b" in swarm.run.failed.message
+        assert "b: it could not decode the update of a: ZeroDivisionError: 3 of 0 rows" in swarm.run.failed.message
+
+
 async def closed_round(swarm: ScriptedSwarm) -> None:
     """All updates are accepted; a has the round to aggregate."""
     tickets = {site: swarm.ticket(site) for site in "abc"}

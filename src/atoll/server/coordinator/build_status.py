@@ -91,13 +91,13 @@ def status_of(run: Coordinator) -> status_messages.Status:
 def keep_status(run: Coordinator) -> status_messages.Status:
     """Return the status of a run. Also save it to disk."""
     status = status_of(run)
-    write_status(run, status)
+    write_status(run.settings.disk.state_dir, status)
     return status
 
 
-def write_status(run: Coordinator, status: status_messages.Status) -> None:
+def write_status(state_dir: Path, status: status_messages.Status) -> None:
     """Save a status to disk, for `atoll status` while the server does not run. If the disk fails, log the error."""
-    path = run.settings.disk.state_dir / status_messages.KEPT
+    path = state_dir / status_messages.KEPT
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         replace_file(path, [status.model_dump_json().encode()], temporary=temporary, sync=no_sync)
@@ -107,11 +107,19 @@ def write_status(run: Coordinator, status: status_messages.Status) -> None:
 
 def address_before(state_dir: Path) -> str:
     """Return the address at which the unfinished run of a state directory was served last; empty if there is none."""
+    status = status_before(state_dir)
     try:
-        status = status_messages.Status.model_validate_json(read_own(state_dir / status_messages.KEPT))
         return status.address if urlsplit(status.address).port and not status.finished else ""
-    except (OSError, ValueError):  # there is no run yet, or the file is damaged
+    except ValueError:  # the file is damaged
         return ""
+
+
+def status_before(state_dir: Path) -> status_messages.Status:
+    """Return the status that was saved last; an empty one if there is no run yet, or if the file is damaged."""
+    try:
+        return status_messages.Status.model_validate_json(read_own(state_dir / status_messages.KEPT))
+    except (OSError, ValueError):
+        return status_messages.Status(run="", protocol=routes.PROTOCOL)
 
 
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:

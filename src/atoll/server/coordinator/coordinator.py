@@ -153,7 +153,9 @@ class Coordinator:
         self.filtering = Filtering(filters, plan, store, self.user_threads)
         local = LocalRounds(plan, store, self.filtering, self.io)
         self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, self.fail, local.offer)
-        self.swarm = SwarmRounds(plan, store, self.ledger, self.admission, self.wake) if plan.is_swarm else None
+        self.swarm = (
+            SwarmRounds(plan, store, self.ledger, self.admission, self.wake, self.fail) if plan.is_swarm else None
+        )
         self._local_rounds, self._rounds = local, self.swarm or local
 
         totals = store.run_log.totals()

@@ -163,13 +163,16 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
         expected = row.expected if row is not None and row.state == "open" else None
         frozen = row.tickets if row is not None and row.state == "frozen" else ()
         sat_out = run_log.sat_out(fragment)
+        done = head - len(run_log.lost_versions(fragment)) + sat_out.total
+        # a lost version may come before a round that all sites sat out: no later round gets the number of that one
+        done = max([done, *(each.round for each in run_log.summaries(2, fragment))])
         fragments.append(
             FragmentSnapshot(
                 head,
                 expected,
                 frozen,
                 started=run_log.has_begun(fragment),
-                lost=len(run_log.lost_versions(fragment)),
+                lost=head + sat_out.total - done,
                 sat_out_rounds=sat_out.total,
                 sat_out_in_a_row=sat_out.in_a_row if sat_out.base_version == head else 0,
                 first_ticket=sat_out.first_ticket,

@@ -3,10 +3,13 @@
 The process reads the files of the updates. The server does not reuse such a file until the process releases the file
 or ends: user code may keep an update, and each access to one of its tensors reads the file. The result is an unnamed
 file in the state directory, which is lost when the server ends. The next start aggregates the round again.
+
+If another program kills the process, the server starts it again and sends it the round's updates again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from atoll import registry
 from atoll.aggregation.plan import Plan
@@ -27,6 +30,9 @@ from atoll.store.file_slots import Slot, SlotPool
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
 
+LOG = logging.getLogger("atoll.server")
+T = TypeVar("T")
+
 HELD_BY_PROCESS = "aggregator"
 """Kind of hold (see `Slot.holds`) on the file of an update that the process may read."""
 START_S = 120.0
@@ -35,8 +41,14 @@ END_S = 5.0
 """Seconds after which a process that does not end is killed."""
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals by which other programs end a process. A restart helps then, as it does not after a crash of the process."""
+STARTS = 3
+"""How often the process is started, and killed by another program, before the server ends: it needs a person then."""
 LOOK_S = 0.2
 """Seconds between two checks of whether the server is stopping."""
+
+
+class _Killed(Exception):
+    """Raised while the server waits for the process, if another program has killed it, and it may be started again."""
 
 
 @dataclass
@@ -76,7 +88,7 @@ class Aggregator:
         self._result_fd: int | None = None
         self._busy = threading.Lock()  # held while updates are sent or a result is made
         self._heard = threading.Condition()  # guards the fields below
-        self._heard_s = 0.0
+        self._heard_s, self._killed, self._kills = 0.0, False, 0
         self._answer: dict[str, Any] | None = None
         self._failed: AtollError | None = None
         self._waiting = self._closing = False
@@ -85,18 +97,48 @@ class Aggregator:
         self._closed: set[int] = set()
         self._next_id, self._incremental = 0, False
         self._offers = ThreadPoolExecutor(1, thread_name_prefix="atoll-offer")
-        environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
-        self._process = PipedProcess("atoll.aggregation.user_aggregator", environment=environment)
-        threading.Thread(target=self._listen, name="atoll-aggregator", daemon=True).start()
+        self._process, self._is_loaded = self._new_process(), False
         try:
-            self._load()
+            self._with_process(lambda: None, threading.Event())
         except BaseException:
             self.close()
             raise
 
     # -- life
 
-    def _load(self) -> None:
+    def _new_process(self) -> PipedProcess:
+        environment = {key: value for key, value in os.environ.items() if key != "ATOLL_FAILPOINTS"}
+        process = PipedProcess("atoll.aggregation.user_aggregator", environment=environment)
+        threading.Thread(target=self._listen, args=(process,), name="atoll-aggregator", daemon=True).start()
+        return process
+
+    def _with_process(self, work: Callable[[], T], cancelled: threading.Event) -> T:
+        """Return the result of `work`, which needs the process. If another program kills the process, repeat `work`.
+
+        Args:
+            work: function that sends everything that the process needs.
+            cancelled: event that ends the call early.
+
+        Raises:
+            RunFailed: the process was killed `STARTS` times without a result in between.
+        """
+        while True:
+            try:
+                if self._killed:
+                    self._sent_tickets.clear()
+                    self._drop_all()
+                    self._killed = self._is_loaded = False
+                    self._process = self._new_process()
+                if not self._is_loaded:
+                    self._load(cancelled)
+                    self._is_loaded = True
+                    if self._result_fd is not None:
+                        self._send({"what": "file"}, self._result_fd)
+                return work()
+            except _Killed:
+                continue
+
+    def _load(self, cancelled: threading.Event) -> None:
         codec = self._plan.algorithm.codec
         begin = {
             "what": "begin",
@@ -108,7 +150,7 @@ class Aggregator:
             "aggregator": self.name,
             "options": self._settings.aggregation.aggregator.options,
         }
-        answer = self._ask(begin, 0, threading.Event(), START_S)
+        answer = self._ask(begin, 0, cancelled, START_S)
         if answer["what"] == "bad":
             raise ConfigError(answer["message"], answer["remedy"])
         self._incremental = answer["incremental"]
@@ -167,25 +209,28 @@ class Aggregator:
             CancelledError: `cancelled` was set.
             DiskFull: no space for the result; the same call can be repeated.
             RunFailed: the aggregator raised, returned an unusable result, did nothing for too long, or its process
-                ended. The message says which.
+                ended or was killed too often. The message says which.
         """
         with self._busy:
             if self._failed is not None:
                 raise self._failed
-            fd = self._result_file()
-            tickets = {row.ticket for row in rows}
-            if not self._sent_tickets <= tickets:
-                self._send({"what": "reset", "round": number})
-                self._sent_tickets.clear()
-            for row in rows:
-                if row.ticket not in self._sent_tickets:
-                    self._send_update(store, row, number)
-            timeout_s = self._settings.aggregation.aggregator_timeout_s or None
-            self._ask({"what": "aggregate", "round": number}, number, cancelled, timeout_s)
+            return self._with_process(lambda: self._aggregate(store, rows, number, cancelled), cancelled)
+
+    def _aggregate(self, store: Store, rows: Sequence[TicketRow], number: int, cancelled: threading.Event) -> int:
+        fd = self._result_file()
+        tickets = {row.ticket for row in rows}
+        if not self._sent_tickets <= tickets:
+            self._send({"what": "reset", "round": number})
             self._sent_tickets.clear()
-            self._closed = tickets
-            self._limit_kept()
-            return fd
+        for row in rows:
+            if row.ticket not in self._sent_tickets:
+                self._send_update(store, row, number)
+        timeout_s = self._settings.aggregation.aggregator_timeout_s or None
+        self._ask({"what": "aggregate", "round": number}, number, cancelled, timeout_s)
+        self._sent_tickets.clear()
+        self._closed, self._kills = tickets, 0
+        self._limit_kept()
+        return fd
 
     def _send_update(self, store: Store, row: TicketRow, number: int) -> None:
         spool, source = store.tickets.spool(row.ticket), self._filtering.source(row)
@@ -248,7 +293,7 @@ class Aggregator:
         try:
             self._send(message)
             with self._heard:
-                while self._answer is None and self._failed is None:
+                while self._answer is None and self._failed is None and not self._killed:
                     if cancelled.is_set():
                         raise CancelledError
                     if timeout_s is not None and time.monotonic() - self._heard_s > timeout_s:
@@ -260,26 +305,44 @@ class Aggregator:
                     self._heard.wait(LOOK_S)
                 if self._failed is not None:
                     raise self._failed
-                assert self._answer is not None
+                if self._answer is None:
+                    raise _Killed
                 return self._answer
         finally:
             with self._heard:
                 self._waiting = False
 
-    def _listen(self) -> None:
+    def _listen(self, process: PipedProcess) -> None:
         while True:
             try:
-                message, _ = self._process.pipe.receive()
+                message, _ = process.pipe.receive()
             except (EOFError, OSError):
                 break
             self._hear(message)
-        code = self._process.bury()
+        code = process.bury()
         self._drop_all()
         if -code in FROM_OUTSIDE:
-            self._fail(0, f"its process was killed from outside, by {signal.Signals(-code).name}", is_final=False)
+            self._note_kill(f"was killed from outside, by {signal.Signals(-code).name}")
         else:
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._fail(0, f"its process ended with {how}")
+
+    def _note_kill(self, how: str) -> None:
+        """Let the process be started again for the next result, unless it was killed too often."""
+        with self._heard:
+            if self._failed is not None or self._closing:
+                return
+            self._kills += 1
+            if self._kills < STARTS:
+                self._killed = True
+                LOG.warning(
+                    "the process of the aggregator %r %s. It is started again, and gets the updates of the round again",
+                    self.name,
+                    how,
+                )
+                self._heard.notify_all()
+                return
+        self._fail(0, f"its process {how}, {self._kills} times without a result", is_final=False)
 
     def _hear(self, message: dict[str, Any]) -> None:
         if message["what"] == "error":

@@ -88,12 +88,13 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
     return app
 
 
-def make_refusing_app(gate: Gate, error: ServerFailed) -> web.Application:
+def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[str | None], None]) -> web.Application:
     """Return an application that answers every request with the failure of the run, which cannot even begin again.
 
     Args:
         gate: check of the Host and Authorization headers.
         error: the failure.
+        on_told: called with the lease in the header of each request that is answered so; None if it has none.
     """
 
     async def refuse(request: web.Request) -> web.StreamResponse:
@@ -101,6 +102,7 @@ def make_refusing_app(gate: Gate, error: ServerFailed) -> web.Application:
             _admit(gate, request, is_open=False)
         except AuthError as refused:
             return problem(refused.code, refused.message, refused.remedy)
+        on_told(request.headers.get(routes.LEASE_HEADER))
         return problem(error.code, error.message, error.remedy)
 
     app = web.Application()

@@ -14,17 +14,18 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
-from atoll.errors import RunFailed, UpdateRefused
+from atoll.errors import AtollError, RunFailed, UpdateRefused
 from atoll.protocol import messages, status_messages
 from atoll.protocol.swarm_messages import (
     MOST_SOURCES,
     Collect,
+    CollectedUpdate,
     Held,
     Hold,
     PeerReport,
@@ -35,6 +36,7 @@ from atoll.protocol.swarm_messages import (
 )
 from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
+from atoll.rounds.closing_policy import listed
 from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, ranking
 from atoll.runtime import failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
@@ -57,6 +59,8 @@ SLOWER = 10
 """An aggregator that takes this many times longer than any earlier round is replaced, but only once per round."""
 MOST_RAISED = 5
 """If the code of the run, such as its reducer, raises an error so many times in a round, the run has failed."""
+LACKING_S = 10.0
+"""Seconds after which the log says that all workers lack the version of a round, and what to do."""
 WARY = 10
 """For this many rounds, a worker that failed to aggregate is chosen only if no other worker is available."""
 
@@ -82,7 +86,10 @@ class Assignment:
         unable: sites that could not check the new version.
         raised: errors that other workers would probably get, too: the site, and whether its result contained values
             that are not finite; else the code of the run raised.
+        undecoded: errors of the codec before any update could be decoded: the aggregator, and the site of the update.
         first: site that downloads the initial model from the server.
+        lacking_s: time since which all workers lack `version`; None if one has it, or may have it.
+        said: what the log has said of this.
     """
 
     version: int = -1
@@ -100,7 +107,10 @@ class Assignment:
     checks_s: float = 0.0
     unable: set[str] = field(default_factory=set)
     raised: list[tuple[str, bool]] = field(default_factory=list)
+    undecoded: set[tuple[str, str]] = field(default_factory=set)
     first: str = ""
+    lacking_s: float | None = None
+    said: str = ""
 
     def lose(self, reason: str) -> None:
         """Record that the aggregator failed, and remove it, so that another one can be chosen."""
@@ -346,6 +356,7 @@ class SwarmRounds:
         ledger: state of the run.
         admission: object that accepts and refuses updates.
         wake: callback that wakes the requests of workers that wait for a ticket.
+        fail: function that ends the server because of an error.
 
     Attributes:
         plan_message: the values that a worker needs to aggregate.
@@ -354,10 +365,17 @@ class SwarmRounds:
     """
 
     def __init__(
-        self, plan: Plan, store: Store, ledger: Ledger, admission: UpdateAdmission, wake: Callable[[], None]
+        self,
+        plan: Plan,
+        store: Store,
+        ledger: Ledger,
+        admission: UpdateAdmission,
+        wake: Callable[[], None],
+        fail: Callable[[AtollError], None],
     ) -> None:
         self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
-        self._admission, self._wake = admission, wake
+        self._admission, self._wake, self._fail = admission, wake, fail
+        self._decodes = False  # whether a worker has decoded an update since the start of the server
         self.plan_message = plan.values.message()
         self.view = SwarmView(plan, store, ledger)
         self.news = FairEvent()
@@ -458,8 +476,27 @@ class SwarmRounds:
             return f"{lacking} yet: {' and '.join(looking)} still check their files"
         if absent:  # any absent member may hold the version
             return f"{lacking}; start {' or '.join(dict.fromkeys(absent))} again, with its old folder"
-        lost = f"{' and '.join(had)} have lost it"
-        return f"{lacking}, and {lost}: export an older version, and start a new run from that"
+        holders, kept = " and ".join(had), self._store.versions.kept(fragment)
+        older = [str(row.version) for row in kept if self.view.holding(fragment, row.version)]
+        exportable = f" ({listed(older)} can be exported)" if older else ""
+        return (
+            f"{lacking}, and {holders} have lost it: export an older version{exportable}, and start a new run from "
+            f"that. Or, if the server's state was restored from a backup, restore the folders of {holders} from a "
+            f"backup of the same time, and start these sites again. {listed(peers.alive)} said what they have"
+        )
+
+    def _say_lacking(self, fragment: int, job: Assignment) -> None:
+        """Log why no worker can aggregate a round, if all have said that they lack its version for `LACKING_S`."""
+        peers, now_s = self.view.peers, time.monotonic()
+        has_hope = job.aggregator or job.version < 1 or any(peers[site].number < 0 for site in peers.alive)
+        if has_hope or not peers.alive or self.view.holding(fragment, job.version):
+            job.lacking_s = None
+            return
+        job.lacking_s = now_s if job.lacking_s is None else job.lacking_s
+        why = self._why_no_aggregator(fragment)
+        if now_s - job.lacking_s >= LACKING_S and why != job.said:
+            job.said = why
+            LOG.warning("round %d waits: %s", self._ledger.state.rounds[fragment].number, why)
 
     # -- decisions
 
@@ -475,6 +512,7 @@ class SwarmRounds:
                 job.aggregator, job.closing = "", None
             elif round_.phase != "gathering":  # choose only after all expected sites have joined
                 self._reassign_fragment(fragment, job)
+                self._say_lacking(fragment, job)
         rounds = self._ledger.state.rounds
         live = {ticket.id for round_ in rounds for ticket in round_.tickets.values() if ticket.is_live}
         view.offers = {ticket: offer for ticket, offer in view.offers.items() if ticket in live}
@@ -518,30 +556,41 @@ class SwarmRounds:
                 continue
             if found.failed:
                 if found.source == offer.complete.source:
-                    self._could_not_pull(fragment, job, ticket, offer, found.failed)
+                    self._could_not_collect(fragment, job, offer, found)
             elif self._store.tickets.get(ticket).state == "open":
+                self._decodes = True
                 self._judge(ticket, offer, found.norm, found.bad)
             if view.assignments[fragment] is not job or not job.aggregator:  # the round closed, or lost its aggregator
                 return
 
-    def _could_not_pull(self, fragment: int, job: Assignment, ticket: int, offer: Offer, why: str) -> None:
-        """Handle a failed attempt of the aggregator to download an update.
+    def _could_not_collect(self, fragment: int, job: Assignment, offer: Offer, found: CollectedUpdate) -> None:
+        """Handle a failed attempt of the aggregator to collect an update.
 
-        The site of the update has to offer it again. After `PULLS` failures of this aggregator, another worker
-        aggregates. If every worker that could aggregate has failed as often, the update is refused.
+        If the download failed, the site of the update has to offer it again. After `PULLS` failures of this aggregator,
+        or one error of the codec, another worker aggregates. If every worker that could aggregate has failed like that,
+        the update is refused. But if no update could be decoded yet, the codec is probably wrong: then the run fails
+        as soon as it raised an error at enough workers, and for the updates of two sites or of all missing ones.
         """
-        site = job.aggregator
-        job.failures[ticket, site] += 1
+        site, ticket, state = job.aggregator, found.ticket, self._ledger.state
+        job.failures[ticket, site] = PULLS if found.raised else job.failures[ticket, site] + 1
         if job.failures[ticket, site] < PULLS or self._store.tickets.get(ticket).state != "open":
-            LOG.info("aggregator %s could not download the update of %s: %s", site, offer.site, why)
+            LOG.info("aggregator %s could not download the update of %s: %s", site, offer.site, found.failed)
             del self.view.offers[ticket]
             return
         tried = {worker for (of, worker), count in job.failures.items() if count >= PULLS and of == ticket}
         others = set(self.view.holding(fragment, job.version)) & set(self.view.order(fragment, job.version))
-        if others - tried - {offer.site}:
-            self._lose(fragment, job, f"it could not download the update of {offer.site}: {why}")
-        else:
-            self._judge(ticket, offer, 0.0, f"{site} could not download it: {why}")
+        if found.raised and not self._decodes:
+            job.undecoded.add((site, offer.site))
+        workers, sites = {worker for worker, _ in job.undecoded}, {each for _, each in job.undecoded}
+        could_not = f"could not {'decode' if found.raised else 'download'}"
+        reason = f"it {could_not} the update of {offer.site}: {found.failed}"
+        is_codec = found.raised and not self._decodes and len(workers) >= self._enough
+        if is_codec and (len(sites) > 1 or {each for each, _ in state.missing(fragment)} <= sites):
+            self._fail(_failed_everywhere(state.rounds[fragment].number, workers, f"{site}: {reason}"))
+        elif others - tried - {offer.site} or (found.raised and len(tried) < self._enough):
+            self._lose(fragment, job, reason)
+        elif not found.raised or self._decodes:
+            self._judge(ticket, offer, 0.0, f"{site} {could_not} it: {found.failed}")
 
     def _judge(self, ticket: int, offer: Offer, norm: float, bad: str) -> None:
         try:
@@ -649,7 +698,7 @@ class SwarmRounds:
         job = view.assignments[fragment]
         if self._has_failed_everywhere(fragment, job):
             overflows = all(is_overflow for _, is_overflow in job.raised)
-            raise Overflow(job.lost) if overflows else _failed_everywhere(number, job)
+            raise Overflow(job.lost) if overflows else _failed_everywhere(number, dict(job.raised), job.lost)
         return None
 
     def _has_failed_everywhere(self, fragment: int, job: Assignment) -> bool:
@@ -658,9 +707,13 @@ class SwarmRounds:
         While only one of several workers has the base version, a second one is about to get it, and to try.
         """
         raised, could = {site for site, _ in job.raised}, self.view.holding(fragment, job.version)
-        enough = min(HOLDERS, len(self.view.peers.alive))
-        is_everywhere = len(raised) >= max(1, enough) and raised.issuperset(could)
+        is_everywhere = len(raised) >= self._enough and raised.issuperset(could)
         return is_everywhere or len(job.raised) >= MOST_RAISED
+
+    @property
+    def _enough(self) -> int:
+        """Number of workers at which the code of the run has to raise an error before the run fails."""
+        return max(1, min(HOLDERS, len(self.view.peers.alive)))
 
     def _choose_checker(self, fragment: int, job: Assignment) -> None:
         """Choose the worker that checks the new version.
@@ -699,10 +752,9 @@ class SwarmRounds:
         return row, summary
 
 
-def _failed_everywhere(number: int, job: Assignment) -> RunFailed:
-    sites = ", ".join(sorted({site for site, _ in job.raised}))
+def _failed_everywhere(number: int, sites: Iterable[str], last: str) -> RunFailed:
     return RunFailed(
-        f"Round {number} failed at {sites}, so no worker can aggregate it; the last was {job.lost}.",
+        f"Round {number} failed at {', '.join(sorted(sites))}, so no worker can aggregate it; the last was {last}.",
         "Correct this code at the sites, and start the server and the sites again: the run continues with the same "
         "updates.",
     )

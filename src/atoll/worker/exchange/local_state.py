@@ -8,6 +8,7 @@ this update counted. A refused or lost update changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -641,14 +642,37 @@ def pending(folder: Path) -> set[int]:
     return {note.pending for note in notes if note is not None and note.pending}
 
 
-def state_in(folder: Path) -> messages.SiteState:
-    """Return what a site says of the state that the algorithm keeps at it, read from the note in its folder."""
+def state_in(folder: Path, counted: Counted, head: int) -> messages.SiteState:
+    """Return what a site says of the state that the algorithm keeps at it, read from the note in its folder.
+
+    If the server has gone back to the earlier of the two states, and this one is damaged, it is left out, as in
+    `AlgorithmState.last_updates`: then the server begins anew.
+
+    Args:
+        folder: the site's folder.
+        counted: the site's last counted update, as the server knows it, and the present generation.
+        head: number of the server's newest version.
+    """
     note: TwoPhaseNote | None = read_note(folder / "algorithm.json", TwoPhaseNote)
+    updates = [] if note is None else note.updates
+    if note is not None and len(updates) > 1 and counted.base_version is not None:
+        earlier, index = (0, note.current) if note.pending else (1, 1 - note.current)
+        goes_back = updates[earlier].names(counted) and (not note.pending or note.pending_version >= head)
+        if goes_back and not _has_digest(folder / f"algorithm-{index}.bin", note.digests[index]):
+            del updates[earlier]
     return messages.SiteState(
-        local_state="missing" if note is None else "kept",
-        local_state_of=[] if note is None else note.updates,
-        new_local_state=wanted_anew(),
+        local_state="missing" if note is None else "kept", local_state_of=updates, new_local_state=wanted_anew()
     )
+
+
+def _has_digest(path: Path, digest: str) -> bool:
+    """Return whether a file of a site's state has the digest in its note; warn if it is damaged or missing."""
+    if path.is_file():
+        with closing(WholeFile(path, 0)) as file:
+            if file.content_digest() == digest:
+                return True
+    LOG.warning("%s is damaged (its digest differs) or missing, and is not used. Check the disk.", path)
+    return False
 
 
 def read_kept(folder: Path) -> Kept:

@@ -109,6 +109,13 @@ def failed(work: FrozenRound, why: str, *, overflows: bool = False, raised: bool
     )
 
 
+def is_of_run(error: Exception) -> bool:
+    """Return whether the code of the run raised an error, such as its codec; if not, it is an error of a machine."""
+    if isinstance(error, AtollError):
+        return error.is_final and not isinstance(error, PeerError)
+    return out_of_memory(error) is None and not isinstance(error, CancelledError | OSError)
+
+
 def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound:
     """Return the report that tells the server that an error ended the aggregation of a round. Log unexpected errors.
 
@@ -123,9 +130,7 @@ def failed_by(error: Exception, work: FrozenRound, folder: Path) -> ReducedRound
         LOG.error("a round could not be aggregated because of an unexpected error", exc_info=error)
     if isinstance(error, Overflow):
         return failed(work, error.message, overflows=True)
-    of_machine = out_of_memory(error) is not None or isinstance(error, PeerError)
-    of_machine = of_machine or (isinstance(error, AtollError) and not error.is_final)
-    return failed(work, error_text(error, 500), raised=not of_machine)
+    return failed(work, error_text(error, 500), raised=is_of_run(error))
 
 
 def keep_result(site: str, plan: AggregationPlan, work: PeerWork, store: PeerStore, target: Path) -> None:
@@ -248,6 +253,7 @@ class SwarmPeer:
     def __init__(self, session: Session, peer_server: PeerServer, plan: AggregationPlan, folder: Path) -> None:
         self.site, self._http, self._peer_server, self._plan = session.site, session.http, peer_server, plan
         self._idle_timeout_s, self._rejoin = session.info.idle_timeout_s, session.rejoin
+        self._has_ended = partial(session.closing_wait, 0.0)
         assert session.peer_proof is not None
         self._proof = session.peer_proof
         self._store = PeerStore(plan, folder, session.info.run, peer_server)
@@ -278,15 +284,15 @@ class SwarmPeer:
     def leave(self) -> None:
         """Stop as soon as other workers have downloaded the files that only this worker has. Idempotent.
 
-        Stop earlier if no data has moved for the run's idle timeout. If the run is finished, write its model to a file
-        before stopping.
+        Stop earlier if no data has moved for the run's idle timeout, or if an error such as `ServerFailed` has ended
+        this worker. If the run is finished, write its model to a file before stopping.
         """
         if not self._stopping.is_set() and self._thread.is_alive():
             self._leaving = True
             self._stayed.clear()
             self._say()
             moved, at_s = -1, time.monotonic()
-            while self._thread.is_alive() and not self._stayed.wait(BUSY_S / 4):
+            while self._thread.is_alive() and not self._has_ended() and not self._stayed.wait(BUSY_S / 4):
                 if (now := self._moved + self._peer_server.served) != moved:
                     moved, at_s = now, time.monotonic()
                 if time.monotonic() - at_s > self._idle_timeout_s:
@@ -508,9 +514,15 @@ class SwarmPeer:
                 update, norm, bad = self._transfers.update(collect, slot)
                 failpoint("swarm.collected")
                 report = report.model_copy(update={"norm": norm, "bad": bad})
-            except UNPULLED as error:  # the other worker failed; after an error of this disk the job runs again
+            except Exception as error:
+                raised = not isinstance(error, AtollError) and is_of_run(error)
+                if not (raised or isinstance(error, UNPULLED)):  # after an error of this machine, the job runs again
+                    raise
+                if raised:
+                    LOG.error("the update of %s could not be checked because of an error", collect.site, exc_info=error)
                 self._store.give_back(PulledUpdate(collect.fragment, slot, ()))
-                update, report = None, report.model_copy(update={"failed": error_text(error, 500)})
+                failed = {"failed": error_text(error, 500), "raised": raised}
+                update, report = None, report.model_copy(update=failed)
         with self._lock:
             self._collected[ticket] = report
             if update is not None:
