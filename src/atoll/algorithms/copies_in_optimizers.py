@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, run_of
@@ -318,6 +320,24 @@ def _has_shape_of(one: Tensor, other: Tensor) -> bool:
 def _has_size_of(one: Tensor, other: Tensor) -> bool:
     is_number = other.numel() == 1  # such as a count of steps
     return one.numel() == other.numel() and other.is_contiguous() and not is_number
+
+
+def wrappers_of(optimizer: Optimizer) -> list[Any]:
+    """Return the objects with a method `step` that is now running, and has called the step of this optimizer.
+
+    An example is a Lookahead that is no torch optimizer, and that the script has not passed to Atoll. An object that
+    also has the model is a trainer, and copies in it are its own.
+    """
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_code.co_argcount:
+            caller = frame.f_locals.get(frame.f_code.co_varnames[0])
+            held = _own_attributes(caller).values()
+            if any(each is optimizer for each in held) and not any(isinstance(each, nn.Module) for each in held):
+                found.append(caller)
+        frame = frame.f_back
+    return found
 
 
 def is_inside(optimizer: Optimizer, other: Any) -> bool:

@@ -583,3 +583,112 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
         server.run()
     assert values(exported(tmp_path)) == {"1": 6.0, "0": 6.0}
     assert "the result is wrong" not in caplog.text
+
+
+# -- federated rounds with an optimizer that calls no hooks
+
+
+class Handwritten:
+    """No torch optimizer. Steps fp32 copies of the weights, which may be made late; or the weights themselves."""
+
+    def __init__(self, model: Any, *, copies: bool = True, late: bool = False) -> None:
+        self.weights, self.has_copies = list(model.parameters()), copies
+        self.masters = [] if late else [fp32(value) for value in self.weights]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.masters = self.masters or [fp32(value) for value in self.weights]
+        for value, master in zip(self.weights, self.masters, strict=True):
+            assert value.grad is not None
+            if self.has_copies:
+                value.copy_(master.sub_(value.grad))
+            else:
+                value -= value.grad
+
+
+def by_hand(model: Any) -> None:
+    for value in model.parameters():
+        value.grad = torch.full_like(value, -1.0)
+
+
+def backward(model: Any) -> None:
+    """The gradient is −1 again."""
+    model.zero_grad()
+    (-sum(value.sum() for value in model.parameters())).backward()
+
+
+def towards_five(model: Any) -> None:
+    """With steps of the whole gradient, 5 is reached at the first step of a round."""
+    for value in model.parameters():
+        value.grad = value.detach() - 5
+
+
+def gently_towards_five(model: Any) -> None:
+    model.zero_grad()
+    sum((value - 5).square().sum() / 20 for value in model.parameters()).backward()  # type: ignore[union-attr]
+
+
+def rounds_of(folder: Path, train: Callable[[Any], None], server_model: Any = Two, rounds: int = 3) -> list[str]:
+    """Train one site's model in rounds of 2 sites, of which the other one adds 10. Return what the server warns of."""
+    model = Two()
+    with plain_server(folder, server_model(), algorithm="fedavg", sites=2, rounds=rounds) as server:
+        with (
+            atoll.join(server.url, site="a", folder=folder / "w") as worker,
+            atoll.join(server.url, site="b", folder=folder / "w") as other,
+        ):
+            for fl_round, their_round in zip(worker, other, strict=False):
+                fl_round.load_into(model)
+                train(model)
+                fl_round.submit(model)
+                theirs = their_round.state_dict()
+                their_round.submit({name: value + 10 for name, value in theirs.items()})
+        assert server.wait(60)
+        return list(server.status().warnings)
+
+
+def shifted() -> nn.Module:
+    """The weights that the server begins with are other ones than those of the site."""
+    model = Two()
+    nn.init.constant_(model.w, 5.0)
+    return model
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize(("gradients", "steps"), [(by_hand, 1), (by_hand, 3), (backward, 1), (gently_towards_five, 2)])
+def test_reports_loads_that_a_handwritten_optimizer_undoes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any, late: bool
+) -> None:
+    optimizers: list[Handwritten] = []
+
+    def train(model: Any) -> None:
+        optimizers[:] = optimizers or [Handwritten(model, late=late)]
+        for _ in range(steps):
+            gradients(model)
+            optimizers[0].step()
+
+    told = rounds_of(tmp_path, train, server_model)
+    assert any("a copy of the weights that the optimizer or the script keeps" in text for text in told)
+    assert any("the result is wrong" in each.getMessage() for each in caplog.records if each.name == "atoll")
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize(
+    ("gradients", "steps"),
+    [(by_hand, 1), (backward, 3), (towards_five, 2), (gently_towards_five, 3)],
+)
+def test_says_nothing_of_a_handwritten_optimizer_without_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any
+) -> None:
+    """A round that ends at the site's own optimum each time has undone nothing."""
+
+    def train(model: Any) -> None:
+        optimizer = Handwritten(model, copies=False)
+        for _ in range(steps):
+            gradients(model)
+            optimizer.step()
+
+    assert not any("the result is wrong" in text for text in rounds_of(tmp_path, train, server_model, rounds=5))
+    assert "the result is wrong" not in caplog.text
