@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from types import FrameType
@@ -34,6 +35,10 @@ MOMENTS = {
     *("acc_delta", "sum", "prev", "step_size", "eta", "mu", "ax"),
 }
 """Names of the state of torch's own optimizers, none of which a step starts from."""
+ALIGNMENTS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of elements at multiples of which the parts of a flat tensor may begin."""
+MOST_PADDING = 1024
+"""Elements that may follow the last part of a flat tensor."""
 OWN_PARAMETERS = ".params"
 """End of the place of tensors that an optimizer trains in place of the model's parameters."""
 Memory: TypeAlias = dict[tuple[object, ...], Tensor]
@@ -230,6 +235,34 @@ def _pieces(flat: Tensor, parameters: Sequence[Tensor]) -> list[Pair]:
     return [Pair(each, piece.view(each.shape)) for each, piece in zip(parameters, pieces, strict=True)]
 
 
+def _padded_pieces(flats: Sequence[Tensor], groups: Iterable[Sequence[Tensor]]) -> list[Pair]:
+    """Return pairs of parameters and their parts of flat tensors with padding, such as FSDP, ZeRO and Apex make.
+
+    Args:
+        flats: flat tensors, which may be buckets: together, they hold all parameters of a group.
+        groups: the groups to try, each with its parameters in order.
+    """
+    if any(each.dim() != 1 for each in flats):
+        return []
+    tries = (_split(flats, each, alignment) for each in groups if each for alignment in ALIGNMENTS)
+    possible = [pairs for pairs in tries if pairs]
+    return next(filter(are_equal, possible), possible[0] if possible else [])
+
+
+def _split(flats: Iterable[Tensor], parameters: Iterable[Tensor], alignment: int) -> list[Pair]:
+    pairs, waiting = list[Pair](), deque(parameters)
+    for flat in flats:
+        start = 0
+        while waiting and start + waiting[0].numel() <= flat.numel():
+            parameter = waiting.popleft()
+            stop = start + parameter.numel()
+            pairs.append(Pair(parameter, flat.detach()[start:stop].view(parameter.shape)))
+            start = -(-stop // alignment) * alignment
+        if not start or flat.numel() - start > MOST_PADDING:
+            return []
+    return [] if waiting else pairs
+
+
 def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: dict[str, list[Pair]]) -> None:
     """Add the tensors of one optimizer, without those of what it wraps, to `found`. Their places begin with `name`."""
     parameters = list(parameters_of(optimizer))
@@ -254,9 +287,11 @@ def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: d
         elif owner is None:
             unowned.setdefault(place, []).append(tensor)
         elif (parameter := model.get(place_in_memory(owner))) is not None:
-            found.setdefault(place, []).extend(_aligned([tensor], [parameter]))
+            pairs = _aligned([tensor], [parameter]) or _padded_pieces([tensor], (mine, *groups))
+            found.setdefault(place, []).extend(pairs)
     for place, tensors in unowned.items():
-        found.setdefault(place, []).extend(_aligned(tensors, mine or model.values()))
+        pairs = _aligned(tensors, mine or model.values()) or _padded_pieces(tensors, (mine, *groups))
+        found.setdefault(place, []).extend(pairs)
 
 
 def _own_attributes(value: Any) -> dict[str, Any]:

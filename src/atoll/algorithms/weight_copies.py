@@ -13,11 +13,11 @@ A hand-written optimizer that is no torch optimizer calls no hooks. Its copies s
 is reported: Atoll looks at the weights in the backward passes before its first steps, and when they are submitted.
 
 A copy is a float tensor of a parameter's shape or size: in the optimizer's state, in its attributes, or a parameter of
-its own. Or it is a part of a flat tensor, which holds all parameters, or those of a group, in their order. It is
-recognised by its values, which equal the parameter's, up to a cast. Tensors that are found at one place, such as
-`state[parameter]["master"]` of all parameters, are copies only if all of them are equal, and are not all zero. If they
-have followed the weights before, but differ now, no value would be right, so the load is refused. If a copy was not
-recognised, the parameters jump back after a load, which is reported.
+its own. Or it is a part of a flat tensor, which holds all parameters, or those of a group, in their order; there may be
+several such tensors, with padding. It is recognised by its values, which equal the parameter's, up to a cast. Tensors
+that are found at one place, such as `state[parameter]["master"]` of all parameters, are copies only if all of them are
+equal, and are not all zero. If they have followed the weights before, but differ now, no value would be right, so the
+load is refused. If a copy was not recognised, the parameters jump back after a load, which is reported.
 
 An average of the weights for evaluation is left as it is: the steps do not start from it, and it continues from the
 loaded weights. It is known by its name (`AVERAGES`), since it may equal the weights at first.
@@ -266,7 +266,7 @@ class WeightCopies:
         """
         parameters = model.parameters() if isinstance(model, nn.Module) else model.values()
         trained = (each for each in parameters if isinstance(each, Tensor) and each.requires_grad and each.is_leaf)
-        first = next((each for each in trained if place_in_memory(each) in self._tensors), None)
+        first: Any = next((each for each in trained if place_in_memory(each) in self._tensors), None)
         if first is None or self._load.is_decided:
             return
         this = weakref.ref(self)

@@ -132,6 +132,17 @@ class Flat(Masters):
         return list(self.flat.split([value.numel() for value in self.weights]))
 
 
+class Padded(InList):
+    """One flat tensor of all weights, with padding at its end."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.flat = torch.cat([*self.fp32_groups.pop(), torch.zeros(3)])
+
+    def copies(self) -> list[Tensor]:
+        return list(self.flat[:8].split(4))
+
+
 class Wrapped:
     """As in Apex: the optimizer has the masters alone, and a wrapper copies gradients and weights."""
 
@@ -187,6 +198,7 @@ def plain(parameters: Any) -> Any:
     [
         *((kind, dtype) for kind in (InState, InList, InDict, InGroup) for dtype in (torch.float32, torch.bfloat16)),
         *((kind, dtype) for kind in (Reshaped, ReshapedInState, Flat) for dtype in (torch.float32, torch.bfloat16)),
+        (Padded, torch.bfloat16),
         (Wrapped, torch.bfloat16),  # in fp32 its parameters could be another model's: the next test
         *((plain, dtype) for dtype in (torch.float32, torch.bfloat16)),
     ],
@@ -586,6 +598,26 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
 
 
 # -- federated rounds with an optimizer that calls no hooks
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("passes", ["nothing", "the inner one"])
+def test_slow_weights_of_an_unknown_wrapper_are_not_undone(tmp_path: Path, passes: str) -> None:
+    """Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ."""
+    model = Two()
+    lookahead = Lookahead(model.parameters(), k=2)
+    with plain_server(tmp_path, Two(), algorithm="fedavg", sites=1, rounds=3) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            rounds = iter(worker)
+            fl_round = next(rounds)
+            fl_round.load_into(model)
+            if passes == "the inner one":
+                fl_round.correct(model, lookahead.optimizer)
+            for _ in range(3):
+                step(model, lookahead, "a")
+            fl_round.submit(model)
+            with pytest.raises(UsageError, match=r"(?s)Lookahead\.slow, .* after a multiple of 2 steps"):
+                next(rounds).load_into(model)
 
 
 class Handwritten:
