@@ -235,16 +235,19 @@ def _pieces(flat: Tensor, parameters: Sequence[Tensor]) -> list[Pair]:
     return [Pair(each, piece.view(each.shape)) for each, piece in zip(parameters, pieces, strict=True)]
 
 
-def _padded_pieces(flats: Sequence[Tensor], groups: Iterable[Sequence[Tensor]]) -> list[Pair]:
+def _padded_pieces(flats: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Pair]:
     """Return pairs of parameters and their parts of flat tensors with padding, such as FSDP, ZeRO and Apex make.
 
     Args:
         flats: flat tensors, which may be buckets: together, they hold all parameters of a group.
         groups: the groups to try, each with its parameters in order.
+        sizes: number of elements of each group.
     """
+    most = sum(each.numel() for each in flats)
     if any(each.dim() != 1 for each in flats):
         return []
-    tries = (_split(flats, each, alignment) for each in groups if each for alignment in ALIGNMENTS)
+    fitting = [each for each, size in zip(groups, sizes, strict=True) if 0 < size <= most]
+    tries = (_split(flats, each, alignment) for each in fitting for alignment in ALIGNMENTS)
     possible = [pairs for pairs in tries if pairs]
     return next(filter(are_equal, possible), possible[0] if possible else [])
 
@@ -279,18 +282,20 @@ def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: d
     unowned: dict[str, list[Tensor]] = {}
     of_groups = [map(place_in_memory, each["params"]) for each in groups_of(optimizer)]
     groups = [[model[key] for key in places if key in model] for places in of_groups]
+    wholes = [mine, *groups]
+    sizes = [sum(each.numel() for each in whole) for whole in wholes]
     for place, owner, tensor in _leaves(_attributes(optimizer, most), name, SEARCH_DEPTH):
         if not may_be_copied(tensor):
             continue
-        if pieces := next(filter(None, (_pieces(tensor, each) for each in (mine, *groups))), None):
+        if pieces := next(filter(None, (_pieces(tensor, each) for each in wholes)), None):
             found.setdefault(place, []).extend(pieces)
         elif owner is None:
             unowned.setdefault(place, []).append(tensor)
         elif (parameter := model.get(place_in_memory(owner))) is not None:
-            pairs = _aligned([tensor], [parameter]) or _padded_pieces([tensor], (mine, *groups))
+            pairs = _aligned([tensor], [parameter]) or _padded_pieces([tensor], wholes, sizes)
             found.setdefault(place, []).extend(pairs)
     for place, tensors in unowned.items():
-        pairs = _aligned(tensors, mine or model.values()) or _padded_pieces(tensors, (mine, *groups))
+        pairs = _aligned(tensors, mine or model.values()) or _padded_pieces(tensors, wholes, sizes)
         found.setdefault(place, []).extend(pairs)
 
 
