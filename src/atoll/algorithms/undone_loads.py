@@ -105,9 +105,14 @@ class Load:
         beyond = first - after - step  # what the first step did beyond what the second one did
         if step.norm() < LEAST_STEP * way.norm():
             return
-        self.returned = {place for place, part in self._after.parts.items() if _is_return(beyond[part], way[part])}
-        back = (first - before - step).norm()
-        self._is_back = bool(way.norm() >= step.norm() and back < RETURN_RATIO * beyond.norm())
+        moved, is_moved = dict[tuple[object, ...], slice](), torch.zeros_like(step, dtype=torch.bool)
+        for place, part in self._after.parts.items():
+            if step[part].any():  # else another optimizer made the second step, and this tensor's step is not known
+                moved[place], is_moved[part] = part, True
+        self.returned = {place for place, part in moved.items() if _is_return(beyond[part], way[part])}
+        back = (first - before - step)[is_moved].norm()
+        is_long = bool(way[is_moved].norm() >= step.norm())
+        self._is_back = is_long and bool(back < RETURN_RATIO * beyond[is_moved].norm())
 
     def changes(self, now: Tensor) -> Changes:
         """Return what a round has changed in the weights, whose elements at its end are `now`."""

@@ -495,6 +495,24 @@ def test_reports_that_some_weights_were_undone_among_others(
     assert ("the result is wrong" in caplog.text) is is_undone
 
 
+@pytest.mark.covers("X11")
+def test_says_nothing_of_optimizers_that_step_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step of 1 is as long as the way back, half of 2. The other optimizer's step shows nothing of such a step."""
+
+    def build() -> nn.Module:
+        return nn.ParameterList([torch.zeros(8), torch.zeros(8)])
+
+    model = build()
+    optimizers = [plain([value]) for value in model.parameters()]
+    settings = HALF | {"diloco.sync_every": 2}
+    with plain_server(tmp_path, build(), sites=1, rounds=4, **settings) as server:
+        with atoll.DiLoCo(model, optimizers, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                for optimizer in optimizers:
+                    step(model, optimizer, "a")
+    assert "the result is wrong" not in caplog.text
+
+
 # -- federated rounds with one optimizer
 
 
