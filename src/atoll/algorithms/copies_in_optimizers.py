@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
+from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.tensors.chunks import CHUNK_ELEMENTS, assign_run_, run_of
@@ -32,6 +35,10 @@ MOMENTS = {
     *("acc_delta", "sum", "prev", "step_size", "eta", "mu", "ax"),
 }
 """Names of the state of torch's own optimizers, none of which a step starts from."""
+ALIGNMENTS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of elements at multiples of which the parts of a flat tensor may begin."""
+MOST_PADDING = 1024
+"""Elements that may follow the last part of a flat tensor."""
 OWN_PARAMETERS = ".params"
 """End of the place of tensors that an optimizer trains in place of the model's parameters."""
 Memory: TypeAlias = dict[tuple[object, ...], Tensor]
@@ -228,6 +235,37 @@ def _pieces(flat: Tensor, parameters: Sequence[Tensor]) -> list[Pair]:
     return [Pair(each, piece.view(each.shape)) for each, piece in zip(parameters, pieces, strict=True)]
 
 
+def _padded_pieces(flats: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Pair]:
+    """Return pairs of parameters and their parts of flat tensors with padding, such as FSDP, ZeRO and Apex make.
+
+    Args:
+        flats: flat tensors, which may be buckets: together, they hold all parameters of a group.
+        groups: the groups to try, each with its parameters in order.
+        sizes: number of elements of each group.
+    """
+    most = sum(each.numel() for each in flats)
+    if any(each.dim() != 1 for each in flats):
+        return []
+    fitting = [each for each, size in zip(groups, sizes, strict=True) if 0 < size <= most]
+    tries = (_split(flats, each, alignment) for each in fitting for alignment in ALIGNMENTS)
+    possible = [pairs for pairs in tries if pairs]
+    return next(filter(are_equal, possible), possible[0] if possible else [])
+
+
+def _split(flats: Iterable[Tensor], parameters: Iterable[Tensor], alignment: int) -> list[Pair]:
+    pairs, waiting = list[Pair](), deque(parameters)
+    for flat in flats:
+        start = 0
+        while waiting and start + waiting[0].numel() <= flat.numel():
+            parameter = waiting.popleft()
+            stop = start + parameter.numel()
+            pairs.append(Pair(parameter, flat.detach()[start:stop].view(parameter.shape)))
+            start = -(-stop // alignment) * alignment
+        if not start or flat.numel() - start > MOST_PADDING:
+            return []
+    return [] if waiting else pairs
+
+
 def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: dict[str, list[Pair]]) -> None:
     """Add the tensors of one optimizer, without those of what it wraps, to `found`. Their places begin with `name`."""
     parameters = list(parameters_of(optimizer))
@@ -244,17 +282,21 @@ def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: d
     unowned: dict[str, list[Tensor]] = {}
     of_groups = [map(place_in_memory, each["params"]) for each in groups_of(optimizer)]
     groups = [[model[key] for key in places if key in model] for places in of_groups]
+    wholes = [mine, *groups]
+    sizes = [sum(each.numel() for each in whole) for whole in wholes]
     for place, owner, tensor in _leaves(_attributes(optimizer, most), name, SEARCH_DEPTH):
         if not may_be_copied(tensor):
             continue
-        if pieces := next(filter(None, (_pieces(tensor, each) for each in (mine, *groups))), None):
+        if pieces := next(filter(None, (_pieces(tensor, each) for each in wholes)), None):
             found.setdefault(place, []).extend(pieces)
         elif owner is None:
             unowned.setdefault(place, []).append(tensor)
         elif (parameter := model.get(place_in_memory(owner))) is not None:
-            found.setdefault(place, []).extend(_aligned([tensor], [parameter]))
+            pairs = _aligned([tensor], [parameter]) or _padded_pieces([tensor], wholes, sizes)
+            found.setdefault(place, []).extend(pairs)
     for place, tensors in unowned.items():
-        found.setdefault(place, []).extend(_aligned(tensors, mine or model.values()))
+        pairs = _aligned(tensors, mine or model.values()) or _padded_pieces(tensors, wholes, sizes)
+        found.setdefault(place, []).extend(pairs)
 
 
 def _own_attributes(value: Any) -> dict[str, Any]:
@@ -318,6 +360,24 @@ def _has_shape_of(one: Tensor, other: Tensor) -> bool:
 def _has_size_of(one: Tensor, other: Tensor) -> bool:
     is_number = other.numel() == 1  # such as a count of steps
     return one.numel() == other.numel() and other.is_contiguous() and not is_number
+
+
+def wrappers_of(optimizer: Optimizer) -> list[Any]:
+    """Return the objects with a method `step` that is now running, and has called the step of this optimizer.
+
+    An example is a Lookahead that is no torch optimizer, and that the script has not passed to Atoll. An object that
+    also has the model is a trainer, and copies in it are its own.
+    """
+    found: list[Any] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_code.co_argcount:
+            caller = frame.f_locals.get(frame.f_code.co_varnames[0])
+            held = _own_attributes(caller).values()
+            if any(each is optimizer for each in held) and not any(isinstance(each, nn.Module) for each in held):
+                found.append(caller)
+        frame = frame.f_back
+    return found
 
 
 def is_inside(optimizer: Optimizer, other: Any) -> bool:

@@ -24,6 +24,7 @@ from atoll.algorithms.by_hand import ByHand
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError, public_api
 from atoll.tensors.arrays import require_model
+from atoll.tensors.module_tensors import gradients_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,9 @@ class ProximalTerm(LocalRule):
 class _Proximal(Correction):
     """FedProx's correction in one round. It holds w_t, a copy of the trainable parameters before training.
 
-    A parameter without a gradient (∇F_k = 0, as in a branch of the model that a step does not use) gets the gradient
-    μ·(w − w_t) for the length of the step.
+    If a parameter has several gradients, such as Megatron's `main_grad`, each gets the term: the optimizer reads one of
+    them. A parameter without a gradient (∇F_k = 0, as in a branch of the model that a step does not use) gets the
+    gradient μ·(w − w_t) for the length of the step.
     """
 
     changes_weights = False
@@ -60,19 +62,20 @@ class _Proximal(Correction):
         for name in trained:  # a parameter that was frozen until now still has the value of the version
             if name not in self._w_t:
                 self._w_t[name] = self._w[name].detach().clone()
-        is_a_step = any(value.grad is not None for value in self._w.values())
+        is_a_step = any(map(gradients_of, self._w.values()))
         for name in trained:
-            g, pull = self._w[name].grad, self._w[name].detach() - self._w_t[name]
-            if g is None:
+            gradients, pull = gradients_of(self._w[name]), self._w[name].detach() - self._w_t[name]
+            if not gradients:
                 if is_a_step or bool(pull.any()):  # else step() was called before any backward pass
                     self._w[name].grad = self._made[name] = pull.mul_(self._mu)
                 continue
-            if g.is_sparse:
-                raise UsageError(
-                    f"The gradient of {name!r} is sparse, but FedProx adds a dense term to it.",
-                    "Build the embedding with sparse=False, or use fedavg.",
-                )
-            g.add_(pull, alpha=self._mu)
+            for g in gradients:
+                if g.is_sparse:
+                    raise UsageError(
+                        f"The gradient of {name!r} is sparse, but FedProx adds a dense term to it.",
+                        "Build the embedding with sparse=False, or use fedavg.",
+                    )
+                g.add_(pull.reshape(g.shape), alpha=self._mu)
 
     def after_step_(self, names: Collection[str], rate: float) -> None:
         self._remove_made(names)

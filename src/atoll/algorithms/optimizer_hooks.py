@@ -32,7 +32,7 @@ from atoll.algorithms.base import ChangeReader, Correction, ElementReader, Local
 from atoll.algorithms.corrected_copies import CorrectedCopies
 from atoll.algorithms.unfollowed_steps import UnfollowedSteps, trained_by
 from atoll.errors import UsageError
-from atoll.tensors.module_tensors import named_parameters
+from atoll.tensors.module_tensors import gradients_of, named_parameters
 
 Given = Optimizer | Sequence[Optimizer]
 """One optimizer, or several in any order."""
@@ -795,7 +795,7 @@ class _Followed:
             self._hooks.steps, self._hooks.rate_sum = self._hooks.steps + 1, self._hooks.rate_sum + self._rate
 
     def _has_gradients(self) -> bool:
-        return any(value.grad is not None for group in self._optimizer.param_groups for value in group["params"])
+        return any(gradients_of(value) for group in self._optimizer.param_groups for value in group["params"])
 
 
 class _Zeros:

@@ -1,12 +1,13 @@
 """Signs in the steps after a load of other weights that a copy, which was not loaded, undoes it.
 
-`Load` compares the first step with the second: it may lead back to the weights before the load. `Companion` finds other
-weights towards which each step draws the model's.
+`Load` compares the first step with the second: it may lead back to the weights before the load. Or it compares a whole
+round with the last one. `Companion` finds other weights towards which each step draws the model's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,27 @@ FEWEST_ELEMENTS = 8
 """Elements of a tensor below which noise may look like a way back."""
 RETURN_RATIO = 0.25
 """A step jumped back if a return to the earlier weights explains it so many times better than an ordinary step does."""
+LEAST_STEP = 0.001
+"""A second step that is a smaller share of the way back tells nothing: it may be the rest of a step to an optimum."""
+SHRUNK = 0.6
+"""Ratio of the third step to the second one below which the steps lead to an optimum."""
 DRAWN_STEPS = 3
 """Steps in a row that other weights have to explain, so that they are no chance."""
 UNEXPLAINED_SHARE = 0.01
 """Share of a step that may remain unexplained, because of rounding."""
+LEAST_SHARE_OF_WAY = 0.1
+"""A round's change that is a smaller share of the way back is no proof: training may end at the site's own optimum."""
+LEAST_DIFFERENCE = 0.5
+"""Share of a round's change by which it must differ from that of the last round if the load was not undone."""
 HALF_WAY = 0.5
 """Cosine of the angle from which on a change leads towards the weights, as that of an average does."""
+
+
+class Changes(NamedTuple):
+    """What a round has changed in some elements of the weights: since the load, and since the weights before it."""
+
+    local: Tensor
+    own: Tensor
 
 
 class Load:
@@ -44,7 +60,8 @@ class Load:
         self._before, self._after = before, after
         self.changed = not torch.equal(before.values, after.values)
         self.is_decided = not self.changed
-        self._first: Tensor | None = None  # after the first step
+        self._seen = [after.values]  # the weights after the load, and after each of the first steps
+        self._is_back = False
         self.returned: set[tuple[object, ...]] = set()
 
     def is_of(self, tensors: Memory) -> bool:
@@ -60,25 +77,67 @@ class Load:
         loaded = [(self._after.of(each.parameter), each.parameter) for each in pairs]
         return any(then is not None and not torch.equal(then, gathered([sampled_points(now)])) for then, now in loaded)
 
-    def jumps_back(self, now: Tensor) -> bool:
+    def jumps_back(self, now: Tensor, *, is_end: bool = False) -> bool:
         """Return whether the first step after the load started from the weights before it, judged by the second step.
+
+        A step that leads to the site's own optimum goes the same way. But the steps after it shrink, so the third step
+        is awaited, too.
 
         Args:
             now: elements of the weights before a step, at every step until `is_decided`.
+            is_end: whether no further step follows.
         """
-        if torch.equal(now, self._after.values if self._first is None else self._first):
-            return False  # nothing has moved
-        if self._first is None:
-            self._first = now
+        if not torch.equal(now, self._seen[-1]):
+            self._seen.append(now)
+            if len(self._seen) == 3:
+                self._judge()
+            elif (
+                len(self._seen) == 4 and (now - self._seen[2]).norm() < SHRUNK * (self._seen[2] - self._seen[1]).norm()
+            ):
+                self._is_back, self.returned = False, set()
+        is_sign = self._is_back or bool(self.returned)
+        self.is_decided = len(self._seen) == 4 or (len(self._seen) == 3 and (is_end or not is_sign))
+        return self.is_decided and self._is_back
+
+    def _judge(self) -> None:
+        before, (after, first, second) = self._before.values, self._seen
+        way, step = before - after, second - first
+        beyond = first - after - step  # what the first step did beyond what the second one did
+        if step.norm() < LEAST_STEP * way.norm():
+            return
+        moved, is_moved = dict[tuple[object, ...], slice](), torch.zeros_like(step, dtype=torch.bool)
+        for place, part in self._after.parts.items():
+            if step[part].any():  # else another optimizer made the second step, and this tensor's step is not known
+                moved[place], is_moved[part] = part, True
+        self.returned = {place for place, part in moved.items() if _is_return(beyond[part], way[part])}
+        back = (first - before - step)[is_moved].norm()
+        is_long = bool(way[is_moved].norm() >= step.norm())
+        self._is_back = is_long and bool(back < RETURN_RATIO * beyond[is_moved].norm())
+
+    def changes(self, now: Tensor) -> Changes:
+        """Return what a round has changed in the weights, whose elements at its end are `now`."""
+        return Changes(now - self._after.values, now - self._before.values)
+
+    def is_continued(self, now: Tensor, last: Changes) -> bool:
+        """Return whether a round has repeated the change of the last round, but from the weights before the load.
+
+        Without the steps in between, this is seen of constant gradients alone. Weights that are merely near those
+        before the load are no sign: every round may end near the site's own optimum.
+
+        Args:
+            now: elements of the weights at the end of the round.
+            last: what the last round has changed.
+        """
+        if now.shape != last.local.shape or not self.changed:
             return False
-        self.is_decided = True
-        before, after, step = self._before.values, self._after.values, now - self._first
-        beyond = self._first - after - step  # what the first step did beyond what the second one did
-        self.returned = {
-            place for place, part in self._after.parts.items() if _is_return(beyond[part], before[part] - after[part])
-        }
-        back, onward = (self._first - before - step).norm(), beyond.norm()
-        return bool((after - before).norm() >= step.norm() and back < RETURN_RATIO * onward)
+        local, own = self.changes(now)
+        least = LEAST_SHARE_OF_WAY * (own - local).norm()
+        return any(
+            change.norm() >= least
+            and (own - change).norm() <= UNEXPLAINED_SHARE * change.norm()
+            and (local - last.local).norm() >= LEAST_DIFFERENCE * change.norm()
+            for change in last
+        )
 
 
 def _is_return(change: Tensor, back: Tensor) -> bool:

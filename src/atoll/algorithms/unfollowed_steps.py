@@ -6,7 +6,7 @@ These steps pass:
 
 - steps of the followed optimizers, and of optimizers that these step inside of their own steps
 - steps of an optimizer that holds a followed one, since it steps that one
-- steps of optimizers of other models, of frozen parameters, and without a gradient, which move nothing
+- steps of optimizers of other models, of frozen parameters, and without a gradient, if they move nothing
 - steps in a fork of the process
 """
 
@@ -18,12 +18,13 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.algorithms.copies_in_optimizers import parameters_copied
+from atoll.algorithms.copies_in_optimizers import Sample, local_part, may_be_copied, parameters_copied, place_in_memory
 from atoll.algorithms.every_step import before_every_step, no_longer_before_steps
-from atoll.tensors.module_tensors import PLAIN, memory_of, named_parameters
+from atoll.tensors.module_tensors import PLAIN, gradients_of, memory_of, named_parameters
 
 _of_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that were followed for some model: copies that they train are of that one, not of an equal one."""
@@ -75,6 +76,7 @@ class UnfollowedSteps:
         self._of_others = parameters.keys() - set[str]().union(*(trained_by(each, parameters) for each in followed))
         _of_models.update(followed)
         self._size_of_other: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._without_gradient: weakref.WeakKeyDictionary[Optimizer, Sample] = weakref.WeakKeyDictionary()
         self._process = os.getpid()
         self._thread = threading.get_ident()
         """The thread that trains the model, and the only one that reads its gradients: a backward pass replaces them
@@ -88,13 +90,16 @@ class UnfollowedSteps:
     def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if id(optimizer) in self._followed:
             self._thread = threading.get_ident()
+            self._without_gradient.clear()
             return
         size = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._size_of_other.get(optimizer) == size or os.getpid() != self._process:
             return
-        if self._is_within_a_step() or not _moves(optimizer, args, kwargs) or self._holds_followed(optimizer):
+        if self._is_within_a_step() or self._holds_followed(optimizer):
             return
         parameters = named_parameters(self._model)  # a script may have replaced some
+        if not _moves(optimizer, args, kwargs) and not self._has_moved(optimizer, parameters):
+            return
         copied: set[int] = set()
         if optimizer not in _of_models and threading.get_ident() == self._thread:
             copied = parameters_copied(optimizer, parameters.values(), by_gradients=True)
@@ -104,6 +109,17 @@ class UnfollowedSteps:
         trained = [name for name in names - self._of_others if parameters[name].requires_grad]
         if trained:
             self._refuse(optimizer, min(trained))
+
+    def _has_moved(self, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> bool:
+        """Return whether parameters moved since an optimizer's last step, without a followed step in between.
+
+        So a zero-order optimizer (MeZO), which has no gradients, is noticed at its second step.
+        """
+        names = _held_or_in(set(), optimizer, parameters) - self._of_others
+        values = [parameters[name] for name in names if _is_compared(parameters[name])]
+        now = Sample({place_in_memory(each): each for each in values})
+        last, self._without_gradient[optimizer] = self._without_gradient.get(optimizer), now
+        return last is not None and last.values.shape == now.values.shape and not torch.equal(last.values, now.values)
 
     def _holds_followed(self, optimizer: Optimizer) -> bool:
         """Return whether one of the followed optimizers is in the attributes of this one, or of what these hold."""
@@ -118,10 +134,14 @@ class UnfollowedSteps:
         return False
 
 
+def _is_compared(parameter: Tensor) -> bool:
+    return parameter.requires_grad and may_be_copied(local_part(parameter))
+
+
 def _moves(optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a step may change parameters: it has a gradient, or a closure that makes one."""
     has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-    return has_closure or any(value.grad is not None for group in optimizer.param_groups for value in group["params"])
+    return has_closure or any(gradients_of(value) for group in optimizer.param_groups for value in group["params"])
 
 
 def _optimizers_in(value: Any) -> list[Any]:

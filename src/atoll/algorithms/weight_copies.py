@@ -9,12 +9,15 @@ starts from its copy, so without this file it would undo what was loaded.
         ...                                 # other weights are loaded into the tensors
                                             # and, at the end, into the copies
 
+A hand-written optimizer that is no torch optimizer calls no hooks. Its copies stay unknown, but a load that it undoes
+is reported: Atoll looks at the weights in the backward passes before its first steps, and when they are submitted.
+
 A copy is a float tensor of a parameter's shape or size: in the optimizer's state, in its attributes, or a parameter of
-its own. Or it is a part of a flat tensor, which holds all parameters, or those of a group, in their order. It is
-recognised by its values, which equal the parameter's, up to a cast. Tensors that are found at one place, such as
-`state[parameter]["master"]` of all parameters, are copies only if all of them are equal, and are not all zero. If they
-have followed the weights before, but differ now, no value would be right, so the load is refused. If a copy was not
-recognised, the parameters jump back after a load, which is reported.
+its own. Or it is a part of a flat tensor, which holds all parameters, or those of a group, in their order; there may be
+several such tensors, with padding. It is recognised by its values, which equal the parameter's, up to a cast. Tensors
+that are found at one place, such as `state[parameter]["master"]` of all parameters, are copies only if all of them are
+equal, and are not all zero. If they have followed the weights before, but differ now, no value would be right, so the
+load is refused. If a copy was not recognised, the parameters jump back after a load, which is reported.
 
 An average of the weights for evaluation is left as it is: the steps do not start from it, and it continues from the
 loaded weights. It is known by its name (`AVERAGES`), since it may equal the weights at first.
@@ -22,13 +25,15 @@ loaded weights. It is known by its name (`AVERAGES`), since it may equal the wei
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from atoll.algorithms.copies_in_optimizers import (
@@ -48,9 +53,10 @@ from atoll.algorithms.copies_in_optimizers import (
     place_in_memory,
     sampled_points,
     tensors_in,
+    wrappers_of,
 )
 from atoll.algorithms.every_step import before_every_step
-from atoll.algorithms.undone_loads import DRAWN_STEPS, Companion, Load
+from atoll.algorithms.undone_loads import DRAWN_STEPS, Changes, Companion, Load
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import Tensors
 
@@ -62,6 +68,8 @@ STEPS_UNTIL_STATE = 2
 """Steps after which an optimizer has made the state that it makes at its first step."""
 MOST_NOTED_STEPS = 8
 """Steps that are noted of each copy, for messages, at which it equalled the weights."""
+JUMP = "the next step started from a copy of the weights that the optimizer or the script keeps"
+"""What undid a load, if the copy is not known."""
 
 
 class _Watched:
@@ -133,6 +141,8 @@ class WeightCopies:
         self._thread = 0  # that of the last load
         self._returned: set[tuple[object, ...]] = set()  # of the last load: `Load.returned`
         self._steps_left, self._load = 0, Load(Sample({}), Sample({}))
+        self._changes: Changes | None = None  # of the last federated round
+        self._backward: Any = None  # the handle of the hook on a parameter
 
     def watch(self, optimizer: Any) -> None:
         """Look for copies in this optimizer, and in what it wraps, from now on.
@@ -154,7 +164,10 @@ class WeightCopies:
         """
         if any(is_inside(optimizer, each.optimizer) for each in self._watched):
             return
+        self._look_no_more_in_backward()
         self._steps_made[optimizer] = made = self._steps_made.get(optimizer, -1) + 1
+        for each in wrappers_of(optimizer) if not made else ():
+            self.watch(each)
         if self._steps_left:
             self._steps_left -= 1
             self._look(made)
@@ -183,6 +196,7 @@ class WeightCopies:
 
     def forget_model(self) -> None:
         """Free the model's tensors. The optimizers are still known at the next load."""
+        self._look_no_more_in_backward()
         self._tensors, self._steps_left, self._load = {}, 0, Load(Sample({}), Sample({}))
 
     def discover_all(self) -> None:
@@ -202,12 +216,13 @@ class WeightCopies:
             UsageError: a copy cannot be loaded, because it differs from the weights now.
         """
         last_step = max(self._steps_made.values(), default=-1) + 1
-        self._look(last_step)
+        self._look(last_step, is_end=True)
         self._thread = threading.get_ident()
         self._tensors = {place_in_memory(each): each for each in tensors.values() if may_be_copied(each)}
         if isinstance(model, nn.Module):
             parameters = set(map(place_in_memory, model.parameters()))
             self._tensors = {key: each for key, each in self._tensors.items() if key in parameters}
+        self._look_no_more_in_backward()
         self._others = weakref.WeakSet()
         found = self._found()
         for place, pairs in found.items():
@@ -234,6 +249,41 @@ class WeightCopies:
                         companion.forget_last()
                     each.left = {place.name for place in found.keys() - copies.keys() if place.watched is each}
                     each.left = each.left if load.changed else set()  # there is nothing to undo
+            self._look_in_backward(model)
+
+    def look_at_end(self) -> None:
+        """Look, at the end of a federated round, whether the last load was undone."""
+        self._look_for_jump(is_end=True)
+        now, last = Sample(self._tensors).values, self._changes
+        if last is not None and not self._load.is_decided and self._load.is_continued(now, last):
+            self._undone(JUMP)
+        self._changes = self._load.changes(now) if self._load.is_of(self._tensors) else None
+
+    def _look_in_backward(self, model: Any) -> None:
+        """Look in each backward pass whether the last load was undone, until an optimizer that calls hooks steps.
+
+        The gradient of the first parameter tells of a backward pass: that of a first layer comes last.
+        """
+        parameters = model.parameters() if isinstance(model, nn.Module) else model.values()
+        trained = (each for each in parameters if isinstance(each, Tensor) and each.requires_grad and each.is_leaf)
+        first: Any = next((each for each in trained if place_in_memory(each) in self._tensors), None)
+        if first is None or self._load.is_decided:
+            return
+        this = weakref.ref(self)
+
+        def look(_: Tensor) -> None:
+            copies = this()
+            if copies is not None and copies._steps_left:
+                copies._steps_left -= 1
+                copies._look_for_jump()
+
+        hook = torch.compiler.disable(look) if "torch._dynamo" in sys.modules else look  # type: ignore[no-untyped-call]
+        self._backward = first.register_post_accumulate_grad_hook(hook)
+
+    def _look_no_more_in_backward(self) -> None:
+        if self._backward is not None:
+            self._backward.remove()
+            self._backward = None
 
     def _found(self, most: int | None = None) -> dict[_Place, list[Pair]]:
         """Return what may be copies in all optimizers that are watched: place → pairs.
@@ -247,11 +297,12 @@ class WeightCopies:
             for name, pairs in tensors_in(each.optimizer, self._tensors, most).items()
         }
 
-    def _look(self, step: int) -> None:
+    def _look(self, step: int, *, is_end: bool = False) -> None:
         """Note which tensors have followed the weights. Report a load that was undone by the steps since then.
 
         Args:
             step: number of the last step.
+            is_end: whether other weights are loaded next.
         """
         if not self._tensors:
             return
@@ -263,22 +314,28 @@ class WeightCopies:
                 place.note_equal(step)
                 if place.name in place.watched.left:
                     self._undone(f"the steps since then started from the optimizer's copy of the weights, {place.name}")
-        if not self._load.is_decided:
-            has_jumped = self._load.jumps_back(Sample(self._tensors).values)
-            if self._load.is_decided:
-                has_jumped = has_jumped or not self._returned.isdisjoint(self._load.returned)
-                self._returned = self._load.returned
-            if has_jumped:
-                self._undone("the next step started from a copy of the weights that the optimizer or the script keeps")
+        self._look_for_jump(is_end=is_end)
         if not found and self._load.is_decided and self._steps_left < WATCHED_STEPS - STEPS_UNTIL_STATE:
             self._steps_left = 0
+
+    def _look_for_jump(self, *, is_end: bool = False) -> None:
+        """Report a load that the next step undid by a jump back to the weights before the load."""
+        if self._load.is_decided:
+            return
+        has_jumped = self._load.jumps_back(Sample(self._tensors).values, is_end=is_end)
+        if self._load.is_decided:
+            has_jumped = has_jumped or not self._returned.isdisjoint(self._load.returned)
+            self._returned = self._load.returned
+        if has_jumped:
+            self._undone(JUMP)
 
     def _undone(self, why: str) -> None:
         if why not in self._reported:
             self._reported.add(why)
             self._report(
                 f"the global model was loaded, but {why}. So the load was undone, and the result is wrong. "
-                "Keep the copy in the optimizer's state, one tensor for each parameter, or use another optimizer."
+                "Keep the copy in the state of a torch.optim.Optimizer, one tensor for each parameter, or use another "
+                "optimizer."
             )
 
 

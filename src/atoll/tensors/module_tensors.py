@@ -24,6 +24,8 @@ _BUFFER_NAMES = ("*running_mean", "*running_var", "*num_batches_tracked")
 """Names of batch normalisation's buffers. In a plain mapping (a file, a state dict), buffers are known only by name."""
 PLAIN = (Tensor, nn.Parameter)
 """The usual classes of tensors. Tensors of other classes may keep their elements elsewhere."""
+GRADIENTS = ("grad", "main_grad", "decoupled_grad")
+"""Attributes in which optimizers look for a parameter's gradient: torch's, Megatron's and Transformer Engine's."""
 
 
 class Marked(dict[str, Tensor]):
@@ -337,6 +339,17 @@ def _is_tied(tensor: Tensor, owner: object) -> bool:
     if is_sharded(tensor) or is_sharded(owner):
         return tensor is owner
     return memory_of(tensor) == memory_of(owner)
+
+
+def gradients_of(parameter: Tensor) -> list[Tensor]:
+    """Return the gradients of a parameter: `grad`, and those elsewhere, such as Megatron's `main_grad`; each once.
+
+    Only the thread that trains the model may call this.
+    """
+    held = {id(each): each for each in (getattr(parameter, key, None) for key in GRADIENTS) if isinstance(each, Tensor)}
+    if len(held) < 2:
+        return list(held.values())
+    return list({memory_of(each): each for each in held.values() if each.layout == torch.strided}.values())
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:

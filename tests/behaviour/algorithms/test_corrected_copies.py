@@ -69,6 +69,43 @@ class Flat(InState):
         return list(self.flat.split(3))
 
 
+class Padded(InState):
+    """Has one flat copy of all weights, with padding at its end."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.flat = torch.cat([*(value.detach().float() for value in self.param_groups[0]["params"]), torch.zeros(2)])
+
+    def copies(self) -> list[Tensor]:
+        return list(self.flat[:6].split(3))
+
+
+class Aligned(Padded):
+    """Each part of the flat copy, which is in the state of the first parameter, has padding up to 4 elements."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        one, other = self.flat[:6].split(3)
+        self.state[self.param_groups[0]["params"][0]]["flat"] = torch.cat([one, torch.ones(1), other, torch.ones(1)])
+        del self.flat
+
+    def copies(self) -> list[Tensor]:
+        (state,) = self.state.values()
+        return [state["flat"][:3], state["flat"][4:7]]
+
+
+class Buckets(Padded):
+    """Has a flat copy for each parameter, with padding."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.buckets = [torch.cat([each, torch.zeros(1)]) for each in self.flat[:6].split(3)]
+        del self.flat
+
+    def copies(self) -> list[Tensor]:
+        return [each[:3] for each in self.buckets]
+
+
 class InOptimizer(InState):
     """Has an optimizer of the copies inside, to which it gives the gradients."""
 
@@ -158,7 +195,7 @@ def first(tensors: Iterable[Tensor]) -> list[float]:
     return [each[0] for each in values]
 
 
-MASTERS = pytest.mark.parametrize("kind", [InState, InList, InOptimizer, Flat])
+MASTERS = pytest.mark.parametrize("kind", [InState, InList, InOptimizer, Flat, Padded, Aligned, Buckets])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -183,6 +220,48 @@ def test_scaffold_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) 
     train(model, scaffold, optimizer.step, optimizer, -0.25)
     assert first(model.parameters()) == first(optimizer.copies()) == [2.5, 3.5]
     assert first(scaffold.finish().values()) == [-0.25, -0.25]
+
+
+class FromMainGrad(Optimizer):
+    """As in Megatron: gradients are in `main_grad`, in more bits. `grad` may be left over from the backward pass."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value in self.param_groups[0]["params"]:
+            value -= value.main_grad
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("left_over", [False, True])
+@pytest.mark.parametrize(("algorithm", "result"), [("fedprox", 1.4375), ("scaffold", 2.5)])
+def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: float, left_over: bool) -> None:
+    model = Two(torch.float32)
+    optimizer = FromMainGrad(model.parameters())
+    by_hand: Any = atoll.FedProx(model, mu=0.5) if algorithm == "fedprox" else atoll.Scaffold(model, *controls(-0.25))
+    with by_hand.correct(optimizer):
+        for _ in range(3):
+            for value in model.parameters():
+                value.main_grad = torch.full_like(value, -0.25)  # type: ignore[attr-defined]
+                value.grad = torch.full_like(value, -0.25) if left_over else None
+            optimizer.step()
+    assert first(model.parameters()) == [result, result + 1]
+    assert by_hand.steps == 3
+
+
+@pytest.mark.covers("X11")
+def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
+    model = Two(torch.float32)
+    optimizer = FromMainGrad(model.parameters())
+    with atoll.FedProx(model, mu=0.5).correct(optimizer):
+        for _ in range(3):
+            for value in model.parameters():
+                value.grad = torch.full_like(value, -0.25)
+                value.main_grad = value.grad.view(3)  # type: ignore[attr-defined]
+            optimizer.step()
+    assert first(model.parameters()) == [1.4375, 2.4375]
 
 
 @pytest.mark.covers("X11")

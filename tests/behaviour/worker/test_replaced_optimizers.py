@@ -5,6 +5,7 @@ Each parameter has the gradient −1 at each step, and the learning rate is 1: a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
@@ -437,3 +438,53 @@ def test_no_thread_reads_gradients_of_a_model_that_another_one_trains(tmp_path: 
         assert Watched.readers == set()
         step(model, optimizer)
         assert Watched.readers == {threading.current_thread().name}
+
+
+# -- optimizers without gradients
+
+
+class ZeroOrder(Optimizer):
+    """As MeZO does: the step has a random direction of a seed, and a length that the script has measured."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 1.0})
+
+    @torch.no_grad()
+    def step(self, length: Any = 1.0) -> None:  # type: ignore[override]
+        random = torch.Generator().manual_seed(0)
+        for value in self.param_groups[0]["params"]:
+            value.add_(torch.randn(value.shape, generator=random), alpha=length)
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("kind", ["diloco", "fedprox", "scaffold", "fednova"])
+def test_refuses_a_zero_order_optimizer_that_replaces_another(tmp_path: Path, kind: str) -> None:
+    """It has no gradients: its first step shows that it trains the model, and its second one is refused."""
+    model = Two()
+    told = "ZeroOrder, which .* is about to train the model; for example, 'b'"
+    with contextlib.ExitStack() as stack:
+        if kind == "diloco":
+            stack.enter_context(diloco(tmp_path, model, sgd(model)))
+        else:
+            stack.enter_context(stack.enter_context(federated(tmp_path, model, kind)).correct(model, sgd(model)))
+        model.zero_grad()
+        optimizer = ZeroOrder(model)
+        optimizer.step()
+        with pytest.raises(UsageError, match=told):
+            optimizer.step()
+
+
+def test_lets_steps_without_gradients_pass_that_move_nothing(tmp_path: Path) -> None:
+    """The other optimizer makes a step between the followed ones, which move the weights: 3 rounds of 2."""
+    model = Two()
+    with diloco(tmp_path, model, optimizer := sgd(model)) as loop:
+        still = ZeroOrder(model)
+        while not loop.finished:
+            gradients = [value.grad for value in model.parameters()]
+            model.zero_grad()
+            still.step(0.0)
+            still.step(0.0)
+            for value, gradient in zip(model.parameters(), gradients, strict=True):
+                value.grad = gradient
+            step(model, optimizer)
+    assert exported(tmp_path)["w"].tolist() == [6.0] * 3

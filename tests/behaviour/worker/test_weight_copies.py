@@ -132,6 +132,17 @@ class Flat(Masters):
         return list(self.flat.split([value.numel() for value in self.weights]))
 
 
+class Padded(InList):
+    """One flat tensor of all weights, with padding at its end."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters)
+        self.flat = torch.cat([*self.fp32_groups.pop(), torch.zeros(3)])
+
+    def copies(self) -> list[Tensor]:
+        return list(self.flat[:8].split(4))
+
+
 class Wrapped:
     """As in Apex: the optimizer has the masters alone, and a wrapper copies gradients and weights."""
 
@@ -187,6 +198,7 @@ def plain(parameters: Any) -> Any:
     [
         *((kind, dtype) for kind in (InState, InList, InDict, InGroup) for dtype in (torch.float32, torch.bfloat16)),
         *((kind, dtype) for kind in (Reshaped, ReshapedInState, Flat) for dtype in (torch.float32, torch.bfloat16)),
+        (Padded, torch.bfloat16),
         (Wrapped, torch.bfloat16),  # in fp32 its parameters could be another model's: the next test
         *((plain, dtype) for dtype in (torch.float32, torch.bfloat16)),
     ],
@@ -483,6 +495,24 @@ def test_reports_that_some_weights_were_undone_among_others(
     assert ("the result is wrong" in caplog.text) is is_undone
 
 
+@pytest.mark.covers("X11")
+def test_says_nothing_of_optimizers_that_step_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step of 1 is as long as the way back, half of 2. The other optimizer's step shows nothing of such a step."""
+
+    def build() -> nn.Module:
+        return nn.ParameterList([torch.zeros(8), torch.zeros(8)])
+
+    model = build()
+    optimizers = [plain([value]) for value in model.parameters()]
+    settings = HALF | {"diloco.sync_every": 2}
+    with plain_server(tmp_path, build(), sites=1, rounds=4, **settings) as server:
+        with atoll.DiLoCo(model, optimizers, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                for optimizer in optimizers:
+                    step(model, optimizer, "a")
+    assert "the result is wrong" not in caplog.text
+
+
 # -- federated rounds with one optimizer
 
 
@@ -582,4 +612,133 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
                 step(model, optimizer, "a")
         server.run()
     assert values(exported(tmp_path)) == {"1": 6.0, "0": 6.0}
+    assert "the result is wrong" not in caplog.text
+
+
+# -- federated rounds with an optimizer that calls no hooks
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("passes", ["nothing", "the inner one"])
+def test_slow_weights_of_an_unknown_wrapper_are_not_undone(tmp_path: Path, passes: str) -> None:
+    """Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ."""
+    model = Two()
+    lookahead = Lookahead(model.parameters(), k=2)
+    with plain_server(tmp_path, Two(), algorithm="fedavg", sites=1, rounds=3) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            rounds = iter(worker)
+            fl_round = next(rounds)
+            fl_round.load_into(model)
+            if passes == "the inner one":
+                fl_round.correct(model, lookahead.optimizer)
+            for _ in range(3):
+                step(model, lookahead, "a")
+            fl_round.submit(model)
+            with pytest.raises(UsageError, match=r"(?s)Lookahead\.slow, .* after a multiple of 2 steps"):
+                next(rounds).load_into(model)
+
+
+class Handwritten:
+    """No torch optimizer. Steps fp32 copies of the weights, which may be made late; or the weights themselves."""
+
+    def __init__(self, model: Any, *, copies: bool = True, late: bool = False) -> None:
+        self.weights, self.has_copies = list(model.parameters()), copies
+        self.masters = [] if late else [fp32(value) for value in self.weights]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.masters = self.masters or [fp32(value) for value in self.weights]
+        for value, master in zip(self.weights, self.masters, strict=True):
+            assert value.grad is not None
+            if self.has_copies:
+                value.copy_(master.sub_(value.grad))
+            else:
+                value -= value.grad
+
+
+def by_hand(model: Any) -> None:
+    for value in model.parameters():
+        value.grad = torch.full_like(value, -1.0)
+
+
+def backward(model: Any) -> None:
+    """The gradient is −1 again."""
+    model.zero_grad()
+    (-sum(value.sum() for value in model.parameters())).backward()
+
+
+def towards_five(model: Any) -> None:
+    """With steps of the whole gradient, 5 is reached at the first step of a round."""
+    for value in model.parameters():
+        value.grad = value.detach() - 5
+
+
+def gently_towards_five(model: Any) -> None:
+    model.zero_grad()
+    sum((value - 5).square().sum() / 20 for value in model.parameters()).backward()  # type: ignore[union-attr]
+
+
+def rounds_of(folder: Path, train: Callable[[Any], None], server_model: Any = Two, rounds: int = 3) -> list[str]:
+    """Train one site's model in rounds of 2 sites, of which the other one adds 10. Return what the server warns of."""
+    model = Two()
+    with plain_server(folder, server_model(), algorithm="fedavg", sites=2, rounds=rounds) as server:
+        with (
+            atoll.join(server.url, site="a", folder=folder / "w") as worker,
+            atoll.join(server.url, site="b", folder=folder / "w") as other,
+        ):
+            for fl_round, their_round in zip(worker, other, strict=False):
+                fl_round.load_into(model)
+                train(model)
+                fl_round.submit(model)
+                theirs = their_round.state_dict()
+                their_round.submit({name: value + 10 for name, value in theirs.items()})
+        assert server.wait(60)
+        return list(server.status().warnings)
+
+
+def shifted() -> nn.Module:
+    """The weights that the server begins with are other ones than those of the site."""
+    model = Two()
+    nn.init.constant_(model.w, 5.0)
+    return model
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize(("gradients", "steps"), [(by_hand, 1), (by_hand, 3), (backward, 1), (gently_towards_five, 2)])
+def test_reports_loads_that_a_handwritten_optimizer_undoes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any, late: bool
+) -> None:
+    optimizers: list[Handwritten] = []
+
+    def train(model: Any) -> None:
+        optimizers[:] = optimizers or [Handwritten(model, late=late)]
+        for _ in range(steps):
+            gradients(model)
+            optimizers[0].step()
+
+    told = rounds_of(tmp_path, train, server_model)
+    assert any("a copy of the weights that the optimizer or the script keeps" in text for text in told)
+    assert any("the result is wrong" in each.getMessage() for each in caplog.records if each.name == "atoll")
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize(
+    ("gradients", "steps"),
+    [(by_hand, 1), (backward, 3), (towards_five, 2), (gently_towards_five, 3)],
+)
+def test_says_nothing_of_a_handwritten_optimizer_without_copies(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any
+) -> None:
+    """A round that ends at the site's own optimum each time has undone nothing."""
+
+    def train(model: Any) -> None:
+        optimizer = Handwritten(model, copies=False)
+        for _ in range(steps):
+            gradients(model)
+            optimizer.step()
+
+    assert not any("the result is wrong" in text for text in rounds_of(tmp_path, train, server_model, rounds=5))
     assert "the result is wrong" not in caplog.text

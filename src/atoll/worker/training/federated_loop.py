@@ -292,6 +292,7 @@ class Round:
             finish = self._finish(groups, info.steps)
         info = replace(info, metrics=finite_metrics(info.metrics, self._backend.site))
         if info.weight:
+            self._copies.look_at_end()
             self._backend.submit(self._ticket, tensors, info, finish, self._optimizers)
         else:
             self._backend.sit_out(self._ticket, info)
