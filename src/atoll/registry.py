@@ -2,8 +2,8 @@
 
 There is one table per kind. An entry is `"module:attribute"`; the module is imported on first use. Other packages add
 entries with an entry point in the group `atoll.<kind>` (`[project.entry-points."atoll.codecs"]`), and a program adds
-its own objects with `register`. A built-in name takes precedence over both. In place of a name, users can write
-`module:attribute` or `file.py:attribute`.
+its own objects with `register`. A built-in name takes precedence over both. Users can also give the path of an object
+of their own: `module:attribute` or `file.py:attribute`.
 
 There are two classes of names, and neither is a `str`. An `OwnName` comes from the user of this program, so the code at
 it may be imported. A `ReceivedName` comes from a message, and is only looked up (`resolve_received`): otherwise, a
@@ -117,7 +117,8 @@ _registered: dict[tuple[str, str], Any] = {}
 class OwnName:
     """A name that this program's own user gave, in settings or in a call: the code at it may be imported.
 
-    Only `config/` and public calls make one (`tests/test_architecture.py`), never from the text of a message.
+    It is never made from a message of another machine. The few files that make one are in `tests/test_architecture.py`:
+    those that read settings or arguments, and children, which get the settings of their parent.
     """
 
     text: str
@@ -138,7 +139,8 @@ NAME_PATTERN = rf"^[A-Za-z0-9_][A-Za-z0-9_.:+-]{{0,{MOST_NAME_CHARS - 1}}}$"
 class ReceivedName:
     """A name in a message: it is looked up among registered and installed objects, and never imported or opened.
 
-    In messages it is text; it can be the type of a field of a pydantic model.
+    The sender also makes one of its own name, to see that it can be sent. In messages it is text; it can be the type of
+    a field of a pydantic model.
 
     Raises:
         ValueError: the text does not match `NAME_PATTERN`.

@@ -115,7 +115,7 @@ class PlanValues:
 
     @classmethod
     def received(cls, message: SwarmPlan) -> PlanValues:
-        """Return the values that the server of a swarm has sent. All names in them are `ReceivedName`."""
+        """Return the values that the server of a swarm has sent. Names of what is built are `ReceivedName`."""
         return cls(
             algorithm=message.algorithm.text,
             reduce=message.reduce,

@@ -386,13 +386,12 @@ def _pull_from_workers(
     from atoll.worker.peer.peer_transfers import connected
 
     digests = manifest.require_digest(manifest.digest, layout, f"version {manifest.version}")
-    why = "no connected worker has this version."
+    why, is_here = "no connected worker has this version.", is_this_machine(http.host)
     for source in manifest.sources:
         try:
-            if refused := why_no_peer(TensorRef.parse(source).host, loopback=is_this_machine(http.host)):
+            if refused := why_no_peer(TensorRef.parse(source).host, loopback=is_here):
                 why = f"{refused}."
                 continue
-            is_here = is_this_machine(http.host)
             with connected(source, info.idle_timeout_s, http.counters, loopback=is_here) as (ref, parts):
                 path = routes.OBJECT_DATA.format(object=ref.object)
                 return parts.pull(path, digests, layout.parts, [file])

@@ -31,8 +31,8 @@ def build_outer(
     """Return the outer optimizer `target` with `options`, if it passes a trial run (`chunk_exactness`).
 
     Args:
-        target: a name of `registry.TABLES["outer"]`, `module:attribute`, a class of `torch.optim`, or a function
-            (parameters, **options) → optimizer.
+        target: a built-in, registered or installed name, the path of the user's own code, a class of `torch.optim`, or
+            a function (parameters, **options) → optimizer.
         options: keyword arguments. They can include `fused` and `foreach`. By default, `fused` is used if the class
             supports it for CPU tensors, and `foreach` is not used.
         lrs: shell-style pattern of parameter names → learning rate of these parameters.

@@ -46,7 +46,7 @@ from atoll.protocol.read_message import lists_in, read_message
 from atoll.registry import ReceivedName
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Layout
-from atoll.tensors.schema import ITEM_BYTES, Schema, TensorSpec
+from atoll.tensors.schema import ITEM_BYTES, RULES, Schema, TensorSpec
 
 Site = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """Name of a site: 1 to 64 letters, digits, `.`, `_`, `-`. Safe in logs and as the name of a folder."""
@@ -305,7 +305,7 @@ class TensorEntry(Message):
     group: TensorName = Field(description="Group: params or buffers, or a group of the algorithm.")
     rule: str = Field(
         "",
-        pattern="^(max|sum|first|keep|flags)?$",
+        pattern=f"^({'|'.join(RULES)})?$",
         description="Rule for the next value of a buffer: max, sum, first, keep, or flags (first if all values at "
         "all sites are 0 or 1, else mean). Empty: mean for floats, max for other dtypes.",
     )

@@ -46,6 +46,8 @@ KEPT = (f"{PARAMS}.keep", f"{BUFFERS}.keep")
 """
 FLAGS = f"{BUFFERS}.flags"
 """Group of float buffers with the rule `first` in rounds in which all values at all sites are 0 or 1, else `mean`."""
+RULES = ("max", "sum", "first", "keep", "flags")
+"""The rules of buffers that the group of a tensor can name. Other buffers have the usual rule of their dtype."""
 FIRST = f"{BUFFERS}.first"
 """Group of buffers that take the next value from one site. The first update decides their shapes, once."""
 NOTHING = "nothing"

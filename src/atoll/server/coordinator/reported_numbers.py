@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 LOG = logging.getLogger("atoll.server")
@@ -34,25 +33,15 @@ class _Numbers:
     def compare(self) -> None:
         ordered = sorted(self.last.values())
         self.warnings = {}
-        if len(ordered) < 2 or ordered[-1] <= self.factor * ordered[0]:
+        if len(ordered) < 2:
             return
+        usual = statistics.median(ordered[:-1])  # also without another value of the upper half, as unusual ones are
         for site, value in self.last.items():
-            if value <= self.factor * ordered[0]:
-                continue
-            index = bisect_left(ordered, value)
-            usual = _median_without(ordered, index)
             if value > self.factor * usual:
                 self.warnings[site] = self.warning.format(site=site, value=value, usual=usual)
         for site in self.warnings.keys() - self.told:
             self.told.add(site)
             LOG.warning("%s", self.warnings[site])
-
-
-def _median_without(ordered: list[float], index: int) -> float:
-    """Return the median of sorted values without the one at `index`, in constant time."""
-    count = len(ordered) - 1
-    low, high = (position + (position >= index) for position in ((count - 1) // 2, count // 2))
-    return statistics.fmean((ordered[low], ordered[high]))
 
 
 class ReportedNumbers:

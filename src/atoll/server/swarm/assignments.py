@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import random
 import time
 import zlib
 from collections import Counter
@@ -38,7 +37,7 @@ from atoll.protocol.values import FrozenRound
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, ranking
-from atoll.runtime import failpoint
+from atoll.runtime import OWN_RANDOM, failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
 from atoll.server.coordinator.ledger import Ledger
@@ -50,7 +49,6 @@ from atoll.store.versions import VersionDigests
 
 LOG = logging.getLogger("atoll.server")
 
-_DRAW = random.Random()  # not the generator of the program in which the server runs
 LOOK_S = 1.0
 """Seconds between two checks of a round that is being aggregated, while no report arrives."""
 PULLS = 3
@@ -164,7 +162,7 @@ class SwarmView:
     def sources(self, fragment: int, version: int, digest: str) -> list[str]:
         """Return references to a version at up to `MOST_SOURCES` workers that have it. A download needs only one."""
         found = [held.source.version for held in self.peers.holding(fragment, version, digest).values()]
-        return found if len(found) <= MOST_SOURCES else _DRAW.sample(found, MOST_SOURCES)
+        return found if len(found) <= MOST_SOURCES else OWN_RANDOM.sample(found, MOST_SOURCES)
 
     def work(self, site: str) -> PeerWork:
         """Return everything that a site's worker has to do now.

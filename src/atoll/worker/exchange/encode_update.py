@@ -556,7 +556,7 @@ class LocalFragment:
         info: the run's description.
         layouts: layouts and codecs of the fragment.
         base: the file of the version that the site trains from.
-        outcome_of: returns the state of a ticket's update: accepted, counted, refused or expired.
+        outcome_of: returns the state of a ticket's update: accepted, counted, refused, sat out or expired.
         losses: checks whether encoding loses changes of tensors.
         rule: the algorithm's correction of local training; None: no correction.
         number: the fragment's number; None: the run has one fragment.

@@ -780,7 +780,7 @@ class Session:
             self.progress.waited()
 
     def outcome(self, ticket: int, retries: int | None = None) -> messages.Outcome | Lost:
-        """Return the state of a ticket's update: accepted, counted, refused or expired.
+        """Return the state of a ticket's update: accepted, counted, refused, sat out or expired.
 
         If the server no longer knows the ticket, the state is "expired". If the last retry failed, return `Lost`.
 
