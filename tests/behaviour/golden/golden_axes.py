@@ -206,6 +206,19 @@ def runs() -> list[Row]:
     return sorted(chosen, key=lambda row: order[name_of(setup_of(row))])
 
 
+def covering(rows: list[Row]) -> set[str]:
+    """Names of few setups whose runs cover all pairs that the rows have: by turns the one that adds most."""
+    pairs: dict[str, set[frozenset[tuple[str, str]]]] = {}
+    for row in rows:
+        pairs.setdefault(name_of(setup_of(row)), set()).update(pairs_of(row))
+    missing, chosen = set().union(*pairs.values()), set()
+    while missing:
+        best = max(pairs, key=lambda name: len(pairs[name] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen
+
+
 def _fewest(candidates: list[Row]) -> list[Row]:
     """As few of these as cover every value that one of them has: the best of some greedy choices."""
     values = {pair for row in candidates for pair in row.items()}
