@@ -206,17 +206,22 @@ def runs() -> list[Row]:
     return sorted(chosen, key=lambda row: order[name_of(setup_of(row))])
 
 
-def covering(rows: list[Row]) -> set[str]:
-    """Names of few setups whose runs cover all pairs that the rows have: by turns the one that adds most."""
-    pairs: dict[str, set[frozenset[tuple[str, str]]]] = {}
-    for row in rows:
-        pairs.setdefault(name_of(setup_of(row)), set()).update(pairs_of(row))
-    missing, chosen = set().union(*pairs.values()), set()
+def covering(rows: list[Row]) -> list[Row]:
+    """A few of the rows that cover all their pairs: by turns the one that adds most."""
+    missing = set().union(*map(pairs_of, rows))
+    chosen: list[Row] = []
     while missing:
-        best = max(pairs, key=lambda name: len(pairs[name] & missing))
-        chosen.add(best)
-        missing -= pairs[best]
-    return chosen
+        chosen.append(max(rows, key=lambda row: len(pairs_of(row) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return [row for row in rows if row in chosen]
+
+
+def by_setup(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Name of a setup → its rows among these."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(name_of(setup_of(row)), []).append(row)
+    return found
 
 
 def _fewest(candidates: list[Row]) -> list[Row]:
