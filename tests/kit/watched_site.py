@@ -120,7 +120,7 @@ Trial = tuple[str, Callable[[], object]]
 
 
 def trials_of_answers(url: str, folder: Path, *, tasks: bool) -> Iterator[Trial]:
-    """Each place of each answer with three texts in turn, or with one where no text can be right."""
+    """Each place of each answer with two texts in turn, or with one where no text can be right."""
     joined = Joined(url, folder / "sites")
     take_part = joined.a_task if tasks else joined.a_round
     for _ in range(3):
@@ -132,10 +132,10 @@ def trials_of_answers(url: str, folder: Path, *, tasks: bool) -> Iterator[Trial]
         found = [each for each in found if each[0] in ("request_task", "get_object")]  # the others are those of a round
     warm: set[tuple[str, bool]] = set()
     for turn, (operation, where, is_text) in enumerate(found):
-        first = 3 * turn % len(texts)
+        first = 2 * turn % len(texts)
         warms = [] if (operation, is_text) in warm else [WARMS]
         warm.add((operation, is_text))
-        for text in [*warms, *(texts + texts)[first : first + (3 if is_text else 1)]]:
+        for text in [*warms, *(texts + texts)[first : first + (2 if is_text else 1)]]:
             yield text, partial(with_planted, joined, take_part, url, (operation, where, text))
     joined.leave()
 

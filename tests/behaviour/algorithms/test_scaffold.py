@@ -155,21 +155,24 @@ def one_step(client: ManualSite, site: str, weight: float | None = None) -> tupl
 
 
 def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> None:
-    """Of Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)², the optimum is Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal."""
+    """Of Σ w_i·f_i with f_i = ½·Σ a_i·(x − t_i)², the optimum is Σ w_i·a_i·t_i / Σ w_i·a_i; local steps are unequal.
+
+    Each five rounds bring it nearer by a factor of some 20.
+    """
     weights, steps = {"a": 739.0, "b": 463.0, "c": 60.0}, {"a": 8, "b": 12, "c": 5}
     generator = torch.Generator().manual_seed(3)
     curvatures = {site: 0.5 + torch.rand(6, generator=generator, dtype=torch.float64) for site in weights}
     targets = {site: torch.randn(6, generator=generator, dtype=torch.float64) for site in weights}
-    with plain_server(tmp_path, Point(6), algorithm="scaffold", sites=3, rounds=50) as server:
+    with plain_server(tmp_path, Point(6), algorithm="scaffold", sites=3, rounds=25) as server:
         sites = manual_sites(server, tmp_path, weights)
-        for _ in range(50):
+        for _ in range(25):
             for site, client in sites.items():
                 client.next_round()
                 descend(client.round, curvatures[site], targets[site], steps[site], 0.1, weights[site])
         x = finish(server, sites)["x"]
     above = sum(weights[site] * curvatures[site] * targets[site] for site in weights)
     below = sum(weights[site] * curvatures[site] for site in weights)
-    torch.testing.assert_close(x, above / below, rtol=0, atol=1e-12)
+    torch.testing.assert_close(x, above / below, rtol=0, atol=1e-6)
 
 
 def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:

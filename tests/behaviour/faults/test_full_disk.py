@@ -347,7 +347,11 @@ def test_notices_new_space_on_the_disk_although_no_site_tries_again(
 
 
 @pytest.mark.parametrize(
-    ("durability", "nth"), [("process", 3), ("power", 1), ("power", 4), ("power", 14), ("power", 18), ("power", 20)]
+    ("durability", "nth"),
+    [
+        ("process", 3),
+        *(pytest.param("power", nth, marks=pytest.mark.long if nth in (4, 18) else ()) for nth in (1, 4, 14, 18, 20)),
+    ],
 )
 @pytest.mark.covers("F26")
 def test_a_failed_fsync_ends_the_server_with_the_reason(

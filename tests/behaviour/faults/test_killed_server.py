@@ -286,7 +286,7 @@ MORE_MB = 100.0
 
 
 @pytest.mark.covers("F37")
-@pytest.mark.parametrize("many", [60, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("many", [30, pytest.param(200, marks=pytest.mark.long)])
 def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery, tmp_path: Path, many: int) -> None:
     submitting = threading.Barrier(many + 1)
     names = [f"site-{number:03d}" for number in range(many)]

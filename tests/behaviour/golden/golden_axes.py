@@ -206,6 +206,24 @@ def runs() -> list[Row]:
     return sorted(chosen, key=lambda row: order[name_of(setup_of(row))])
 
 
+def covering(rows: list[Row]) -> list[Row]:
+    """A few of the rows that cover all their pairs: by turns the one that adds most."""
+    missing = set().union(*map(pairs_of, rows))
+    chosen: list[Row] = []
+    while missing:
+        chosen.append(max(rows, key=lambda row: len(pairs_of(row) & missing)))
+        missing -= pairs_of(chosen[-1])
+    return [row for row in rows if row in chosen]
+
+
+def by_setup(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """Name of a setup → its rows among these."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(name_of(setup_of(row)), []).append(row)
+    return found
+
+
 def _fewest(candidates: list[Row]) -> list[Row]:
     """As few of these as cover every value that one of them has: the best of some greedy choices."""
     values = {pair for row in candidates for pair in row.items()}

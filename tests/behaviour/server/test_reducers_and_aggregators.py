@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.fork_server import fresh_processes
 from harness.processes import free_port, wait_until
 from kit.aggregators import MEAN
 from kit.folders import open_paths
@@ -453,7 +454,6 @@ class AsTheyArrive:
 
 
 @pytest.mark.covers("D7")
-@pytest.mark.usefixtures("fresh_processes")
 def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
     port = free_port()
@@ -471,7 +471,7 @@ def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_th
     server.stop()  # before its sites are told: else they would end, too
     assert server.status().fragments[0].version == 0
     write(tmp_path, MEAN)
-    with aggregator_server(tmp_path, "mean", **{"network.port": port}) as server:
+    with fresh_processes(), aggregator_server(tmp_path, "mean", **{"network.port": port}) as server:
         assert server.wait(60)  # no site submits again
         model = finish(server, sites)
     # (1·1 + 3·3) / 4 = 2.5 times what a site of scale 1 adds

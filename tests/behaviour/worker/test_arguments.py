@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import SGD
 
 import atoll
+from atoll import integrations
 from atoll.errors import UsageError
-from atoll.integrations import lightning, transformers
 
 MODEL = nn.Linear(2, 1)
 FEDAVG = {"algorithm.name": "fedavg", "rounds.total": 1, "rounds.sites": 1}
@@ -44,12 +44,12 @@ def loop(**options: Any) -> atoll.DiLoCo:
             (lambda weight=weight: loop(weight=weight), "The weight is")
             for weight in ("x", True, math.nan, -1, 10**400, 10**5000)
         ),
-        (lambda: lightning.AtollCallback(allow_partial="no"), "allow_partial is 'no'"),
-        (lambda: lightning.AtollCallback(weight="x"), "The weight is 'x'"),
-        (lambda: lightning.AtollCallback(weigth=1.0), "no argument 'weigth'. Did you mean 'weight'"),
-        (lambda: lightning.AtollCallback(steps="x"), "steps is 'x'. Give a function or a whole number"),
-        (lambda: transformers.AtollCallback(require_server="no"), "require_server is 'no'"),
-        (lambda: transformers.AtollCallback(weight=-1), "The weight is -1"),
+        (lambda: integrations.lightning.AtollCallback(allow_partial="no"), "allow_partial is 'no'"),
+        (lambda: integrations.lightning.AtollCallback(weight="x"), "The weight is 'x'"),
+        (lambda: integrations.lightning.AtollCallback(weigth=1.0), "no argument 'weigth'. Did you mean 'weight'"),
+        (lambda: integrations.lightning.AtollCallback(steps="x"), "steps is 'x'. Give a function or a whole number"),
+        (lambda: integrations.transformers.AtollCallback(require_server="no"), "require_server is 'no'"),
+        (lambda: integrations.transformers.AtollCallback(weight=-1), "The weight is -1"),
         (lambda: atoll.Server(MODEL, 5), "settings is 5"),
         (lambda: atoll.Server(MODEL, FEDAVG, filters=5), "filters is 5, not a list"),
         (lambda: atoll.Server(MODEL, FEDAVG, outer_optimizer=5), "outer_optimizer is 5. Give a function or text"),

@@ -58,7 +58,7 @@ def test_no_text_of_an_answer_is_imported_opened_or_run(tmp_path: Path, nursery:
     """From the description of the run to the receipt of an update."""
     with plain_server(tmp_path, {"w": torch.zeros(3)}, sites=1, rounds=0) as server, planting(server) as proxy:
         count = tried(nursery, tmp_path, "rounds", proxy.url)
-        assert count >= 200
+        assert count >= 150
         assert proxy.count >= count
 
 
@@ -72,7 +72,7 @@ def test_no_text_of_a_task_is_imported_opened_or_run(tmp_path: Path, nursery: Nu
             controller.broadcast("ask", {"w": torch.zeros(30_000), "note": ["text"]}, sites=["a"])
 
     with workflow_server(tmp_path, flow) as server, planting(server) as proxy:
-        assert tried(nursery, tmp_path, "tasks", proxy.url) >= 45
+        assert tried(nursery, tmp_path, "tasks", proxy.url) >= 35
 
 
 @pytest.mark.covers("X8")

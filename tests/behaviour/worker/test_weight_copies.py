@@ -243,8 +243,8 @@ def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
     "settings",
     [
         {"diloco.num_fragments": 2},
-        {"diloco.fragment_sync_delay": 1},
-        {"diloco.fragment_update_alpha": 0.5},
+        pytest.param({"diloco.fragment_sync_delay": 1}, marks=pytest.mark.long),
+        pytest.param({"diloco.fragment_update_alpha": 0.5}, marks=pytest.mark.long),
         {"diloco.num_fragments": 2, "diloco.fragment_sync_delay": 1, "diloco.fragment_update_alpha": 0.5},
     ],
     ids=str,
