@@ -115,7 +115,7 @@ class Load:
         self._is_back = is_long and bool(back < RETURN_RATIO * beyond[is_moved].norm())
 
     def changes(self, now: Tensor) -> Changes:
-        """Return what a round has changed in the weights, whose elements at its end are `now`."""
+        """Return what a round has changed in the weights. `now` has their elements at its end."""
         return Changes(now - self._after.values, now - self._before.values)
 
     def is_continued(self, now: Tensor, last: Changes) -> bool:
