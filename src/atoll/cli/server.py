@@ -127,7 +127,6 @@ def _serve(settings: Settings) -> None:
 
 def _announce(server: Server, settings: Settings) -> None:
     status = server.status()
-    LOG.info("listening on %s", server.url)
     if not _has_rounds(settings):
         LOG.info("run %s (%s): only workflows; files in %s", status.name, status.run[:8], settings.disk.state_dir)
         name = settings.workflow.function or " → ".join(each.name for each in status.workflows)

@@ -27,8 +27,9 @@ from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import ConfigError, UsageError, public_api
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone, value_of
 from atoll.registry import ReceivedName
+from atoll.runtime import ensure_lines
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.log_lines import ALONE, LOG, ensure_lines
+from atoll.worker.log_lines import ALONE, LOG
 from atoll.worker.session.ranks import RankGroup
 
 NOTHING_LEFT = "The run is finished: this fit trains nothing."

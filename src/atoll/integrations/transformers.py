@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 from atoll.algorithms.optimizer_hooks import StepHooks, layers_of
 from atoll.errors import UsageError, public_api
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
+from atoll.runtime import ensure_lines
 from atoll.worker.arguments import finite_metrics, require_counts
-from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines
+from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

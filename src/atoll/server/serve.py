@@ -23,7 +23,7 @@ from atoll.errors import AtollError, StoreError, UsageError, public_api
 from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
-from atoll.runtime import Latch
+from atoll.runtime import Latch, ensure_lines
 from atoll.server.coordinator.build_status import address_before, keep_status, status_of, write_status
 from atoll.server.coordinator.coordinator import Coordinator, failure_for_sites
 from atoll.server.coordinator.filter_table import Given
@@ -138,6 +138,8 @@ class Server:
     def start(self) -> Server:
         """Start the server in a background thread. Return this object as soon as workers can connect.
 
+        If the program has not set up logging, print the server's log lines on standard error.
+
         Raises:
             PortInUse, StateLocked, StateCorrupt, ConfigError: the server cannot start.
             UsageError: this server was started before.
@@ -145,7 +147,9 @@ class Server:
         if self._started:
             raise UsageError("The server was already started.", "Create a new Server for another start.")
         self._started = True
+        ensure_lines()
         self._thread.start()
+        LOG.info("listening on %s", self.url)
         return self
 
     def run(self) -> None:

@@ -41,6 +41,7 @@ from atoll.filters.base import Filter
 from atoll.format_text import of_fragment
 from atoll.protocol.messages import VersionRef
 from atoll.protocol.values import UpdateInfo
+from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import require_model
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.fsdp_shards import Shards
@@ -66,7 +67,7 @@ from atoll.worker.arguments import (
 )
 from atoll.worker.exchange.encode_update import LocalFragment
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
-from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
+from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, in_words, size
 from atoll.worker.session.leave_at_exit import last_words, what_ends
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
