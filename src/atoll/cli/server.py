@@ -143,7 +143,7 @@ def _announce(server: Server, settings: Settings) -> None:
         size(status.model_bytes),
         codecs(status),
         f", sync every {status.sync_every}" if status.sync_every else "",
-        f"{status.rounds} rounds" if status.rounds else "until stopped",
+        counted(status.rounds, "round") if status.rounds else "until stopped",
         settings.exports,
     )
     dylu = "DyLU on: slower workers take fewer steps per round" if status.dylu else ""
@@ -291,7 +291,9 @@ def _missed(status: status_messages.Status) -> str:
         return ""
     done = status.history[-1].round
     missed = [
-        f"{each.site} took part in {each.rounds} of {done} rounds" for each in status.workers if each.rounds < done
+        f"{each.site} took part in {each.rounds} of {counted(done, 'round')}"
+        for each in status.workers
+        if each.rounds < done
     ]
     return listed(missed) if missed else ""
 
@@ -300,7 +302,7 @@ def _troubles(status: status_messages.Status) -> str:
     """Return a text with the numbers of retries and reconnections of all workers; empty if there were none."""
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
-    return f"{retries} retries, {joins} reconnections" if retries or joins else ""
+    return f"{counted(retries, 'retry')}, {counted(joins, 'reconnection')}" if retries or joins else ""
 
 
 def end_without_memory() -> None:

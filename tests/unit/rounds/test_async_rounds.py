@@ -87,7 +87,7 @@ def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
     )
     expired = [effect for effect in run.commit() if isinstance(effect, TicketsExpired)]
     assert [effect.tickets for effect in expired] == [(tickets["c"],)]
-    assert "async.max_staleness 1 versions behind version 2" in expired[0].reason
+    assert "async.max_staleness = 1 behind version 2" in expired[0].reason
     assert run.state.rounds[0].tickets.get("c") is None
     assert run.ticket("c")  # it goes on from the head
 
