@@ -1,4 +1,4 @@
-"""What a server refuses to start with, and who may speak to it: one line with the remedy, and an exit code."""
+"""What a server refuses to start with, and which requests it answers: one line with the remedy, and an exit code."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(tmp_path: Path, 
 
 @pytest.mark.covers("T9", "T14")
 def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
-    """validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. Nobody has a handler for `unknown`."""
+    """validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. No site has a handler for `unknown`."""
 
     def workflow(controller: Any) -> tuple[list[Any], str, str]:
         (trained, _) = controller.broadcast("train", {"w": torch.ones(3)}, min_responses=2, timeout_s=30)

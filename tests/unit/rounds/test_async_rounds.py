@@ -17,7 +17,7 @@ from atoll.rounds.state import Rules, State
 
 
 def begin(story, *sites, **rules):
-    """Everybody is in and holds a ticket of version 0; returns the run and the tickets by site."""
+    """All sites have joined and hold a ticket of version 0; returns the run and the tickets by site."""
     policy = rules.pop("policy", AsyncBuffer())
     run = story(sites=len(sites), policy=policy, **rules)
     run.join(*sites)
