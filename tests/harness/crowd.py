@@ -49,7 +49,7 @@ class Crowd:
         """One worker, until the run is finished.
 
         Args:
-            joined: called with its lease. It then acts for the worker, and makes it leave; else the worker leaves itself.
+            joined: called with its lease; then acts for the worker, and makes it leave. Else the worker leaves itself.
         """
         join = {"protocol": 1, "site": site, "process": site.replace("-", "")}
         lease = (await self._post(session, "/v1/workers", join, {}))["lease"]
