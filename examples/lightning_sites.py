@@ -50,7 +50,7 @@ def points(seed: int, shares: Tensor) -> TensorDataset:
 
 
 def train(number: int) -> None:
-    """One site. ATOLL_SERVER and ATOLL_SITE say which run, and who this is; without them it trains alone."""
+    """One site. ATOLL_SERVER and ATOLL_SITE name the run and this site; without them it trains alone."""
     shares = torch.full((CLASSES,), 0.05)
     shares[number % CLASSES] = 1.0  # nearly all of this site's data are of one class
     own = DataLoader(points(1 + number, shares), batch_size=32, shuffle=True)

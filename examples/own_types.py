@@ -105,7 +105,7 @@ def main(controller: Any) -> None:
 
 
 def site() -> None:
-    """ATOLL_SERVER and ATOLL_SITE say which run, and who this is."""
+    """ATOLL_SERVER and ATOLL_SITE name the run and this site."""
     with tempfile.TemporaryDirectory() as folder, atoll.tasks(os.environ["ATOLL_SERVER"]) as worker:
 
         @worker.task("train")

@@ -52,7 +52,7 @@ def mean(answers: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def site() -> None:
-    """ATOLL_SERVER and ATOLL_SITE say which run, and who this is."""
+    """ATOLL_SERVER and ATOLL_SITE name the run and this site."""
     generator = torch.Generator().manual_seed(SITES.index(os.environ["ATOLL_SITE"]))
     inputs = torch.randn(200, 4, generator=generator)
     targets = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.1

@@ -162,7 +162,7 @@ def check_complete() -> None:
     """Refuse to write pages that leave something out.
 
     Raises:
-        SystemExit: a variable, an exit code or a setting that nobody has described.
+        SystemExit: a variable, an exit code or a setting without a description.
     """
     variables = config.NOT_SETTINGS - {"ATOLL_FAILPOINTS", "ATOLL_LAST_STATUS", "ATOLL_LEASES"}
     if variables != set(WORKER):

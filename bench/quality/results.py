@@ -51,7 +51,7 @@ def write(
 
     Args:
         name: of the files.
-        command: what was run, for who wants to run it again.
+        command: what was run, so that it can be run again.
         header, rows: the table.
         text: what the reader should know besides.
     """

@@ -146,7 +146,7 @@ def run(task: Task, algorithm: str, sites: list[Pictures], test: Pictures, seed:
             "network.port": 0,
         }
         settings |= {"disk.state_dir": folder / "state", "disk.min_free_bytes": 0, **task.settings(algorithm)}
-        settings |= {"network.heartbeat_timeout_s": 0}  # who was only stopped for a while is not dead
+        settings |= {"network.heartbeat_timeout_s": 0}  # a site that was only stopped for a while is not dead
         # The server ends first: when a site fails, the others do not wait for it.
         with (
             ThreadPoolExecutor(SITES) as pool,

@@ -9,7 +9,7 @@ from atoll.aggregation.user_aggregator import Update
 
 
 class ByAgreement:
-    """The mean of the updates, each weighed by how much it points where the others do; who points away counts 0."""
+    """The mean of the updates, each weighed by how much it points where the others do, and 0 if it points away."""
 
     def __init__(self, sharpness: float = 1.0) -> None:
         self.sharpness = sharpness

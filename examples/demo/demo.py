@@ -243,7 +243,7 @@ def _watch(demo: Demo, children: Children, sites: list[str], address: str, view:
                     if code < 0
                     else f"ended with {code}: {_last_line(log)}"
                 )
-                view.say(f"{site} {why}; {'the others go on' if len(gone) < len(sites) else 'nobody is left'}")
+                view.say(f"{site} {why}; {'the others go on' if len(gone) < len(sites) else 'no site is left'}")
         if len(gone) == len(sites):
             raise RunFailed(
                 "Every worker has ended before the run was finished.", f"Look into {demo.folder}/site-*.log."

@@ -23,7 +23,7 @@ SIGNS_OF_LIFE_S = 10.0
 
 
 class View(ABC):
-    """What happens, for somebody who watches. `status` is the last that was heard."""
+    """Shows what happens. `status` is the server's last status."""
 
     def __init__(self, demo: Demo) -> None:
         self.demo = demo

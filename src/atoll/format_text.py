@@ -37,8 +37,8 @@ def time_left(seconds: float | None) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Return a count with its noun: "1 death", "2 deaths"."""
-    return f"{count} {what}{'' if count == 1 else 's'}"
+    """Return a count with its noun: "1 death", "2 deaths", "2 entries"."""
+    return f"{count} {what if count == 1 else f'{what[:-1]}ies' if what.endswith('y') else f'{what}s'}"
 
 
 def of_fragment(number: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Process-wide tools: torch's threads, garbage collection, freed memory, a latch that survives Ctrl-C, failpoints.
+"""Process-wide tools: torch's threads, garbage collection, freed memory, log lines, a latch for Ctrl-C, failpoints.
 
 torch is imported on first use, so that commands that only read a run's status start quickly.
 
@@ -22,15 +22,20 @@ import contextlib
 import ctypes
 import errno
 import gc
+import logging
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from atoll.errors import LOG
+from atoll.format_text import VisibleLines
 
 T = TypeVar("T")
 
@@ -247,6 +252,27 @@ def return_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, RETURNED_BYTES)
         mallopt(_TRIM_THRESHOLD, 8 * RETURNED_BYTES)
+
+
+# -- log lines
+
+_lines_lock = threading.Lock()
+
+
+def ensure_lines() -> None:
+    """Print Atoll's log lines on standard error, unless the program has set up logging.
+
+    If the logger `atoll` has a level already, the level stays; otherwise it becomes INFO.
+    """
+    with _lines_lock:  # servers and training loops may start in several threads at once
+        if LOG.handlers or logging.getLogger().handlers:
+            return
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(VisibleLines("atoll: "))
+        LOG.addHandler(handler)
+        LOG.propagate = False
+        if LOG.level == logging.NOTSET:
+            LOG.setLevel(logging.INFO)
 
 
 # -- a latch

@@ -49,7 +49,7 @@ class Crowd:
         """One worker, until the run is finished.
 
         Args:
-            joined: told its lease; who takes it speaks for the worker then, and lets it leave. Else it leaves itself.
+            joined: called with its lease; then acts for the worker, and makes it leave. Else the worker leaves itself.
         """
         join = {"protocol": 1, "site": site, "process": site.replace("-", "")}
         lease = (await self._post(session, "/v1/workers", join, {}))["lease"]

@@ -139,7 +139,7 @@ class _Child:
     """A process that says where it stands and waits to be told to go on."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, server: _Child | None) -> None:
-        """`server`: whom it works for; without it, it would be waited for in vain."""
+        """`server`: the server that a worker needs; if it has ended, do not wait for the worker."""
         self.process, self.log, self._server = process, log, server
 
     def expect(self, mark: str) -> dict[str, Any]:

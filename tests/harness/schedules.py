@@ -109,7 +109,7 @@ class Schedule:
 
 
 class World:
-    """Virtual time, the network, the server's disk, and everybody in it."""
+    """Virtual time, the network, the server's disk, and all processes in it."""
 
     def __init__(self, schedule: Schedule, mutant: Mutant) -> None:
         self.schedule = schedule

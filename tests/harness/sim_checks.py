@@ -32,9 +32,9 @@ class Checks:
 
     Args:
         floor: the fewest updates of any version.
-        deadline_s: None for a barrier, which never closes without anybody it awaits.
+        deadline_s: None for a barrier, which never closes without a site that it awaits.
         timeout_s: silence that makes a worker dead.
-        async_after: rounds behind which nobody is waited for; None: a synchronous run.
+        async_after: number of synchronous rounds, before the run is asynchronous; None: a synchronous run.
         max_staleness: versions between an update's base and what it is applied to; None: no limit.
     """
 

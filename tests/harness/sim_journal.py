@@ -57,7 +57,7 @@ class SimJournal:
 
     @classmethod
     def of(cls, state: State) -> SimJournal:
-        """The journal of a state that nobody has joined."""
+        """The journal of a state that no site has joined."""
         return cls(list(snapshot(state).fragments), tracking=state.rules.tracking)
 
     def snapshot(self) -> Snapshot:

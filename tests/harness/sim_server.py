@@ -24,7 +24,7 @@ Mutant = str
 MUTANTS: dict[Mutant, str] = {
     "no dedupe": "a submission sent twice is accepted twice",
     "acknowledge before journal": "the receipt leaves before the accept is written",
-    "lost expected": "a restart forgets whom the open round expects",
+    "lost expected": "a restart forgets which sites the open round expects",
     "quorum of one": "rounds close with a single update, whatever the settings say",
     "two-step commit": "the version is written, and the head moves by another write",
     "wall clock": "time comes from a clock that people set",
@@ -139,7 +139,7 @@ class SimServer:
         return replies
 
     def lose(self, fragment: int) -> None:
-        """Of a swarm: who aggregates a fragment is lost, and all that it had collected."""
+        """Of a swarm: the worker that aggregates a fragment is lost, with all that it had collected."""
         if self.up:
             self._surviving(lambda: self._forget(fragment))
 

@@ -412,6 +412,19 @@ class Plan(AggregationPlan):
         )
 
     @property
+    def own_code(self) -> tuple[tuple[str, str, str], ...]:
+        """Kind, name in messages and place of the run's code for sites that is neither built in nor installed."""
+        settings, algorithm, (up, down) = self.settings, self.algorithm, self.sent_codecs
+        named = [
+            ("codecs", up.text, algorithm.codec),
+            ("codecs", down.text, settings.aggregation.download_codec.target),
+        ]
+        if algorithm.local is not None:
+            named.append(("algorithms", algorithm.name, settings.algorithm.target))
+        places = [(kind, name, registry.place_of(kind, own) if own else "") for kind, name, own in named]
+        return tuple(each for each in places if each[-1])
+
+    @property
     def is_swarm(self) -> bool:
         """Whether the run is a swarm, in which workers aggregate rounds and keep the versions."""
         return self.settings.swarm.enabled

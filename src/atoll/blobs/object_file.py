@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from atoll.blobs.manifest import MOST_OBJECT_HEAD_BYTES, MOST_PARTS, Cuts, Manifest
 from atoll.config.settings import CHUNK_BYTES as PART_BYTES
 from atoll.errors import BadRequest, UsageError
+from atoll.format_text import counted
 from atoll.json_files import require_light
 from atoll.posix import write_at
 from atoll.runtime import gc_as_usual, no_gc
@@ -196,7 +197,9 @@ class Contents:
 
         def tensor_at(index: int) -> object:
             if index >= len(names):
-                raise BadRequest(f"{what} refers to tensor {index}, but has only {len(names)} tensors.", _REMEDY)
+                raise BadRequest(
+                    f"{what} refers to tensor {index}, but has only {counted(len(names), 'tensor')}.", _REMEDY
+                )
             return None
 
         streams: set[int] = set()
@@ -451,7 +454,7 @@ class Way:
     @property
     def kind(self) -> str:
         """Name that the status shows: `streamed`, `inline`, or `skipped` (`plain` is sent, without an object)."""
-        return "skipped" if self.plain is not None else "inline" if self.cut.inline else "streamed"
+        return "without_tensors" if self.plain is not None else "inline" if self.cut.inline else "streamed"
 
 
 def way_of(name: str, packed: Packed, sizes: ChunkSizes, *, streamed: bool, what: str = "payload") -> Way:

@@ -114,7 +114,7 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
     server = Server(settings=settings, evaluation=arguments)
     try:
         server.start()
-        LOG.info("listening on %s; on each site, start a script that calls worker.evaluates(function)", server.url)
+        LOG.info("on each site, start a script that calls worker.evaluates(function)")
         for name in arguments.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
                 LOG.warning("the model file %s is not in %s: put it there before the sites join", name, Path.cwd())

@@ -127,7 +127,6 @@ def _serve(settings: Settings) -> None:
 
 def _announce(server: Server, settings: Settings) -> None:
     status = server.status()
-    LOG.info("listening on %s", server.url)
     if not _has_rounds(settings):
         LOG.info("run %s (%s): only workflows; files in %s", status.name, status.run[:8], settings.disk.state_dir)
         name = settings.workflow.function or " → ".join(each.name for each in status.workflows)
@@ -144,7 +143,7 @@ def _announce(server: Server, settings: Settings) -> None:
         size(status.model_bytes),
         codecs(status),
         f", sync every {status.sync_every}" if status.sync_every else "",
-        f"{status.rounds} rounds" if status.rounds else "until stopped",
+        counted(status.rounds, "round") if status.rounds else "until stopped",
         settings.exports,
     )
     dylu = "DyLU on: slower workers take fewer steps per round" if status.dylu else ""
@@ -292,7 +291,9 @@ def _missed(status: status_messages.Status) -> str:
         return ""
     done = status.history[-1].round
     missed = [
-        f"{each.site} took part in {each.rounds} of {done} rounds" for each in status.workers if each.rounds < done
+        f"{each.site} took part in {each.rounds} of {counted(done, 'round')}"
+        for each in status.workers
+        if each.rounds < done
     ]
     return listed(missed) if missed else ""
 
@@ -301,7 +302,7 @@ def _troubles(status: status_messages.Status) -> str:
     """Return a text with the numbers of retries and reconnections of all workers; empty if there were none."""
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
-    return f"{retries} retries, {joins} reconnections" if retries or joins else ""
+    return f"{counted(retries, 'retry')}, {counted(joins, 'reconnection')}" if retries or joins else ""
 
 
 def end_without_memory() -> None:

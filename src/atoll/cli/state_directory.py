@@ -18,6 +18,7 @@ from atoll.errors import StateCorrupt, StoreError, UsageError
 from atoll.posix import file_error, read_own
 from atoll.protocol import routes, status_messages
 from atoll.store import journal_tables
+from atoll.store.journal import JOURNAL
 from atoll.tensors.schema import Schema
 
 HISTORY = 20
@@ -33,7 +34,7 @@ def journal_of(state_dir: Path) -> Path:
         UsageError: the directory contains no run.
         StoreError: this user has no permission to read the directory.
     """
-    path = state_dir / "journal.sqlite"
+    path = state_dir / JOURNAL
     with permitted(state_dir):
         if not path.exists():
             raise no_run(state_dir)

@@ -34,6 +34,7 @@ from atoll.cli.text import (
 from atoll.errors import AtollError, ServerUnreachable, UsageError
 from atoll.format_text import visible
 from atoll.protocol import routes, status_messages
+from atoll.store.journal import JOURNAL
 from atoll.transport.http_client import ask, server_address
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def command(
         named = server or os.environ.get("ATOLL_SERVER")
         if watch and not error.is_other:
             status = _ask_until_answered(address)
-        elif named or watch or not (HERE / "journal.sqlite").exists():
+        elif named or watch or not (HERE / JOURNAL).exists():
             raise ServerUnreachable(
                 error.message, f"{error.remedy} To see a run that is over, give --dir with its state directory.".strip()
             ) from error
@@ -225,7 +226,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),
         size(worker.bytes_down),
-        f"{worker.retries}" + (f" (+{worker.reconnections} reconnections)" if worker.reconnections else ""),
+        f"{worker.retries}" + (f" (+{counted(worker.reconnections, 'reconnection')})" if worker.reconnections else ""),
         f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "none since the server restarted",
         worker.error or numbers(worker.metrics),
     ]

@@ -94,20 +94,23 @@ def task_totals(tasks: Mapping[str, int]) -> str:
     """Return a text that says how many tasks were sent, and in which ways; empty if none was sent.
 
     Args:
-        tasks: way of sending (`streamed`, `inline` or `skipped`) → number of tasks.
+        tasks: way of sending (`streamed`, `inline` or `without_tensors`) → number of tasks.
     """
-    ways = ", ".join(f"{count} {way}" for way, count in tasks.items())
-    return f"{sum(tasks.values())} tasks sent: {ways}" if tasks else ""
+    return f"{counted(sum(tasks.values()), 'task')} sent: {_ways(tasks)}" if tasks else ""
+
+
+def _ways(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {way.replace('_', ' ')}" for way, count in counts.items())
 
 
 def task_line(task: status_messages.TaskStatus) -> str:
     """Return one line about a task: its sites, its answers, and which sites have not answered."""
     count = sum(task.answers.values())
-    ways = ", ".join(f"{number} {way}" for way, number in task.answers.items())
+    ways = f" ({_ways(task.answers)})" if task.answers else ""
     waits = f"; {'waiting for' if task.open else 'none from'} {', '.join(task.missing)}" if task.missing else ""
     return (
-        f"task {task.number} {task.name}: {task.way} to {', '.join(task.sites)}; "
-        f"{count} of {len(task.sites)} answers{f' ({ways})' if ways else ''}{waits}, {duration(task.seconds)}"
+        f"task {task.number} {task.name}: {task.way.replace('_', ' ')} to {', '.join(task.sites)}; "
+        f"{count} of {counted(len(task.sites), 'answer')}{ways}{waits}, {duration(task.seconds)}"
     )
 
 

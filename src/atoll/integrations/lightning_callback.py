@@ -25,10 +25,12 @@ from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.resolve import local_rule
 from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import ConfigError, UsageError, public_api
+from atoll.format_text import counted
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone, value_of
 from atoll.registry import ReceivedName
+from atoll.runtime import ensure_lines
 from atoll.tensors.module_tensors import named_tensors
-from atoll.worker.log_lines import ALONE, LOG, ensure_lines
+from atoll.worker.log_lines import ALONE, LOG
 from atoll.worker.session.ranks import RankGroup
 
 NOTHING_LEFT = "The run is finished: this fit trains nothing."
@@ -526,7 +528,8 @@ def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
         )
     if len(trainer.optimizers) != 1:
         raise UsageError(
-            f"{type(module).__name__} has {len(trainer.optimizers)} optimizers, but {algorithm} supports only one.",
+            f"{type(module).__name__} has {counted(len(trainer.optimizers), 'optimizer')}, but {algorithm} "
+            "supports only one.",
             "Put all parameters into one optimizer, or use fedavg.",
         )
     return trainer.optimizers[0]

@@ -18,9 +18,10 @@ from atoll.algorithms.optimizer_hooks import Given
 from atoll.errors import UsageError, require_arguments
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
+from atoll.runtime import ensure_lines
 from atoll.transport.http_client import server_of
 from atoll.worker.arguments import site_of, weight_of
-from atoll.worker.log_lines import LOG, ensure_lines
+from atoll.worker.log_lines import LOG
 from atoll.worker.session.leave_at_exit import what_ends
 from atoll.worker.training.diloco_loop import DiLoCo, require_checkpoint, require_same_run
 from atoll.worker.training.federated_loop import Round, Worker, join, run_here, takes_part

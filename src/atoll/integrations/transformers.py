@@ -25,9 +25,11 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.optimizer_hooks import StepHooks, layers_of
 from atoll.errors import UsageError, public_api
+from atoll.format_text import counted
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
+from atoll.runtime import ensure_lines
 from atoll.worker.arguments import finite_metrics, require_counts
-from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines
+from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -116,10 +118,10 @@ class AtollCallback(TrainerCallback):
         driver = self.driver
         if was_taking_part and not driver.takes_part and error is None:
             LOG.info("%s", ALONE_ENDED)
-        whole = "a whole epoch" if self._sync_every is None else f"{self._sync_every} steps"
+        whole = "a whole epoch" if self._sync_every is None else counted(self._sync_every, "step")
         if driver.round is not None and self._steps and error is None:
             driver.warn(
-                f"the Trainer ended after {self._steps} steps of round {driver.round.number}; these steps are not "
+                f"the Trainer ended after {counted(self._steps, 'step')} of round {driver.round.number}, which are not "
                 f"sent, because an update needs {whole}"
             )
         if self._correction is not None:

@@ -165,7 +165,7 @@ class TaskStatus(Message):
 
     number: Count = Field(description="Number of the task since the server started, from 1.")
     name: Shown
-    way: Shown = Field(description="How the payload is sent: streamed, inline, or skipped if it has no tensors.")
+    way: Shown = Field(description="How the payload is sent: streamed, inline, or without_tensors: in the message.")
     sites: Many[Shown]
     missing: Many[Shown] = Field(description="Sites that have not answered yet.")
     answers: Table[Count] = Field(description="Way of sending → number of answers; failed: errors.")
@@ -227,7 +227,7 @@ class Status(Message):
     )
     tasks: Table[Count] = Field(
         default_factory=dict,
-        description="Way of sending (streamed, inline, or skipped: no tensors) → number of payloads.",
+        description="Way of sending (streamed, inline or without_tensors) → number of payloads.",
     )
     workflows: Many[WorkflowStatus] = Field(
         default_factory=list, description="Workflows in order; empty if the run has only rounds."

@@ -50,7 +50,7 @@ from atoll.simulate import require_engine, with_own_folder
 from atoll.store.store import lock_directory
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
-from atoll.worker.session.leave_at_exit import LAST_STATUS
+from atoll.worker.session.leave_at_exit import LAST_STATUS, WHY_FAILED
 
 RUN_FILE = "run.toml"
 SERVER = "server"
@@ -297,10 +297,12 @@ class ServerEnv(Strict):
                     break
             if not status.finished and last.exists():  # the status that the script got when it left
                 status = Status.model_validate_json(read_own(last))
+            told = last.with_name(WHY_FAILED)
+            why = status.failed or (read_own(told).decode() if told.exists() else "")
+            why = why.partition(" has failed at the server: ")[2] or why
         if status.failed or (process.returncode == ServerFailed.exit_code and not answers):
-            why = status.failed or "see the output of the script above."
             raise RunFailed(
-                f"The run has failed at the server {self.url}: {why}",
+                f"The run has failed at the server {self.url}: {why or 'its reason is in the output of the script.'}",
                 "When the cause is mended there and the server runs again, repeat the same call.",
             )
         if process.returncode:
@@ -361,7 +363,8 @@ def require_sites(recipe: Recipe, sites: int) -> None:
     for site in recipe.settings(sites).swarm.aggregators:
         if site not in names:
             raise UsageError(
-                f"aggregators of {recipe.name} contains {site!r}, but none of the run's {sites} sites has this name.",
+                f"aggregators of {recipe.name} contains {site!r}, but none of the run's "
+                f"{counted(sites, 'site')} has this name.",
                 registry.nearest(site, names, "They are site-1, site-2 and so on."),
             )
 
@@ -528,7 +531,7 @@ class _LocalRun:
         Return None if the run was finished before this call.
         """
         say, name = self._say, self._settings.run.name
-        say(f"{name}: starting a server and {len(self._sites)} sites; files and logs in {self._folder}")
+        say(f"{name}: starting a server and {counted(len(self._sites), 'site')}; files and logs in {self._folder}")
         begun = self._start_server()
         if begun.finished:
             say(f"{name} was already finished; nothing was trained")

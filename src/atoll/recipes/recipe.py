@@ -97,6 +97,9 @@ def script_arguments(owner: object, train_args: object) -> list[str]:
     )
 
 
+MORE_SETTINGS = "Further settings of the run file: recipe.add_server_config({'group.key': value})."
+
+
 def _unknown(owner: str, name: str, value: Any, known: Sequence[str]) -> UsageError:
     if (key := next((each for each in FIELDS if each.endswith(f".{name}")), "")) and name not in known:
         return UsageError(
@@ -105,7 +108,8 @@ def _unknown(owner: str, name: str, value: Any, known: Sequence[str]) -> UsageEr
         )
     meant = name.replace("client", "site")
     return UsageError(
-        f"{owner} has no argument {name!r}.", registry.nearest(meant, known, f"Its arguments are {', '.join(known)}.")
+        f"{owner} has no argument {name!r}.",
+        registry.nearest(meant, known, f"Its arguments are {', '.join(known)}. {MORE_SETTINGS}"),
     )
 
 

@@ -381,7 +381,7 @@ def _review_rounds(draft: StateDraft) -> None:
         if draft.round(fragment).phase == "open":
             limit, head = rules.max_staleness, draft.round(fragment).head
             if limit is not None:  # expire tickets with an update that would be refused as too stale
-                reason = f"its base is more than async.max_staleness {limit} versions behind version {head}"
+                reason = f"its base is more than async.max_staleness = {limit} behind version {head}"
                 _end_open(draft, fragment, "too far behind", reason, oldest=head - limit)
             _revise(draft, fragment)
             _judge(draft, fragment)

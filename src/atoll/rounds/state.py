@@ -306,8 +306,8 @@ class State:
             return f"Ticket {ticket} is {issued.state}{': ' if issued.reason else ''}{issued.reason}."
         limit = self.rules.max_staleness  # called for every part, so skip the calculation if there is no limit
         if limit is not None and (lag := self.staleness(issued)) > limit:
-            text = f"Ticket {ticket} is too late: its update would be {lag} versions behind; async.max_staleness is "
-            return f"{text}{limit}."
+            behind = counted(lag, "version")
+            return f"Ticket {ticket} is too late: its update would be {behind} behind; async.max_staleness is {limit}."
         return None
 
     def staleness(self, ticket: IssuedTicket) -> int:

@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.resolve import require_training
 from atoll.config import DEFAULT_PORT, Settings
-from atoll.errors import AtollError, StoreError, UsageError, public_api
+from atoll.errors import AtollError, PortInUse, StoreError, UsageError, public_api
 from atoll.posix import require_writable_folder
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
-from atoll.runtime import Latch
+from atoll.runtime import Latch, ensure_lines
 from atoll.server.coordinator.build_status import (
     address_before,
     keep_status,
@@ -44,6 +44,7 @@ from atoll.server.startup import CODE, open_again, open_run, settings_beside, ta
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.store.run_log import recorded_failure
+from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
 from atoll.transport.listener import Listener, listen, raise_files_limit, runner_of, start_listener
@@ -145,6 +146,8 @@ class Server:
     def start(self) -> Server:
         """Start the server in a background thread. Return this object as soon as workers can connect.
 
+        If the program has not set up logging, print the server's log lines on standard error.
+
         Raises:
             PortInUse, StateLocked, StateCorrupt, ConfigError: the server cannot start.
             UsageError: this server was started before.
@@ -152,7 +155,9 @@ class Server:
         if self._started:
             raise UsageError("The server was already started.", "Create a new Server for another start.")
         self._started = True
+        ensure_lines()
         self._thread.start()
+        LOG.info("listening on %s", self.url)
         return self
 
     def run(self) -> None:
@@ -302,7 +307,11 @@ class Server:
     async def _serve(self) -> None:
         files, network = raise_files_limit(), self.settings.network
         ports, remedy = _ports(network.port, address_before(self.settings.disk.state_dir))
-        listener = listen(network.host, ports, setting="network.host", remedy=remedy)
+        try:
+            listener = listen(network.host, ports, setting="network.host", remedy=remedy)
+        except PortInUse:
+            require_unlocked(self.settings.disk.state_dir)  # else a second server of this run uses the port
+            raise
         self.port = listener.getsockname()[1]
         with contextlib.closing(listener):
             context = None

@@ -16,8 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from atoll import registry
-from atoll.aggregation.plan import Plan
 from atoll.algorithms.resolve import require_training
 from atoll.config import Settings, default_of
 from atoll.errors import ConfigError, UsageError, print_interrupt_in_a_line, public_api
@@ -264,7 +262,7 @@ class Simulation:
             threads=threads_of(self._processes),
             seed=self.settings.run.seed,
             sites=str((self.settings.disk.state_dir / SITES).resolve()),
-            own=_own_code(run.plan),
+            own=run.plan.own_code,
         )
 
     def _simulated(self, run: Coordinator, scheduler: SiteScheduler, first: int, seconds: float) -> Simulated:
@@ -284,16 +282,6 @@ class Simulation:
             late=scheduler.late,
             refused=dict(scheduler.refused),
         )
-
-
-def _own_code(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """Return kind, name in messages and place of the run's code for sites that is neither built in nor installed."""
-    settings, algorithm, (up, down) = plan.settings, plan.algorithm, plan.sent_codecs
-    named = [("codecs", up.text, algorithm.codec), ("codecs", down.text, settings.aggregation.download_codec.target)]
-    if algorithm.local is not None:
-        named.append(("algorithms", algorithm.name, settings.algorithm.target))
-    places = [(kind, name, registry.place_of(kind, own) if own else "") for kind, name, own in named]
-    return tuple(each for each in places if each[-1])
 
 
 def threads_of(processes: int) -> int:

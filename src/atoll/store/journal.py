@@ -30,6 +30,8 @@ UNUSABLE = "Check the disk, and that this user may write the file and its folder
 _FSYNC = {sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC}
 _CORRUPT = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+JOURNAL = "journal.sqlite"
+"""Name of the journal's file in a state directory."""
 BUSY_S = 5.0
 """Seconds that the journal waits for another program's lock on the file."""
 LOG_PAGES = 16_000

@@ -22,6 +22,7 @@ from typing import Any
 from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import BadRequest, Busy, Conflict, Gone, UsageError
+from atoll.format_text import counted
 from atoll.posix import (
     Descriptor,
     file_error,
@@ -181,7 +182,9 @@ class ObjectStore:
         """
         count = entry.cuts.count - len(entry.digests)
         if count:
-            raise Conflict(f"Object {entry.object[:8]} lacks {count} of {entry.cuts.count} parts.", "Send them first.")
+            raise Conflict(
+                f"Object {entry.object[:8]} lacks {count} of {counted(entry.cuts.count, 'part')}.", "Send them first."
+            )
         if entry.manifest.id != digest:
             raise Conflict(f"The parts of object {entry.object[:8]} do not match its digest.", "Publish it again.")
         if not entry.is_arriving:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from atoll.errors import AtollError, StoreError
 from atoll.store.audit_log import AuditLog
-from atoll.store.journal import Journal, placeholders
+from atoll.store.journal import JOURNAL, Journal, placeholders
 from atoll.store.journal_tables import (
     GENERATIONS,
     HISTORY,
@@ -49,7 +49,7 @@ def recorded_failure(directory: Path) -> str:
 
     Return an empty text if it has not failed, if a later start succeeded, or if the journal cannot be read.
     """
-    path = directory / "journal.sqlite"
+    path = directory / JOURNAL
     try:
         require_regular_files(path)
         with closing(connect_read_only(path)) as db:

@@ -41,7 +41,7 @@ from atoll.runtime import failpoint
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
 from atoll.store.file_slots import FileShape, FragmentShapes, Slots, is_slot_name
-from atoll.store.journal import Durability, Journal
+from atoll.store.journal import JOURNAL, Durability, Journal
 from atoll.store.journal_tables import files_of
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
@@ -110,7 +110,7 @@ class Store:
         try:
             require_no_pipes(*(path for path in (directory, *directory.iterdir()) if path.is_dir()))
             begin = not any(is_slot_name(path.name) for path in (directory / "slots").iterdir())
-            journal = Journal(directory / "journal.sqlite", durability, begin=begin and not _has_begun(directory))
+            journal = Journal(directory / JOURNAL, durability, begin=begin and not _has_begun(directory))
         except BaseException:
             self._lock.close()
             raise
@@ -319,7 +319,7 @@ def directory_gone(state_dir: Path) -> StoreError | None:
 
     Report this error instead of any other failure, because it is the cause.
     """
-    for path in (state_dir, state_dir / "slots", state_dir / "journal.sqlite"):
+    for path in (state_dir, state_dir / "slots", state_dir / JOURNAL):
         if not path.exists():
             return StoreError(
                 f"The state directory {state_dir} was removed while the server was running."
@@ -341,6 +341,17 @@ def _has_begun(directory: Path) -> bool:
     except NoteDamaged:
         return (directory / NAME).stat().st_size > 0
     return head is not None and head.entries > 0
+
+
+def require_unlocked(directory: Path) -> None:
+    """Check that no server uses a state directory, if it has a run.
+
+    Raises:
+        StateLocked: another server uses the directory.
+        StoreError: the directory cannot be locked.
+    """
+    if (directory / JOURNAL).exists():
+        lock_directory(directory).close()
 
 
 def lock_directory(directory: Path) -> Lock:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 from atoll.errors import AtollError, BadRequest, StoreError
+from atoll.format_text import counted
 from atoll.posix import file_error, write_at
 from atoll.runtime import failpoint
 from atoll.store.file_slots import WRITER, Ranges, Slot, SlotPool
@@ -143,7 +144,9 @@ class Spool:
             BadRequest: the update has no part with this number.
         """
         if not 0 <= part < len(self.ranges):
-            raise BadRequest(f"The update has no part {part}: it has {len(self.ranges)} parts, numbered from 0.")
+            raise BadRequest(
+                f"The update has no part {part}: it has {counted(len(self.ranges), 'part')}, numbered from 0."
+            )
         with self.pool.lock:
             if self._closed:
                 raise self._closed

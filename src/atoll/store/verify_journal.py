@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StateCorrupt
-from atoll.format_text import of_fragment
+from atoll.format_text import counted, of_fragment
 from atoll.json_files import NoteDamaged
 from atoll.store.audit_log import (
     NAME,
@@ -97,7 +97,8 @@ def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[in
     """
     if head is not None and (missing := require_same_log(head, rows, directory)[1]):
         raise StateCorrupt(
-            f"The audit log of {directory} has lost its last {missing} entries: {NAME} counts {head.entries}.",
+            f"The audit log of {directory} has lost its last {counted(missing, 'entry')}: {NAME} counts "
+            f"{head.entries}.",
             "Start the server. If a power loss explains the missing entries, it continues without them; else "
             "it prints what to do.",
         )
@@ -112,7 +113,7 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
         return
     boot = boot_id()
     lost = (
-        f"The journal in {directory} has lost its end: its audit log has {entries} entries (epoch {epoch}), "
+        f"The journal in {directory} has lost its end: its audit log has {counted(entries, 'entry')} (epoch {epoch}), "
         f"but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
     )
     if head.durability != "process" or (boot and boot == head.boot):
@@ -262,8 +263,8 @@ class _Comparison:
         if recorded == total:
             return ""
         return (
-            f"{recorded} rounds{self._of(fragment)} are recorded as sat out by all sites, but entry {seq} of the "
-            f"audit log has {total}"
+            f"{counted(recorded, 'round')}{self._of(fragment)} recorded as sat out by all sites, but entry {seq} of "
+            f"the audit log has {total}"
         )
 
     def _accepted_entry(self, seq: int, detail: Mapping[str, Any]) -> str:

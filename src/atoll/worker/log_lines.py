@@ -1,12 +1,11 @@
 """Log lines of a worker: one line for each event. Long transfers report bytes, rate and remaining time.
 
-Lines go to the logger `atoll`. If the program has not set up logging, they are printed on standard error.
+Lines go to the logger `atoll`. If the program has not set up logging, `runtime.ensure_lines` prints them.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -14,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from atoll.errors import TicketClosed
-from atoll.format_text import VisibleLines, time_left, without_leases
 from atoll.format_text import size as size
+from atoll.format_text import time_left, without_leases
 from atoll.protocol import messages
 
 LOG = logging.getLogger("atoll")
@@ -23,23 +22,6 @@ ALONE = "no server is set in ATOLL_SERVER: training alone"
 ALONE_ENDED = "training alone: nothing was sent or saved by Atoll; save the model in the script"
 EVERY_S = 5.0
 WINDOW_S = 30.0
-_LINES = threading.Lock()
-
-
-def ensure_lines() -> None:
-    """Print Atoll's log lines on standard error, unless the program has set up logging.
-
-    If the logger `atoll` has a level already, the level stays; otherwise it becomes INFO.
-    """
-    with _LINES:  # training loops may start in several threads at once
-        if LOG.handlers or logging.getLogger().handlers:
-            return
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(VisibleLines("atoll: "))
-        LOG.addHandler(handler)
-        LOG.propagate = False
-        if LOG.level == logging.NOTSET:
-            LOG.setLevel(logging.INFO)
 
 
 def error_text(error: BaseException | str, most_chars: int = 2000) -> str:

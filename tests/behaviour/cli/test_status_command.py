@@ -174,7 +174,7 @@ def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_
 
 @pytest.mark.covers("L16", "L14")
 def test_the_comparison_is_of_one_start_of_the_server_to_the_byte(tmp_path, lines) -> None:
-    """Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, whoever counts steps since when."""
+    """Two workers, H = 4, a weight of 16 bytes: 4 × 16 of gradients in a round, at whatever step a worker joined."""
     model = nn.Linear(2, 2, bias=False)
     options = {
         "rounds.sites": 2,

@@ -88,7 +88,7 @@ def state_of(model: nn.Module) -> Tensors:
 
 
 def everywhere(train: Callable[[str], Tensors]) -> Tensors:
-    """What the sites have, who train at the same time."""
+    """What the sites have, which train at the same time."""
     with ThreadPoolExecutor(len(SITES)) as pool:
         states = dict(zip(SITES, pool.map(train, SITES), strict=True))
     return {f"{site}.{name}": tensor for site, state in states.items() for name, tensor in state.items()}

@@ -25,7 +25,7 @@ def test_every_way_leaves_the_same_bits_on_another_device(nursery: Nursery, tmp_
         nursery.start(str(SCRIPT), how, str(library), str(tmp_path / how), cwd=tmp_path)
         for how in ("touched", "far", "cpu")
     )
-    assert touched.wait(120) == -signal.SIGSEGV  # so whoever takes memory of the device for the CPU's does not end well
+    assert touched.wait(120) == -signal.SIGSEGV  # so code that reads the device's memory as the CPU's crashes
     for process in (far, cpu):
         assert process.wait(300) == 0, process.output()[-4000:]
         assert "Warning" not in process.output()

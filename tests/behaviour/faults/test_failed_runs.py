@@ -338,7 +338,7 @@ def test_a_first_start_that_fails_ends_at_once_and_tells_no_site(
 def test_a_failed_server_does_not_wait_for_a_silent_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_again: bool
 ) -> None:
-    """Site a, whose heartbeats have ended, is waited for until its next one is overdue, and no longer."""
+    """Site a sends no more heartbeats: the server waits until the next one is overdue, and no longer."""
     monkeypatch.setattr("atoll.server.serve.ASK_AGAIN_S", 3600.0)
     may_fail = threading.Event()
 

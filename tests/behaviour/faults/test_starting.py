@@ -1,4 +1,4 @@
-"""What a server refuses to start with, and who may speak to it: one line with the remedy, and an exit code."""
+"""What a server refuses to start with, and which requests it answers: one line with the remedy, and an exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kit.tls import write_certificate
 from kit.wire import WireSite
 
 import atoll
-from atoll.errors import AuthError, ConfigError, PortInUse, ServerUnreachable
+from atoll.errors import AuthError, ConfigError, PortInUse, ServerUnreachable, StateLocked
 from atoll.server import serve as server_module
 from atoll.testing.run import status
 
@@ -261,6 +261,16 @@ def test_a_run_that_continues_keeps_the_port_where_its_sites_wait(tmp_path: Path
         assert f"Port {port} on 127.0.0.1 is in use." in str(caught.value)
     with plain_server(tmp_path, model, **{"network.port": None}) as server:
         assert server.url == url
+
+
+@pytest.mark.parametrize("port", [None, "same"])
+def test_a_second_server_of_a_run_is_refused_by_the_lock(tmp_path: Path, port: str | None) -> None:
+    """Its port is taken, too, but only because the first server listens there."""
+    model = {"w": torch.ones(2)}
+    with plain_server(tmp_path, model, **{"network.port": 0}) as server:
+        chosen = server.port if port == "same" else None
+        with pytest.raises(StateLocked, match=rf"is in use by process {os.getpid()}"):
+            plain_server(tmp_path, model, **{"network.port": chosen}).start()
 
 
 @pytest.mark.covers("L13", "X4")

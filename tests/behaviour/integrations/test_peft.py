@@ -112,7 +112,7 @@ def test_two_workers_move_the_adapter_and_what_the_server_saves_opens_with_peft(
         found = adapter(opened(folder)).state_dict()
         assert found.keys() == before.keys()
         assert all(torch.allclose(found[name], value + 2.0 * rounds) for name, value in before.items())
-    beside = (tmp_path / "adapter_config.json").stat().st_mode  # whoever may read that may read what is saved
+    beside = (tmp_path / "adapter_config.json").stat().st_mode  # users that may read it may read what is saved
     for folder in (tmp_path / "opens", tmp_path / "opens" / "best"):
         modes = {path.name: path.stat().st_mode for path in folder.iterdir() if path.is_file()}
         assert modes == dict.fromkeys(FILES, beside)

@@ -365,7 +365,7 @@ def test_training_that_ends_in_the_middle_of_a_round_leaves_and_names_the_steps_
     A Trainer that ends with a round says nothing.
     """
     server = serve("fedprox", **{"algorithm.mu": MU})
-    said = "the Trainer ended after 2 steps of round 3; these steps are not sent, because an update needs 3 steps"
+    said = "the Trainer ended after 2 steps of round 3, which are not sent, because an update needs 3 steps"
     for most, warnings in ((3, []), (5, [f"a: {said}", f"a reports: {said}"])):  # at the site and at the server
         trainer = trainer_of(server, tmp_path, sync_every=3, max_steps=most)
         optimizer = trainer.optimizer

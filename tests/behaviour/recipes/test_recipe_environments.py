@@ -36,10 +36,10 @@ from atoll.recipes import (
     ServerEnv,
     SimEnv,
     SwarmRecipe,
+    environments,
 )
 from atoll.recipes.environments import prepared
 from atoll.store.store import lock_directory
-from atoll.worker.session.leave_at_exit import LAST_STATUS
 
 pytestmark = [pytest.mark.slow, pytest.mark.covers("P11")]
 
@@ -382,19 +382,24 @@ def test_a_script_that_fails_does_not_end_the_run() -> None:
         assert not server.finished
 
 
+def gone(*_: object) -> None:
+    """As `ask` where no server answers."""
+    raise ServerUnreachable("Gone.")
+
+
 @pytest.mark.covers("X9")
 @pytest.mark.parametrize("reads_status", [True, False])
 def test_a_run_that_fails_at_the_server_says_so_at_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reads_status: bool
 ) -> None:
-    """Also where only the exit code of the script says so, as that of a script that could not join.
-
-    The script has the reason from the server, which may have ended before it is asked for its status.
-    """
+    """Also if the server has ended before it is asked for its status: the script has got the reason."""
     monkeypatch.setattr("atoll.recipes.environments.SCRIPT_POLL_S", 60.0)  # asked once the script has ended
     Path("mine.py").write_text(ONCE.format(mended=str(tmp_path / "mended")))
     if not reads_status:
-        Path("train.py").write_text(f"import os\nos.environ.pop({LAST_STATUS!r})\n{TRAIN}")
+        asked = iter([environments.ask] * 2)  # what the run is, and its status, before the script starts
+        monkeypatch.setattr(environments, "ask", lambda *what: next(asked, gone)(*what))
+        no_status = "from atoll.worker.session import session\nsession.keep_last_status = lambda http: None\n"
+        Path("train.py").write_text(no_status + TRAIN)
     made = recipe(min_sites=1).add_server_config({"aggregation.aggregator.path": "mine.py:mean"})
     with server_of(made) as server:
         with pytest.raises(RunFailed, match=f"The run has failed at the server {server.url}: ") as failed:
@@ -402,7 +407,8 @@ def test_a_run_that_fails_at_the_server_says_so_at_the_site(
         with pytest.raises(RunFailed):
             server.run()
     reason = failed.value.message.partition(": ")[2]
-    assert "no quorum of ours" in reason or reason == "see the output of the script above."
+    assert "no quorum of ours" in reason
+    assert "has failed at the server" not in reason
     assert "no quorum of ours" in capfd.readouterr().out
     assert "repeat the same call" in failed.value.remedy
 

@@ -94,6 +94,8 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (recipe, {"num_clients": 3}, r"FedAvgRecipe has no argument 'num_clients'\. Did you mean 'min_sites'\?"),
     (SimEnv, {"num_clients": 3}, r"SimEnv has no argument 'num_clients'\. Did you mean 'sites'\?"),
     (recipe, {"mu": 3}, "FedAvgRecipe has no argument 'mu'"),
+    (recipe, {"settings": {"rounds.quorum": 2}}, r"no argument 'settings'\. .*: recipe\.add_server_config\("),
+    (SimEnv, {"config": {"rounds.quorum": 2}}, r"no argument 'config'\. .*: recipe\.add_server_config\("),
     (recipe, {"quorum": 2}, r"'quorum'; it is the setting .*recipe\.add_server_config\(\{'rounds\.quorum': 2\}\)"),
     (
         recipe,

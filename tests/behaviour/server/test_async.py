@@ -103,7 +103,7 @@ def test_an_update_too_far_behind_does_not_count(world: WORLD, caplog: pytest.Lo
     run.submit("c", gradient(1))
     run.wait(2)
     run.submit("a", gradient(2))  # 2 behind: the site is told, and goes on from the head
-    assert " is over: its base is more than async.max_staleness 1 versions behind version 2." in caplog.text
+    assert " is over: its base is more than async.max_staleness = 1 behind version 2." in caplog.text
     assert "has replaced it" not in caplog.text
     run.pull("a")
     run.submit("a", gradient(3))

@@ -184,7 +184,7 @@ def test_metrics_are_there_after_the_block_and_a_pseudo_gradient_of_zeros_is_war
         assert (figures["rounds"], figures["bytes_up"] > 0, figures["bytes_down"] > 0) == (1, True, True)
         (worker,) = server.status().workers
         assert worker.bytes_down == figures["bytes_down"]
-    assert "the pseudo-gradient is all zero after 1 steps" in caplog.text
+    assert "the pseudo-gradient is all zero after 1 step" in caplog.text
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path) -> Non
     ("change", "told"),
     [
         ("DELETE FROM tickets WHERE ticket = 2", "ticket 2 is not marked as sat out, but entry "),
-        ("DELETE FROM sat_out_rounds", "0 rounds are recorded as sat out by all sites, but entry "),
+        ("DELETE FROM sat_out_rounds", "0 rounds recorded as sat out by all sites, but entry "),
     ],
     ids=["ticket", "round"],
 )

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
-from kit.processes import command
+from kit.processes import command, url_of
 from kit.servers import plain_server
 from kit.sites import manual_sites
 from kit.wire import WireSite, heard
@@ -366,3 +366,38 @@ def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypa
         server.run()
     lines = (server.exports / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["round"] for line in lines] == [1, 2]
+
+
+# -- the lines of a server in a program
+
+SERVES = """
+{before}
+import atoll, torch
+settings = {{"algorithm.name": "fedavg", "rounds.total": 1, "network.port": 0, "disk.state_dir": "state"}}
+with atoll.Server({{"w": torch.zeros(4)}}, settings) as server:
+    server.run()
+"""
+
+
+@pytest.mark.covers("X4", "L20")
+@pytest.mark.parametrize(
+    ("before", "prefix"),
+    [
+        ("", r"\d\d:\d\d:\d\d atoll: "),
+        ("import logging; logging.basicConfig(format='mine: %(message)s', level='INFO')", "mine: "),
+    ],
+    ids=["no logging", "logging of its own"],
+)
+def test_a_program_that_serves_prints_every_line_once(
+    tmp_path: Path, nursery: Nursery, before: str, prefix: str
+) -> None:
+    """A program that has set up logging gets the lines from its own handler alone."""
+    (tmp_path / "serve.py").write_text(SERVES.format(before=before))
+    process = nursery.start("serve.py", cwd=tmp_path)
+    with atoll.join(url_of(process), site="a", folder=tmp_path / "w") as worker:
+        for fl_round in worker:
+            fl_round.submit({"w": fl_round.state_dict()["w"] + 1})
+    assert process.wait(60) == 0, process.output()
+    begins = ["a joined", "a left", "listening on http://", "round 1: version 1", "the run is finished at version 1"]
+    lines = [re.sub(f"^{prefix}", "", line) for line in process.output().splitlines()]
+    assert all(line.startswith(begin) for line, begin in zip(sorted(lines), begins, strict=True)), lines

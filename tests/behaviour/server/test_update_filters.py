@@ -394,7 +394,7 @@ def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp
         status, reply = WireSite(server.url).train(1.0).push().complete()
     assert (status, reply["message"]) == (
         409,
-        "The update for ticket 1 lacks 1 of 1 parts (first: part 0).",
+        "The update for ticket 1 lacks 1 of 1 part (first: part 0).",
     )
 
 

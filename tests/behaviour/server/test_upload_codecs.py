@@ -268,3 +268,18 @@ def test_bytes_that_no_codec_has_written_are_refused_or_finite(
         found = finish(server, {"a": site})
     assert (refused in caplog.text) if refused else ("refused" not in caplog.text)
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+
+
+@pytest.mark.covers("X4")
+def test_the_server_says_under_which_name_sites_register_its_codec(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A codec by its path; one that is built in needs no line."""
+    caplog.set_level("INFO", "atoll.server")
+    (tmp_path / "mine.py").write_text(OWN)
+    for name, key in (("bf16", "name"), (f"{tmp_path / 'mine.py'}:Thousandths", "path")):
+        with plain_server(tmp_path / key, {"w": torch.ones(4)}, **{f"aggregation.upload_codec.{key}": name}):
+            pass
+    (line,) = [line for line in caplog.messages if "register" in line]
+    assert f"{tmp_path / 'mine.py'}:Thousandths by the name 'thousandths'" in line
+    assert "atoll.register('codecs', 'thousandths', …)" in line

@@ -58,13 +58,13 @@ def test_a_payload_comes_back_as_it_was_sent_and_leaves_nothing(tmp_path: Path, 
     settings = {"workflow.streamed_tasks": stream}
     came, status = run_workflow_to_status(tmp_path, workflow, {"echo": lambda payload: payload}, "ab", **settings)
     assert plain(came) == plain([("a", TREE), ("b", TREE), *(("a", value) for value in small), ("b", long)])
-    streamed = {"streamed": 1, "inline": 1, "skipped": 3}
-    assert status.tasks == (streamed if stream else {"streamed": 0, "inline": 2, "skipped": 3})
+    streamed = {"streamed": 1, "inline": 1, "without_tensors": 3}
+    assert status.tasks == (streamed if stream else {"streamed": 0, "inline": 2, "without_tensors": 3})
 
 
 @pytest.mark.covers("T9", "T14")
 def test_a_handler_that_raises_is_a_result_that_names_it_and_the_others_go_on(nursery: Nursery, tmp_path: Path) -> None:
-    """validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. Nobody has a handler for `unknown`."""
+    """validate fails at b; w is 1 + len(site) = 2, so the sum of 3 is 6 at a. No site has a handler for `unknown`."""
 
     def workflow(controller: Any) -> tuple[list[Any], str, str]:
         (trained, _) = controller.broadcast("train", {"w": torch.ones(3)}, min_responses=2, timeout_s=30)
@@ -270,8 +270,8 @@ def test_status_shows_how_each_payload_travelled_and_warns(tmp_path: Path) -> No
         "small": "inline",
         "large": "streamed",
         "streamed": "streamed",
-        "nothing": "skipped",
-        "plain": "skipped",
+        "nothing": "without_tensors",
+        "plain": "without_tensors",
     }
     of_large, of_nothing = status.warnings
     too_large = "the payload of task 'large' has 15728640 bytes of tensors, too many for one message: sent in parts"
@@ -377,7 +377,7 @@ def test_each_task_says_how_it_and_its_answers_travelled(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """train is streamed both ways; validate has tensors, answers a number at a and fails at b; echo has nothing to
-    be streamed, twice: that is said, and it goes inline. 4 tasks: 1 streamed, 1 inline, 2 skipped.
+    be streamed, twice: that is said, and it goes inline. 4 tasks: 1 streamed, 1 inline, 2 without tensors.
     """
 
     lines: list[str] = []
@@ -399,17 +399,17 @@ def test_each_task_says_how_it_and_its_answers_travelled(
     found = [(task.number, task.name, task.way, task.answers, task.missing, task.open) for task in status.sent]
     assert found == [
         (1, "train", "streamed", {"streamed": 2}, [], False),
-        (2, "validate", "inline", {"failed": 1, "skipped": 1}, [], False),
-        (3, "echo", "skipped", {"skipped": 2}, [], False),
-        (4, "echo", "skipped", {"skipped": 2}, [], False),
+        (2, "validate", "inline", {"failed": 1, "without_tensors": 1}, [], False),
+        (3, "echo", "without_tensors", {"without_tensors": 2}, [], False),
+        (4, "echo", "without_tensors", {"without_tensors": 2}, [], False),
     ]
     assert all(task.sites == ["a", "b"] for task in status.sent)
-    assert status.tasks == {"streamed": 1, "inline": 1, "skipped": 2}
+    assert status.tasks == {"streamed": 1, "inline": 1, "without_tensors": 2}
     warning = "workflow.streamed_tasks has task 'echo', but its payload has no tensors: sent inside the message"
     assert status.warnings == [warning]
     assert caplog.messages.count(warning) == 1
-    assert "4 tasks sent: 1 streamed, 1 inline, 2 skipped" in lines
-    assert lines[-3].startswith("task 2 validate: inline to a, b; 2 of 2 answers (1 failed, 1 skipped), ")
+    assert "4 tasks sent: 1 streamed, 1 inline, 2 without tensors" in lines
+    assert lines[-3].startswith("task 2 validate: inline to a, b; 2 of 2 answers (1 failed, 1 without tensors), ")
     assert f"warning: {warning}" in lines
 
 
@@ -431,10 +431,10 @@ def test_an_open_task_names_awaited_sites_and_warns_of_answers_without_tensors(
                 assert (sent.name, sent.way, sent.sites, sent.missing) == ("train", "streamed", ["a"], ["a"])
                 assert sent.open
                 line = shown(server.url)[-1]
-                assert f"task {sent.number} train: streamed to a; 0 of 1 answers; waiting for a, " in line
+                assert f"task {sent.number} train: streamed to a; 0 of 1 answer; waiting for a, " in line
                 task.answer(None)
         server.run()
-        assert [task.answers for task in server.status().sent] == [{"skipped": 1}] * 2
+        assert [task.answers for task in server.status().sent] == [{"without_tensors": 1}] * 2
     assert answers == [None, None]
     warned = [text for text in caplog.messages if "its answer has no tensors: sent inside the message" in text]
     reason = "workflow.streamed_tasks has task 'train', but its answer has no tensors: sent inside the message"
@@ -488,6 +488,6 @@ def test_the_status_shows_the_last_tasks_and_counts_them_all(tmp_path: Path) -> 
         server.run()
         status = server.status()
     assert [task.number for task in status.sent] == list(range(4, 24))
-    assert status.tasks == {"streamed": 0, "inline": 0, "skipped": 23}
-    assert "23 tasks sent: 0 streamed, 0 inline, 23 skipped" in lines
-    assert lines[-1].startswith("task 23 echo: skipped to gone; 0 of 1 answers; none from gone, 0.0 s")
+    assert status.tasks == {"streamed": 0, "inline": 0, "without_tensors": 23}
+    assert "23 tasks sent: 0 streamed, 0 inline, 23 without tensors" in lines
+    assert lines[-1].startswith("task 23 echo: without tensors to gone; 0 of 1 answer; none from gone, 0.0 s")

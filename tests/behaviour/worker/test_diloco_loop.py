@@ -243,7 +243,7 @@ def test_does_not_warn_where_no_turn_was_skipped(
     """Of 11 steps 8 are in two updates."""
     caplog.set_level("INFO", "atoll")
     train_into_an_outage(tmp_path, 11, 11)
-    assert "a: the 3 steps after the last synchronisation are only in the local model" in caplog.text
+    assert "a: only the local model has the last 3 steps, made after the last synchronisation" in caplog.text
     assert warned() == []
 
 

@@ -420,7 +420,8 @@ def test_scripts_and_commands_end_with_the_exit_code_of_a_wrong_setting(
 
 EIGHT_LOOPS = """
 import logging, threading, time
-from atoll.worker.log_lines import LOG, ensure_lines
+from atoll.errors import LOG
+from atoll.runtime import ensure_lines
 {before}
 class Slow(logging.StreamHandler):
     def __init__(self, *stream):

@@ -271,7 +271,7 @@ def test_a_site_without_handlers_trains_and_leaves_and_says_why(nursery: Nursery
     assert submitted(sites) == BOTH
     assert run.written[1] == f"before {['this site has no handler for task ' + repr('count') + ', only for: none'] * 2}"
     assert "the run continues with tasks, and this site has no handler" in sites[0].output()
-    assert "waited 1 s for 1 sites, but only 0 take part: none." in said or "evaluated nothing: " in said
+    assert "waited 1 s for 1 site, but only 0 take part: none." in said or "evaluated nothing: " in said
     assert run.exported == 2.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.cli import evaluate, server
+from atoll.cli.text import counted, task_totals
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
 
@@ -91,3 +92,25 @@ def test_on_a_terminal_it_is_a_table_of_rich(
     assert "│ version 1 │" in shown
     assert "loss (rows: models, columns: sites)" in shown
     assert "empty: b on every site: gone" in shown
+
+
+@pytest.mark.covers("T11")
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ({}, ""),
+        ({"streamed": 1}, "1 task sent: 1 streamed"),
+        ({"inline": 0, "without_tensors": 2}, "2 tasks sent: 0 inline, 2 without tensors"),
+    ],
+    ids=["none", "one", "two"],
+)
+def test_totals_of_tasks_are_in_plain_words(tasks: dict[str, int], said: str) -> None:
+    assert task_totals(tasks) == said
+
+
+@pytest.mark.parametrize(
+    ("count", "what", "said"),
+    [(1, "round", "1 round"), (0, "round", "0 rounds"), (1, "retry", "1 retry"), (2, "retry", "2 retries")],
+)
+def test_a_count_has_its_noun_in_singular_or_plural(count: int, what: str, said: str) -> None:
+    assert counted(count, what) == said

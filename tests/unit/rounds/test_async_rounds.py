@@ -17,7 +17,7 @@ from atoll.rounds.state import Rules, State
 
 
 def begin(story, *sites, **rules):
-    """Everybody is in and holds a ticket of version 0; returns the run and the tickets by site."""
+    """All sites have joined and hold a ticket of version 0; returns the run and the tickets by site."""
     policy = rules.pop("policy", AsyncBuffer())
     run = story(sites=len(sites), policy=policy, **rules)
     run.join(*sites)
@@ -87,7 +87,7 @@ def test_what_is_too_far_behind_is_refused_before_it_is_accepted(story):
     )
     expired = [effect for effect in run.commit() if isinstance(effect, TicketsExpired)]
     assert [effect.tickets for effect in expired] == [(tickets["c"],)]
-    assert "async.max_staleness 1 versions behind version 2" in expired[0].reason
+    assert "async.max_staleness = 1 behind version 2" in expired[0].reason
     assert run.state.rounds[0].tickets.get("c") is None
     assert run.ticket("c")  # it goes on from the head
 

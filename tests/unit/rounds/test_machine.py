@@ -95,7 +95,7 @@ def test_when_all_die_the_round_waits_and_says_why(story):
     run.wait(120)
     assert run.expected() == ()
     assert run.phase() == "open"
-    assert run.why() == "waits for another site: only 0 of 1 updates accepted or expected (rounds.min_sites)"
+    assert run.why() == "waits for another site: only 0 of 1 update accepted or expected (rounds.min_sites)"
     run.join("b")
     assert closed(run.submit("b")) == [(1,)]
 

@@ -177,7 +177,7 @@ def view(expected: str, accepted: str, floor: int = 1) -> RoundView:
 
 
 TWO = QuorumDeadline(quorum=2, deadline_s=30)
-LACKS = "waits for another site: only {} updates accepted or expected (rounds.min_sites)"
+LACKS = "waits for another site: only {} accepted or expected (rounds.min_sites)"
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,13 @@ LACKS = "waits for another site: only {} updates accepted or expected (rounds.mi
     [
         (Barrier(), view("abc", "abc"), 1e9, Close((1, 2, 3))),
         (Barrier(), view("abc", "b"), 1e9, StayOpen("waits for a and c")),
-        (Barrier(), view("", ""), 1e9, StayOpen(LACKS.format("0 of 1"))),
-        (Barrier(), view("ab", "ab", floor=3), 1e9, StayOpen(LACKS.format("2 of 3"))),
+        (Barrier(), view("", ""), 1e9, StayOpen(LACKS.format("0 of 1 update"))),
+        (Barrier(), view("ab", "ab", floor=3), 1e9, StayOpen(LACKS.format("2 of 3 updates"))),
         (TWO, view("abc", "abc"), 100, Close((1, 2, 3))),
         (TWO, view("abc", "ab"), 129, StayOpen("waits for c", until_s=130)),
         (TWO, view("abc", "ab"), 130, Close((1, 2))),
         (TWO, view("abc", "a", 2), 131, StayOpen("waits for b and c; the deadline has passed with 1 of 2 updates")),
-        (TWO, view("a", "a", 2), 129, StayOpen(LACKS.format("1 of 2"), until_s=130)),
+        (TWO, view("a", "a", 2), 129, StayOpen(LACKS.format("1 of 2 updates"), until_s=130)),
     ],
 )
 def test_a_policy_decides_by_what_is_in_and_what_is_missing(policy, seen, now_s, decision):

@@ -37,7 +37,7 @@ from atoll.errors import (
     TicketClosed,
     out_of_memory,
 )
-from atoll.format_text import time_left, visible
+from atoll.format_text import counted, time_left, visible
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
@@ -200,6 +200,16 @@ class Coordinator:
             LOG.info("filters for the updates and answers of sites: %s", self.filtering.filters)
         for text in self.advice:
             LOG.warning("%s", text)
+        if not self.attendance.simulated:
+            for kind, name, place in dict.fromkeys(self.plan.own_code):
+                LOG.info(
+                    "sites look up %s by the name %r: register it in their scripts before they join, by "
+                    "atoll.register(%r, %r, …), or install it there with an entry point",
+                    place,
+                    name,
+                    kind,
+                    name,
+                )
         self.ledger.restore(self._snapshot)
         self._say_moved()
         self.store.versions.wanted = self._unpulled
@@ -524,7 +534,7 @@ class Coordinator:
         if message.fragment >= len(self.state.rounds):
             raise Gone(
                 f"Fragment {message.fragment} does not exist.",
-                f"The run has {len(self.plan.fragments)} fragments, numbered from 0.",
+                f"The run has {counted(len(self.plan.fragments), 'fragment')}, numbered from 0.",
             )
         self.task_queue.require_rounds()
         self._require_shapes(lease.site, message)

@@ -109,7 +109,7 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     if message.schema_digest not in (None, plan.schema.digest, model.digest):
         raise SchemaMismatch(
             f"The model of worker {message.site} (schema {str(message.schema_digest)[:12]}) differs from the "
-            f"run's model (schema {model.digest[:12]}; it has {len(model.tensors)} tensors with "
+            f"run's model (schema {model.digest[:12]}; it has {number_of(len(model.tensors), 'tensor')} with "
             f"{size(model.nbytes)}, and the first tensor is {model.tensors[0]}).",
             f"Build the same architecture with the same dtype on both sides. The run's schema is at {routes.SCHEMA}.",
         )
@@ -122,7 +122,7 @@ def require_fit(message: messages.Join, plan: Plan, store: Store) -> None:
     fragments = len(plan.fragments)
     if message.num_fragments not in (None, fragments):
         raise ConfigError(
-            f"Worker {message.site} has {message.num_fragments} fragments, but the run has {fragments}.",
+            f"Worker {message.site} has {number_of(message.num_fragments, 'fragment')}, but the run has {fragments}.",
             f"Set num_fragments={fragments} at the worker, or leave it out.",
         )
     if message.local_state:

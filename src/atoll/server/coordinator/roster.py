@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
-from atoll.format_text import of_fragment, visible
+from atoll.format_text import counted, of_fragment, visible
 from atoll.protocol import messages, status_messages
 from atoll.registry import nearest
 from atoll.rounds import events
@@ -418,11 +418,11 @@ def _short_of_samples(state: State) -> str:
     floor, name = state.rules.floor, state.rules.floor_name
     for fragment, round_ in enumerate(state.rounds):
         if round_.phase == "open" and round_.sat_out and state.lacks_sites(fragment):
-            here = len(round_.expected)
+            here, sat_out = len(round_.expected), listed(round_.sat_out)
             lower = f", or restart the server with {name} = {here}" if here else ""
             return (
-                f"round {round_.number} needs at least {floor} updates ({name}), but {listed(round_.sat_out)} sat out: "
-                f"the run waits. Start another site, or start {listed(round_.sat_out)} again with samples{lower}"
+                f"round {round_.number} needs at least {counted(floor, 'update')} ({name}), but {sat_out} sat out: "
+                f"the run waits. Start another site, or start {sat_out} again with samples{lower}"
             )
     return ""
 
@@ -458,7 +458,7 @@ class StalenessCounter:
         self._worst = worst
         site = summary.workers[summary.staleness.index(worst)]
         told = (
-            f"an update of {site} was {worst} versions old: old updates slow training down or undo it. Set "
+            f"an update of {site} was {counted(worst, 'version')} old: old updates slow training down or undo it. Set "
             "diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
             "'inverse_sqrt', async.momentum_every = number of sites, or async.max_staleness to refuse such "
             "updates. See docs/troubleshooting.md, Updates far behind"

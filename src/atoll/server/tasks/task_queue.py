@@ -45,7 +45,7 @@ class Answer(OwnedFile):
         key: text that identifies the answer, because the site may send the same answer again.
         error: why the site failed; empty if it did not.
         way: how the payload was sent: `streamed` (an object in parts), `inline` (an object within its manifest), or
-            `skipped` (as text in the message, without an object).
+            `without_tensors` (as text in the message, without an object).
         text: the payload, if it was in the message.
         contents: structure of the payload and descriptions of its tensors, if it was an object; values are in `fd`.
         fd: descriptor of the object's file, which `close` closes; −1 if there is none.
@@ -56,7 +56,7 @@ class Answer(OwnedFile):
     site: str
     key: str
     error: str = ""
-    way: str = "skipped"
+    way: str = "without_tensors"
     text: str | None = None
     contents: Contents | None = None
     fd: int = -1
@@ -70,7 +70,7 @@ class TaskPayload:
     Attributes:
         objects: store of the object.
         way: how the payload is sent: `streamed` (an object in parts), `inline` (an object within its manifest), or
-            `skipped` (as text in the message, without an object).
+            `without_tensors` (as text in the message, without an object).
         body: what the message contains: the text, or the key of the object. `hold` sets the key.
     """
 
@@ -188,11 +188,11 @@ class OpenTask:
 
     @property
     def way(self) -> str:
-        """How the shared payload is sent: `streamed`, `inline` or `skipped`. A site's own may be sent differently.
+        """How the shared payload is sent: `streamed`, `inline` or `without_tensors`. A site's own may differ.
 
-        Without a shared payload: how the first site's own is sent; `skipped` if there is none.
+        Without a shared payload: how the first site's own is sent; `without_tensors` if there is none.
         """
-        return next((payload.way for payload in self.payloads), "skipped")
+        return next((payload.way for payload in self.payloads), "without_tensors")
 
     @property
     def missing(self) -> list[str]:
@@ -259,7 +259,7 @@ class TaskQueue:
         self.rounds: Literal["to come", "now", "over"] = "now"
         self.moves = 0
         self.answer_filter: Callable[[Answer, str], Awaitable[Answer]] | None = None
-        self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "skipped": 0}
+        self.counts: dict[str, int] = {"streamed": 0, "inline": 0, "without_tensors": 0}
         self.warnings: dict[str, str] = {}  # by the name of the task
         self.names: set[str] = set()
         self._ended: deque[TaskStatus] = deque(maxlen=SHOWN)

@@ -28,6 +28,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
+from atoll.format_text import counted
 from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
 from atoll.posix import (
     Descriptor,
@@ -337,10 +338,10 @@ class BaseFile(PartsFile):
             wrong = self.differing(note.part_digests)
             if wrong:
                 LOG.warning(
-                    "%s: %d of %d parts differ from what was downloaded; downloading them again. Check the disk.",
+                    "%s: %d of %s differ from what was downloaded; downloading them again. Check the disk.",
                     self.path,
                     len(wrong),
-                    len(self.layout.parts),
+                    counted(len(self.layout.parts), "part"),
                 )
                 self._write_note(replace(note, complete=False))
                 return False

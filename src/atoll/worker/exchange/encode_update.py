@@ -30,6 +30,7 @@ from atoll.codecs.base import Codec
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import SchemaMismatch, UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
+from atoll.format_text import counted
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket
 from atoll.protocol.values import UpdateInfo
@@ -270,7 +271,7 @@ class EncodingLosses:
             LOG.warning("%s: %s", self.site, self._told_lost)
 
     def _zero(self, steps: int, filters: bool) -> str:
-        text = f"the pseudo-gradient is all zero{f' after {steps} steps' if steps else ''}"
+        text = f"the pseudo-gradient is all zero{' after ' + counted(steps, 'step') if steps else ''}"
         if filters:
             text += " (with this site's filters applied)"
         text += ". Check that the optimizer has this model's parameters, and a learning rate above zero."

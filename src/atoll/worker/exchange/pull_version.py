@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
-from atoll.format_text import of_fragment
+from atoll.format_text import counted, of_fragment
 from atoll.json_files import read_note, write_note
 from atoll.protocol import messages, routes
 from atoll.protocol.messages import VersionRef
@@ -390,11 +390,11 @@ class Puller:
                 wrong = DeltaAdder(file, source, base, into if is_last else None).apply(self._note(step))
                 if wrong:
                     LOG.warning(
-                        "%s: after the downloaded difference was added, %d of %d parts of version %d are not as "
+                        "%s: after the downloaded difference was added, %d of %s of version %d are not as "
                         "expected, and are downloaded in full",
                         site,
                         len(wrong),
-                        len(base.layout.parts),
+                        counted(len(base.layout.parts), "part"),
                         step.version,
                     )
                 if not is_last:

@@ -43,6 +43,8 @@ LAST_STATUS = "ATOLL_LAST_STATUS"
 
 The status is written when the worker leaves, because the server may be gone afterwards.
 """
+WHY_FAILED = "why-failed"
+"""File beside it: the reason with which the run has failed at the server, if it has ended the worker."""
 
 UNNOTED = "the server notices only after heartbeat_timeout_s."
 
@@ -77,13 +79,17 @@ def last_words(error: BaseException | None) -> str | None:
     """Return the text that tells the server which error ended training.
 
     Return None if training ended well, or if the user interrupted it. If another process of the site has taken over, or
-    the run has failed at the server, also tell `atoll worker`, which then does not restart this one.
+    the run has failed at the server, also tell `atoll worker`, which then does not restart this one. A recipe gets the
+    reason of such a failure.
     """
     if isinstance(error, Superseded | ServerFailed) and (folder := os.environ.get(LEASES)):
         with contextlib.suppress(OSError):
             name = SUPERSEDED if isinstance(error, Superseded) else RUN_FAILED
             own_folder(Path(folder), Path(folder).parent)
             os.close(open_own(Path(folder, name), os.O_WRONLY | os.O_CREAT))
+    if isinstance(error, ServerFailed) and (path := os.environ.get(LAST_STATUS)):
+        with contextlib.suppress(OSError):
+            replace_file(Path(path).with_name(WHY_FAILED), [error.message.encode()], sync=no_sync)
     if isinstance(error, EndedBySignal):
         return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):

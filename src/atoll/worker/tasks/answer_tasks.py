@@ -53,6 +53,7 @@ from atoll.filters.base import ByTask, for_tasks, with_cause
 from atoll.posix import require_writable_folder
 from atoll.protocol import routes
 from atoll.protocol import task_messages as tm
+from atoll.runtime import ensure_lines
 from atoll.tensors.payload import Packed, pack
 from atoll.transport.http_client import http_to, server_of
 from atoll.transport.object_client import chunk_sizes, fetch, fetch_stored, idle_timeout, withdraw
@@ -60,7 +61,7 @@ from atoll.transport.object_server import UnpublishedObject, written
 from atoll.worker.arguments import require_joined, site_of
 from atoll.worker.exchange.encode_update import AnswerFilters
 from atoll.worker.exchange.participation import say_proxy, warn_of_overruled
-from atoll.worker.log_lines import LOG, ensure_lines, error_text
+from atoll.worker.log_lines import LOG, error_text
 from atoll.worker.session.leave_at_exit import last_words
 from atoll.worker.session.ranks import keep_ranks_waiting
 from atoll.worker.session.session import OF_EVALUATIONS, Session

@@ -38,9 +38,11 @@ from atoll.algorithms.optimizer_hooks import (
 from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
+from atoll.format_text import counted as number_of
 from atoll.format_text import of_fragment
 from atoll.protocol.messages import VersionRef
 from atoll.protocol.values import UpdateInfo
+from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import require_model
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.fsdp_shards import Shards
@@ -66,7 +68,7 @@ from atoll.worker.arguments import (
 )
 from atoll.worker.exchange.encode_update import LocalFragment
 from atoll.worker.exchange.participation import LoopTerms, Participation, take_part
-from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, ensure_lines, in_words, size
+from atoll.worker.log_lines import ALONE, ALONE_ENDED, LOG, in_words, size
 from atoll.worker.session.leave_at_exit import last_words, what_ends
 from atoll.worker.session.ranks import ALONE as ONE_RANK
 from atoll.worker.session.ranks import RankGroup
@@ -511,14 +513,14 @@ class DiLoCo:
         joined.leave(last_words(error))
         counters = joined.session.counters
         LOG.info(
-            "%s: %d steps, %d rounds%s, %d skipped, %d retries, %d reconnections; sent %s, received %s, waited %.1f s",
+            "%s: %s, %s%s, %d skipped, %s, %s; sent %s, received %s, waited %.1f s",
             joined.site,
-            self.step,
-            sync.rounds,
+            number_of(self.step, "step"),
+            number_of(sync.rounds, "round"),
             sync.merges_in_words,
             sync.skipped,
-            counters.retries,
-            joined.session.reconnections,
+            number_of(counters.retries, "retry"),
+            number_of(joined.session.reconnections, "reconnection"),
             size(counters.bytes_up),
             size(counters.bytes_down),
             self.seconds_waited,
@@ -568,7 +570,11 @@ class DiLoCo:
                 "run with a smaller diloco.sync_every.",
             )
         else:
-            LOG.info("%s: the %d steps after the last synchronisation are only in the local model", joined.site, steps)
+            LOG.info(
+                "%s: only the local model has the last %s, made after the last synchronisation",
+                joined.site,
+                number_of(steps, "step"),
+            )
 
     @public_api
     def state_dict(self) -> dict[str, Any]:

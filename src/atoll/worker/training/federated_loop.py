@@ -37,6 +37,7 @@ from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Next, Open, UpdateInfo, Wait
+from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import Arrays, require_framework, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
@@ -44,7 +45,7 @@ from atoll.transport.http_client import http_to, server_of
 from atoll.worker.arguments import counted, finite_metrics, require_accepted, require_joined, site_of, weight_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
-from atoll.worker.log_lines import ALONE, LOG, ensure_lines
+from atoll.worker.log_lines import ALONE, LOG
 from atoll.worker.session.session import OF_LOST_STEPS, OF_WEIGHT_COPIES, Session
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
