@@ -33,7 +33,7 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
 from atoll.transport.object_client import object_http
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.transport.peer_address import require_peer, why_no_peer
+from atoll.transport.peer_address import ANY_PEER, require_peer, why_no_peer
 from atoll.worker.peer.agent import require_fitting
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers
@@ -358,3 +358,13 @@ def test_a_plan_carries_bounded_values_alone(plan: AggregationPlan, key: str, va
     SwarmPlan.model_validate(honest)
     with pytest.raises(ValidationError):
         SwarmPlan.model_validate(honest | {key: value})
+
+
+@pytest.mark.covers("P10")
+def test_workers_connect_to_each_other_past_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment leads to servers; which address it reaches for a worker, nothing could check."""
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "")
+    ref = TensorRef("10.0.0.7", 8513, False, "0" * 32, "0" * 32, DIGEST, 2_000_000_000)
+    assert object_http(ref).proxy is not None
+    assert object_http(ref, require_ip=ANY_PEER).proxy is None
