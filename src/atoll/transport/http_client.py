@@ -343,11 +343,12 @@ class Http:
         ca: path of a PEM file with the certificate authority of the server; None: trust the system's authorities.
         environ: environment with HTTPS_PROXY and the like; if it has none, connect directly.
         require_ip: called with the IP address that a connection has reached, before the first byte is sent. If it
-            raises an error, the connection is closed: a host name may lead elsewhere than when it was checked.
+            raises an error, the connection is closed: a host name may lead elsewhere than when it was checked. With
+            it, connect directly, because the address that a proxy reaches is not known. None: any address will do.
 
     Attributes:
         server: address of the server.
-        require_ip: as the argument.
+        require_ip: as the argument; without one, a function that does nothing.
         path: path of the server's address; empty if it has none.
         proxy: the proxy between this machine and the server; None if there is none.
         where: the server's address and the proxy, for messages.
@@ -366,17 +367,18 @@ class Http:
         token: str | None = None,
         ca: str | None = None,
         environ: Mapping[str, str] = os.environ,
-        require_ip: Callable[[str], None] = lambda _: None,
+        require_ip: Callable[[str], None] | None = None,
     ) -> None:
         url = _parsed_address(server)
-        self.require_ip = require_ip
+        self.require_ip = require_ip or (lambda _: None)
         secure = url.scheme == "https"
         self.host = (url.host or "").strip("[]")
         self.port = url.port or (443 if secure else 80)
         self.path = (url.path or "").rstrip("/")
         origin = f"{url.scheme}://{url.host}:{self.port}"
         self.where = self.server = origin + self.path
-        self.proxy = proxy_of(self.host, self.port, secure=secure, environ=environ)
+        is_direct = require_ip is not None
+        self.proxy = None if is_direct else proxy_of(self.host, self.port, secure=secure, environ=environ)
         self._root, self._proxy_headers = self.path, {}
         if self.proxy is not None:
             self.where = f"{self.server} ({THROUGH}{self.proxy})"

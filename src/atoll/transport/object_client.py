@@ -115,8 +115,7 @@ def object_http(ref: TensorRef, *, require_ip: Callable[[str], None] | None = No
         require_ip: for one of a swarm's workers, the check of its IP address (see `Http`). They connect to each other
             without a proxy. None: another server.
     """
-    ca = os.environ.get("ATOLL_TLS_CA")
-    http = Http(ref.server, ca=ca) if require_ip is None else Http(ref.server, ca=ca, environ={}, require_ip=require_ip)
+    http = Http(ref.server, ca=os.environ.get("ATOLL_TLS_CA"), require_ip=require_ip)
     http.secret = ref.secret
     return http
 

@@ -213,6 +213,11 @@ def test_warns_once_of_a_site_with_far_higher_numbers(
                 submit_value(sites[site], -float(number), **({"steps": steps} | (how if site == "c" else {})))
         wait_until(lambda: server.status().fragments[0].version == 3, "three rounds")
         assert [text[: len(told)] for text in server.status().warnings] == ([told] if told else [])
+        assert {site.next_round() for site in sites.values()} == {4}
+        for site in sites.values():  # the number of c is as the others' again
+            submit_value(site, -4.0, steps=10)
+        wait_until(lambda: server.status().fragments[0].version == 4, "the fourth round")
+        assert server.status().warnings == []
     assert caplog.text.count("the median of the other sites") == bool(told)
 
 

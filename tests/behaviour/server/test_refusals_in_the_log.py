@@ -15,6 +15,7 @@ from torch import nn
 
 from atoll.protocol import routes
 from atoll.server.http.auth import MOST_SAID, REPEAT_S, Refusals
+from atoll.testing.run import failpoints
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 
@@ -62,15 +63,40 @@ def test_logs_and_counts_a_site_that_does_not_fit(tmp_path: Path, caplog: pytest
     assert "refused to let a site join from 127.0.0.1: The model of worker a (schema 000000000000)" in caplog.text
 
 
+@pytest.mark.covers("X3")
+def test_logs_and_counts_requests_for_a_foreign_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two requests of a web page with its own host name are counted by themselves, and one line of the log."""
+    with plain_server(tmp_path, nn.Linear(2, 1)) as server:
+        for _ in range(2):
+            request = urllib.request.Request(server.url + routes.RUN, headers={"Host": "evil.example"})
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(request, timeout=10)
+        assert [metric(server.url, reason) for reason in ("host", "token")] == [2, 0]
+    (line,) = refused_lines(caplog)
+    assert line.startswith("refused a request from 127.0.0.1: The request is for host 'evil.example'")
+
+
+@pytest.mark.covers("X3")
+def test_a_site_that_only_has_to_wait_is_not_a_refused_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The disk is full while a site joins: it joins at its next attempt, and no operator looks for another cause."""
+    body = {"protocol": routes.PROTOCOL, "site": "a"}
+    with plain_server(tmp_path, nn.Linear(2, 1)) as server:
+        with failpoints("journal.commit=enospc@1"):
+            assert [post(server.url, routes.WORKERS, body)[0] for _ in range(2)] == [507, 200]
+        assert metric(server.url, "join") == 0
+    assert refused_lines(caplog) == []
+
+
 def test_says_the_same_refusal_again_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """Within a minute a refusal is only counted; the next line says how many there were."""
+    """Within a minute a refusal is only counted; the next line says how many there were since the last one."""
     now_s = 0.0
     refusals = Refusals(lambda: now_s)
-    for second in (0.0, 1.0, REPEAT_S - 1, REPEAT_S):
+    for second in (0.0, 1.0, REPEAT_S - 1, REPEAT_S, REPEAT_S + 1, 2 * REPEAT_S):
         now_s = second
         refusals.note("token", "refused it")
-    assert caplog.messages == ["refused it", "refused it (2 more since the last such line)"]
-    assert refusals.counts["token"] == 4
+    more = [f"refused it ({count} more since the last such line)" for count in (2, 1)]
+    assert caplog.messages == ["refused it", *more]
+    assert refusals.counts["token"] == 6
 
 
 def test_a_flood_of_different_refusals_does_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -100,12 +126,16 @@ def test_reports_a_site_beyond_the_expected_number(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(("method", "body"), [("HEAD", b""), ("GET", b"ok\n")])
-def test_answers_health_checks_without_naming_its_software(tmp_path: Path, method: str, body: bytes) -> None:
-    """Load balancers ask with HEAD or GET; no answer says which versions of Python and aiohttp run."""
+def test_answers_health_checks_without_naming_its_software(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, body: bytes
+) -> None:
+    """Load balancers ask with HEAD or GET and no token; no answer says which versions of Python and aiohttp run."""
+    monkeypatch.setenv("ATOLL_TOKEN", TOKEN)
     with plain_server(tmp_path, nn.Linear(2, 1)) as server:
         request = urllib.request.Request(server.url + routes.HEALTH, method=method)
         with urllib.request.urlopen(request, timeout=10) as answer:
             assert (answer.status, answer.read()) == (200, body)
             assert answer.headers["Server"] is None
-        with urllib.request.urlopen(server.url + routes.RUN, timeout=10) as answer:
+        request = urllib.request.Request(server.url + routes.RUN, headers={"Authorization": f"Bearer {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=10) as answer:
             assert answer.headers["Server"] is None

@@ -19,6 +19,7 @@ from torch import nn
 import atoll
 from atoll.cli.main import main
 from atoll.errors import AtollError, PartCorrupt, PeerError, ServerLost, ServerUnreachable, VersionSkew
+from atoll.worker.session import session
 
 pytestmark = pytest.mark.covers("X9")
 
@@ -131,6 +132,17 @@ def numbered_tickets(_: Connection, request: Request, answer: Answer) -> Answer:
     return 200, json.dumps(reply).encode()
 
 
+def of_another_ticket(_: Connection, request: Request, answer: Answer) -> Answer:
+    """Have the site ask what the server has of its update, and answer for another ticket."""
+    if request.path.startswith("/v1/tickets/") and request.method == "GET":
+        state = json.loads(answer[1])
+        state["outcome"]["ticket"] += 1
+        return 200, json.dumps(state).encode()
+    if "/complete" in request.path:
+        return 409, json.dumps({"code": "conflict", "message": "other parts"}).encode()
+    return answer
+
+
 def one_after_another(*lies: Callable[[Connection, Request, Answer], Answer]) -> Lie:
     def lie(connection: Connection, request: Request, answer: Answer) -> Answer:
         for each in lies:
@@ -184,6 +196,12 @@ LIES: dict[str, tuple[Lie, type[AtollError], str]] = {
     "manifest of other parts": (changed(MANIFEST, part_digests=["0" * 64]), PartCorrupt, "is not the expected one"),
     "manifest of another version": (changed(MANIFEST, version=9), ServerLost, "could not pull a version"),
     "ticket of another fragment": (with_ticket(fragment=1), VersionSkew, "ticket for fragment 1, not 0"),
+    "ticket of too many steps": (
+        with_ticket(local_steps=2),
+        VersionSkew,
+        "with 2 local steps, but the run has at most 0",
+    ),
+    "state of another ticket": (of_another_ticket, VersionSkew, "answered for ticket 2, not 1"),
     "tickets closed at once": (
         one_after_another(numbered_tickets, always("/v1/tickets/", 409, code="ticket_closed", message="too late")),
         ServerLost,
@@ -233,6 +251,35 @@ def test_one_damaged_answer_costs_one_more_request(lying: LyingServer, tmp_path:
     lying.lie = lie
     assert train(lying.url, tmp_path / "site") == 2
     assert not once
+
+
+def test_eight_damaged_answers_in_a_row_end_a_site(
+    lying: LyingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has answered well before, and the site's patience would last for a minute."""
+    monkeypatch.setenv("ATOLL_GIVE_UP_S", "60")
+    monkeypatch.setattr(session, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(session, "LONGEST_BACKOFF_S", 0.01)
+
+    too_often = json.dumps({"code": "config", "message": "asked too often"}).encode()
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        if request.path != "/v1/tickets":
+            return answer
+        return (200, b"\xff") if lying.count(request.path) < 16 else (400, too_often)
+
+    lying.lie = lie
+    with pytest.raises(PeerError):
+        train(lying.url, tmp_path / "site")
+    assert lying.count("/v1/tickets") == 8
+
+
+def test_a_status_without_fragments_ends_a_site_by_its_patience(lying: LyingServer, tmp_path: Path) -> None:
+    lying.lie = changed("/v1/status", fragments=[])
+    with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
+        with pytest.raises(ServerLost, match=r"could not pull a version, although .* does not have fragment 0"):
+            worker.load_into(nn.Linear(3, 2))
+    assert lying.count("/v1/status") < MOST_REQUESTS
 
 
 def test_a_server_that_says_wait_at_once_is_not_asked_all_the_time(lying: LyingServer, tmp_path: Path) -> None:

@@ -200,6 +200,27 @@ def test_a_site_with_steps_from_before_the_server_started_does_not_hang_in_its_f
     assert presence.hangs_s(patience_s=60.0) == 0.0
 
 
+# -- what the log has of sites
+
+
+def test_ever_new_warnings_of_a_site_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    """A broken site sends two hundred different warnings, each twice: a hundred of them are logged and remembered."""
+    presence = Presence("a")
+    for number in range(400):
+        presence.note(messages.Heartbeat(warnings=[f"step {number // 2} failed"]))
+    assert caplog.messages == [f"a reports: step {number} failed" for number in range(100)]
+    assert len(presence.told) == 100
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+def test_only_a_simulation_has_no_surplus_sites(roster: dict[str, Presence], simulated: bool) -> None:
+    """A simulation that goes on with other names of sites has named them itself, and no worker can be started again."""
+    attendance = Attendance(roster, 0)
+    attendance.simulated = simulated
+    assert attendance.why_surplus("j", len(SITES)) == ""
+    assert ("j is a new site, number 10 of a run" in attendance.why_surplus("j", 9)) is not simulated
+
+
 # -- staleness
 
 

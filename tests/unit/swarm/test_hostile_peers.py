@@ -33,7 +33,7 @@ from atoll.tensors.reference import TensorRef
 from atoll.transport.http_client import Http
 from atoll.transport.object_client import object_http
 from atoll.transport.part_transfer import HttpTransfer
-from atoll.transport.peer_address import require_peer, why_no_peer
+from atoll.transport.peer_address import ANY_PEER, require_peer, why_no_peer
 from atoll.worker.peer.agent import require_fitting
 from atoll.worker.peer.peer_store import PeerStore
 from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers
@@ -183,18 +183,23 @@ def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: P
         assert len(peer.requests) == 1
 
 
-@pytest.mark.covers("X9", "P10")
-@pytest.mark.parametrize("way", ["message", "part"])
-def test_sends_nothing_if_a_name_resolves_to_another_address(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """The name led to another machine when it was checked; it leads to this machine itself when it is connected to."""
+@pytest.fixture
+def moving_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name leads to another machine when it is checked, and to this machine itself when it is connected to."""
     honest, elsewhere = socket.getaddrinfo, ["192.0.2.1"]
 
     def lookup(host: str, *args: Any, **options: Any) -> Any:
         if host == "worker.test":
             host = elsewhere.pop() if elsewhere else "127.0.0.1"
-        return honest(host, *args, **options)
+        return honest("192.0.2.2" if host == "this.test" else host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.usefixtures("moving_name")
+@pytest.mark.parametrize("way", ["message", "part"])
+def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
         assert why_no_peer("worker.test", loopback=False) == ""
         ref = TensorRef("worker.test", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1)
@@ -206,6 +211,24 @@ def test_sends_nothing_if_a_name_resolves_to_another_address(monkeypatch: pytest
             ask = partial(http.reach, timeout_s=IDLE_S) if way == "message" else partial(transfer.read, most_bytes=100)
             with pytest.raises(ServerUnreachable, match="leads to this machine itself"):
                 ask(routes.HEALTH)
+        assert peer.requests == []
+
+
+@pytest.mark.covers("X9", "P10")
+@pytest.mark.usefixtures("moving_name")
+@pytest.mark.parametrize("way", ["attempt", "file"])
+def test_a_worker_sends_nothing_to_a_peer_whose_name_leads_to_this_machine(way: str) -> None:
+    server = peer_server(name="this.test")
+    with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer, ExitStack() as stack:
+        stack.callback(server.close)
+        server.learn([address := f"http://worker.test:{peer.port}"])
+        if way == "attempt":
+            assert "leads to this machine itself" in server.why_unreached(address, lambda _: False)
+        else:
+            ref = TensorRef("worker.test", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1)
+            with pytest.raises(ServerUnreachable, match="leads to this machine itself"):
+                with server.connected(str(ref), IDLE_S) as (_, source):
+                    source.read(routes.HEALTH, 100)
         assert peer.requests == []
 
 
@@ -358,3 +381,13 @@ def test_a_plan_carries_bounded_values_alone(plan: AggregationPlan, key: str, va
     SwarmPlan.model_validate(honest)
     with pytest.raises(ValidationError):
         SwarmPlan.model_validate(honest | {key: value})
+
+
+@pytest.mark.covers("P10")
+def test_workers_connect_to_each_other_past_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment leads to servers; which address it reaches for a worker, nothing could check."""
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "")
+    ref = TensorRef("10.0.0.7", 8513, False, "0" * 32, "0" * 32, DIGEST, 2_000_000_000)
+    assert object_http(ref).proxy is not None
+    assert object_http(ref, require_ip=ANY_PEER).proxy is None

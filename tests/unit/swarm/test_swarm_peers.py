@@ -65,6 +65,31 @@ def test_two_know_each_other_once_both_have_reached_the_other() -> None:
 
 
 @pytest.mark.covers("P10")
+def test_a_worker_is_told_of_no_more_peers_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.server.swarm.peer_reachability.MOST_PEERS", 2)
+    peers = some("a", "b", "c", "d")
+    assert peers.addresses("b") == [at("a"), at("c")]
+    assert peers.to_probe("b") == [at("a"), at("c")]
+
+
+@pytest.mark.covers("P10")
+def test_a_download_has_few_sources_and_sites_ask_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five workers with a version, each site is told of two; all sites together ask more than two."""
+    monkeypatch.setattr("atoll.server.swarm.assignments.MOST_SOURCES", 2)
+    run: Any = SimpleNamespace(fragments=[None], settings=None, state=None)
+    run.run_log = SimpleNamespace(version_digest=lambda *_: DIGEST)
+    view, sites = SwarmView(run, run, run), "abcde"
+    view.peers = some(*sites)
+    for site in sites:
+        source = Source(version=f"atoll-ref://{site}")
+        report(view.peers, site, 1, held=[Held(fragment=0, version=3, digest=DIGEST, source=source)])
+    told = [[each.version for each in view._some_sources(site, 0, 3)] for site in sites]
+    assert [len(set(each)) for each in told] == [2] * 5
+    assert len({text for each in told for text in each}) > 2
+    assert len(set(view.sources(0, 3, DIGEST))) == 2
+
+
+@pytest.mark.covers("P10")
 def test_checks_a_restarted_worker_anew() -> None:
     peers = some("a", "b")
     report(peers, "a", 7, reached="b")

@@ -14,7 +14,7 @@ from torch import nn
 from atoll.errors import TRANSIENT
 from atoll.protocol import messages
 from atoll.registry import ReceivedName
-from atoll.worker.log_lines import TransferProgress, in_words
+from atoll.worker.log_lines import MOST_TROUBLES, TransferProgress, Troubles, in_words
 from atoll.worker.session.ranks import RankGroup
 from atoll.worker.training.fragment_order import Candidate, FragmentOrder, SyncRules
 from atoll.worker.training.synchroniser import REPEAT_S, Outage
@@ -197,6 +197,16 @@ def test_a_part_that_stalled_for_long_leaves_no_mark_either(clock: Clock, caplog
         "a: submitting: 6.0 MB of 100.0 MB",
         "a: submitting: 11.0 MB of 100.0 MB, 1.0 MB/s, 89 s left",
     ]
+
+
+@pytest.mark.covers("P10")
+def test_failures_of_ever_new_peers_are_not_remembered_without_end(caplog: pytest.LogCaptureFixture) -> None:
+    """The same failure of a peer is said once, until a thousand other peers have failed since."""
+    caplog.set_level(logging.INFO, "atoll")
+    troubles = Troubles()
+    for of in ("a", "a", *range(MOST_TROUBLES - 1), "a", *range(MOST_TROUBLES, 2 * MOST_TROUBLES), "a"):
+        troubles.say(of, f"cannot reach {of}")
+    assert caplog.messages.count("cannot reach a") == 2
 
 
 def numbers(record: logging.LogRecord) -> list[object]:

@@ -345,7 +345,7 @@ class PeerServer:
                 wait(sum(AGAIN_S))
                 return why
             try:
-                with contextlib.closing(Http(address, ca=self._ca, environ={}, require_ip=require_ip)) as http:
+                with contextlib.closing(Http(address, ca=self._ca, require_ip=require_ip)) as http:
                     http.reach(routes.HEALTH, timeout_s=PROBE_S)
                 return ""
             except AtollError as error:
