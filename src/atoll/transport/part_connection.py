@@ -32,7 +32,8 @@ class PartConnection:
         secure: TLS context; None for plain HTTP.
         idle_timeout_s: seconds without a byte after which a call raises `TimeoutError`.
         proxy: the proxy to connect through; None: connect to the server.
-        require_ip: called with the server's IP address before a direct connection; it raises an error to prevent it.
+        require_ip: called with the IP address that a direct connection has reached, before the first byte is sent. If
+            it raises an error, the connection ends.
 
     Attributes:
         is_cut: whether `cut` was called.
@@ -217,13 +218,13 @@ class PartConnection:
     def _connected(self, host: str, port: int) -> socket.socket:
         error: OSError | None = None
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            if self._proxy is None:
-                self._require_ip(str(address[0]))
             sock = socket.socket(family, kind, protocol)
             try:
                 self._hold(sock)
                 sock.connect(address)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if self._proxy is None:
+                    self._require_ip(sock.getpeername()[0])
                 return sock
             except OSError as refused:
                 sock.close()
