@@ -34,19 +34,20 @@ def saved_rows(store: Store) -> Rows:
 
     These are: the run; its sites, with the weight and the last counted update of each; the history of its versions;
     its counters and ended workflows; the generations of the algorithm's state. The newest ticket is there because
-    ticket numbers must not be used again. The open round and its updates are left out.
+    ticket numbers must not be used again. The open round and its updates are left out. Whether the run is finished
+    follows from its settings and its history.
     """
     journal = store.journal
     run = store.run_log.run
     assert run is not None
     members = [
-        replace(row, process="", state="left" if row.state == "alive" else row.state)  # `process`: a lease's secret
+        # `process` has a hash of the lease's secret
+        replace(row, process="", state="left" if row.state == "alive" else row.state)
         for row in store.run_log.members()
     ]
     tickets = {row.ticket: row for where in (_COUNTED, _SAT_OUT, _NEWEST) for row in store.tickets.select(where)}
     return {
         "run": RUNS.write(run),
-        "finished": store.run_log.finished,
         "members": [MEMBERS.write(row) for row in members],
         "tickets": [TICKETS.write(_without_update(tickets[number])) for number in sorted(tickets)],
         "history": [
@@ -117,8 +118,6 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
     _restore_sat_out(store, rows, heads)
     for place, name, ended_at in rows["workflows"]:
         journal.execute("INSERT INTO workflows (place, name, ended_at) VALUES (?, ?, ?)", place, name, ended_at)
-    if rows["finished"]:
-        store.run_log.finish()
 
 
 def restored_state(store: Store) -> str:

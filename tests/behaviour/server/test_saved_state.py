@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.processes import wait_until
+from kit import ask_journal
 from kit.damage import flip_bit
 from kit.servers import plain_server
 from kit.sites import DiLoCoSites, manual_sites
@@ -22,6 +25,11 @@ from atoll.cli import audit
 from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, StoreError, UsageError
 from atoll.filters import NormClip
 from atoll.reducers.means import WeightedMean
+from atoll.server import saved_state
+from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.saved_state import SavedState
+from atoll.store.saved_rows import saved_rows
+from atoll.store.store import Store
 
 TWO: dict[str, Any] = {"rounds.sites": 2, "rounds.total": 4}
 MOMENTUM = {
@@ -187,21 +195,32 @@ def test_an_ended_server_saves_its_state(tmp_path: Path) -> None:
         server.save_state(tmp_path / "memory.safetensors")
 
 
-def test_a_finished_run_is_loaded_as_finished_and_trains_further(tmp_path: Path) -> None:
+def test_a_finished_run_is_loaded_as_finished_and_trains_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start that finds the run finished writes the result once."""
     with plain_server(tmp_path, Net(), **(TWO | {"rounds.total": 2})) as server:
         play(server, tmp_path, 2)
         server.run()
     path = server.save_state(tmp_path / "end.safetensors")
+    begun: list[Coordinator] = []
+    finish = Coordinator._finish
+    monkeypatch.setattr(Coordinator, "_finish", lambda run: begun.append(run) or finish(run))
     with loaded(path, tmp_path / "same") as server:
         assert server.wait(30)
         assert server.status().finished
+    assert len(begun) == 1
     with loaded(path, tmp_path / "more", **{"rounds.total": 3}) as server:
         play(server, tmp_path, 3)
         assert server.status().version == 3
 
 
 def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
-    """Site a has submitted to round 2, of which the saved state knows nothing; it need not train again."""
+    """Site a has submitted to round 2, of which the saved state knows nothing; it need not train again.
+
+    The sites have taken tickets 1 to 4 so far, and these numbers are not used again. What stands for the secrets of
+    their leases is not in the file, which may be passed on.
+    """
     with plain_server(tmp_path, {"w": torch.zeros(2)}, **TWO) as server:
         sites = manual_sites(server, tmp_path)
         for number in (1, 2):
@@ -210,14 +229,104 @@ def test_updates_of_the_open_round_are_submitted_again(tmp_path: Path) -> None:
                 if (name, number) != ("b", 2):
                     site.submit({"w": site.pull()["w"] + (1 if name == "a" else 2)})
         path = server.save_state(tmp_path / "one.safetensors")
+        holders = [process for (process,) in ask_journal(tmp_path, "SELECT process FROM members")]
         for site in sites.values():
             site.close()
+    assert len(holders) == 2
+    assert not any(process in json.dumps(SavedState.read(path).note) for process in holders)
     with loaded(path, tmp_path / "other") as server:
         sites = manual_sites(server, tmp_path)
         assert sites["b"].next_round() == 2
         sites["b"].submit({"w": sites["b"].pull()["w"] + 2})
         assert sites["a"].next_round(wait_s=30.0) == 3
         assert sites["a"].pull()["w"].tolist() == [3.0, 3.0]  # twice the mean of 1 and 2
+        counted = "SELECT ticket FROM tickets WHERE state = 'counted' ORDER BY ticket"
+        assert ask_journal(tmp_path / "other", counted) == [(1,), (2,), (5,), (6,)]
+
+
+@pytest.mark.covers("L20")
+def test_a_run_that_fell_back_is_loaded_with_a_true_audit_log(tmp_path: Path) -> None:
+    """Version 2 is damaged, so the run goes on from version 1, which is then the loaded one."""
+    one = {"rounds.sites": 1, "rounds.total": 4}
+    with plain_server(tmp_path, {"w": torch.zeros(2)}, **one) as server:
+        (site,) = manual_sites(server, tmp_path, "a").values()
+        for number in (1, 2):
+            assert site.next_round() == number
+            site.submit({"w": site.pull()["w"] + 1})
+        wait_until(lambda: server.status().version == 2, "version 2")
+        site.close()
+    ((slot,),) = ask_journal(tmp_path, "SELECT slot FROM versions WHERE version = 2")
+    flip_bit(tmp_path / "state" / "slots" / f"version-0-{slot}.safetensors", -1)
+    with plain_server(tmp_path, **one) as server:
+        path = server.save_state(tmp_path / "one.safetensors")
+    with loaded(path, tmp_path / "other") as server:
+        assert server.status().version == 1
+    assert "fell back" in [what for _, _, what, _ in audit.read(tmp_path / "other" / "state", 50)[2]]
+
+
+@pytest.mark.covers("L20", "S2")
+def test_a_loaded_run_knows_where_the_state_of_its_algorithm_began_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Site b has lost its control before round 2. The loaded server must not begin anew once more."""
+    monkeypatch.setenv("ATOLL_NEW_STATE", "1")
+    with plain_server(tmp_path, Net(), **TWO, **CASES["scaffold"]) as server:
+        play(server, tmp_path, 1)
+        shutil.rmtree(tmp_path / "w" / "b")
+        (site,) = manual_sites(server, tmp_path, "b").values()
+        assert site.next_round() == 2
+        site.close()
+        begun = [text for text in server.status().warnings if "begins at zero again" in text]
+        path = server.save_state(tmp_path / "one.safetensors")
+    shutil.copytree(tmp_path / "w", tmp_path / "other" / "w")
+    with loaded(path, tmp_path / "other") as server:
+        assert [text for text in server.status().warnings if "begins at zero again" in text] == begun
+        play(server, tmp_path / "other", 2)
+        assert [text for text in server.status().warnings if "begins at zero again" in text] == begun
+    assert len(begun) == 1
+
+
+FIRST = """
+from pathlib import Path
+
+def first(controller):
+    with Path(__file__).with_name("ran").open("a") as file:
+        file.write("once")
+"""
+
+
+def test_a_workflow_that_has_ended_is_not_run_again_in_a_loaded_run(tmp_path: Path) -> None:
+    """Of two workflows, the first has ended when the state is saved, and training has not begun."""
+    (tmp_path / "flow.py").write_text(FIRST)
+    steps = {"workflow.steps": [{"path": f"{tmp_path / 'flow.py'}:first"}, {"kind": "train"}]}
+    with plain_server(tmp_path, Net(), **TWO, **steps) as server:
+        wait_until(lambda: server.status().workflows[1].state == "running", "training")
+        path = server.save_state(tmp_path / "first.safetensors")
+    with loaded(path, tmp_path / "other", **steps) as server:
+        wait_until(lambda: server.status().workflows[1].state == "running", "training")
+    assert (tmp_path / "ran").read_text() == "once"
+
+
+def test_the_versions_and_the_rows_of_a_state_are_of_one_moment(
+    tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the rows are read, no other thread can commit a version."""
+    free = []
+
+    def try_lock(store: Store) -> None:
+        free.append(store.journal.lock.acquire(blocking=False))
+        if free[-1]:
+            store.journal.lock.release()
+
+    def rows(store: Store) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(try_lock, store).result()
+        return saved_rows(store)
+
+    monkeypatch.setattr(saved_state, "saved_rows", rows)
+    with loaded(saved, tmp_path) as server:
+        server.save_state(tmp_path / "again.safetensors")
+    assert free == [False]
 
 
 @pytest.mark.covers("L20")
@@ -283,6 +392,15 @@ def test_other_fixed_settings_are_refused_by_name(
     assert not (tmp_path / "state").exists()
     with loaded(saved, tmp_path) as server:
         assert server.status().version == 1
+
+
+def test_settings_of_the_machine_are_not_in_a_state(tmp_path: Path, saved: Path) -> None:
+    """The saved run also had a port, a folder, a limit of disk space and a file of its model. Parts keep their size."""
+    own = {"model.source": str(saved), "network.part_bytes": 2**17}
+    with plain_server(tmp_path, **TWO, **own) as server:
+        path = server.save_state(tmp_path / "own.safetensors")
+    kept = {"algorithm.name": "fedavg", "network.part_bytes": 2**17} | TWO
+    assert SavedState.read(path).values == kept
 
 
 def test_other_settings_are_named_in_the_log(tmp_path: Path, saved: Path, caplog: pytest.LogCaptureFixture) -> None:

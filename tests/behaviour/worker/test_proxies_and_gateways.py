@@ -23,6 +23,7 @@ from kit.tls import write_certificate
 import atoll
 from atoll.errors import AtollError, ConfigError, ServerLost, ServerUnreachable, UsageError
 from atoll.testing.run import status
+from atoll.transport.http_client import Http
 
 TOKEN = "a-token-of-the-tests"
 PREFIX = "/fl/run1"
@@ -141,16 +142,24 @@ def test_no_proxy_exempts_names_domains_and_ports(
         ("[2001:db8::7]", "2001:db8::/32", True),
         ("[2001:db8::7]", "[2001:DB8:0::7]:8512", True),
         ("[2001:db8::7]", "2001:db9::/32", False),
+        ("FL.example.", "fl.example", True),
     ],
 )
 def test_no_proxy_exempts_addresses_and_networks(
     environment: pytest.MonkeyPatch, host: str, no_proxy: str, *, exempt: bool
 ) -> None:
-    from atoll.transport.http_client import Http
-
     environment.setenv("http_proxy", "http://proxy.example:3128")
     environment.setenv("no_proxy", no_proxy)
     assert (Http(f"http://{host}:8512").proxy is None) is exempt
+
+
+def test_a_proxy_without_a_port_has_80_and_its_password_is_not_shown(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("HTTP_PROXY", "http://me:p%2Fss@proxy.example")
+    proxy = Http("http://fl.example:8512").proxy
+    assert proxy is not None
+    assert proxy.headers == {"Proxy-Authorization": "Basic bWU6cC9zcw=="}  # me:p/ss
+    assert str(proxy) == "the proxy http://proxy.example:80 of HTTP_PROXY"
+    assert "bWU6cC9zcw" not in repr(proxy)
 
 
 def test_lower_case_comes_first_and_this_machine_is_never_behind_a_proxy(

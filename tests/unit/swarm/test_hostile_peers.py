@@ -30,13 +30,13 @@ from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.server.startup import plan_of
 from atoll.store.file_slots import SPOOL
 from atoll.tensors.reference import TensorRef
-from atoll.transport.http_client import Http
+from atoll.transport.http_client import Counters, Http
 from atoll.transport.object_client import object_http
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.peer_address import ANY_PEER, require_peer, why_no_peer
 from atoll.worker.peer.agent import require_fitting
 from atoll.worker.peer.peer_store import PeerStore
-from atoll.worker.peer.peer_transfers import PeerServer, PeerTransfers
+from atoll.worker.peer.peer_transfers import MOST_ADDRESSES, PeerServer, PeerTransfers, connected
 
 DIGEST = "1" * 64
 IDLE_S = 0.3
@@ -141,7 +141,7 @@ LIES: dict[str, Callable[[Connection, bytes], object]] = {
     "zipped": zipped,
     "silent": silent,
     "shorter": lambda connection, body: connection.answer(200, body[:-1]),
-    "longer": lambda connection, body: connection.answer(200, body + b"x" * 10_000),
+    "longer": lambda connection, body: connection.answer(200, body + b" " * 10_000),
 }
 
 
@@ -152,7 +152,10 @@ LIES: dict[str, Callable[[Connection, bytes], object]] = {
 def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
     tmp_path: Path, plan: AggregationPlan, served: PeerServer, of: str, lie: str
 ) -> None:
-    """The honest manifest names digests that no data has, so that whatever comes as data is wrong as well."""
+    """The honest manifest names digests that no data has, so that whatever comes as data is wrong as well.
+
+    After a wrong manifest, no data is asked for.
+    """
     lies, store = Lies(plan, of, (LIES | MESSAGES)[lie]), PeerStore(plan, tmp_path, "run", served)
     transfers = PeerTransfers(plan, Http("http://127.0.0.1:1"), served, IDLE_S, lambda _: None)
     with Peer.answering(lies) as peer, store.new_slots(0, SPOOL) as (slot,):
@@ -162,6 +165,7 @@ def test_an_update_from_a_lying_peer_is_an_error_that_is_reported(
         collect = Collect(ticket=1, fragment=0, site="b", digest=lies.manifest.id, source=str(ref))
         with pytest.raises(AtollError):
             transfers.update(collect, slot)
+        assert of == "data" or not any(request.path.endswith("/data") for request in peer.requests)
         assert slot.path.stat().st_size == plan.fragments[0].update.nbytes
     store.close()
 
@@ -181,6 +185,23 @@ def test_a_worker_connects_to_no_address_that_the_server_has_not_named(served: P
         served.learn([])  # it has left
         assert served.in_order([ref]) == []
         assert len(peer.requests) == 1
+
+
+@pytest.mark.covers("X9", "P10")
+def test_a_worker_learns_a_bounded_number_of_addresses(served: PeerServer) -> None:
+    """Each new address is a line of the log, so a server that names ever more of them, or one twice, adds no more."""
+    addresses = [f"http://b:{port}" for port in range(1, MOST_ADDRESSES + 3)]
+    assert served.learn(addresses[:2] * 2) == addresses[:2]
+    assert served.learn(addresses[:-1]) == addresses[2:-2]
+    assert served.learn(addresses) == []
+
+
+@pytest.mark.covers("X9", "P10")
+def test_a_reference_with_a_path_is_to_no_worker() -> None:
+    with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
+        ref = str(TensorRef("127.0.0.1", peer.port, False, "0" * 32, "0" * 32, DIGEST, 1, "/admin"))
+        with pytest.raises(Gone, match="is not followed"), connected(ref, IDLE_S, Counters(), loopback=True):
+            pass
 
 
 @pytest.fixture

@@ -35,7 +35,8 @@ from atoll.protocol.read_message import read_message
 from atoll.tensors.fragments import Split
 from atoll.tensors.layout import Part
 from atoll.tensors.schema import Schema, TensorSpec
-from atoll.transport import object_client
+from atoll.transport import answer, object_client
+from atoll.transport.answer import Pace, TooSlow
 from atoll.transport.http_client import Http
 from atoll.transport.part_connection import PartConnection
 from atoll.transport.part_transfer import HttpTransfer
@@ -547,6 +548,18 @@ def test_a_part_that_is_given_up_leaves_no_socket_open() -> None:
             del connection, kept
             gc.collect()
     assert [str(each.message) for each in found if issubclass(each.category, ResourceWarning)] == []
+
+
+def test_a_burst_does_not_excuse_a_later_trickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1,024 bytes a second, 8 MB of the first minute would allow more than two hours without a further byte."""
+    now_s = [0.0]
+    monkeypatch.setattr(answer.time, "monotonic", lambda: now_s[0])
+    pace = Pace(60.0)
+    now_s[0] = 60.0
+    pace.moved(8 * 10**6)
+    now_s[0] = 120.0
+    with pytest.raises(TooSlow, match=r"only 1 bytes moved in 60\.0 s"):
+        pace.moved(1)
 
 
 @pytest.mark.parametrize("case", ["ssh", "gzip", "redirect", "two lengths", "endless error", "trickling body"])

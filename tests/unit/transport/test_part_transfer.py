@@ -37,7 +37,8 @@ from atoll.posix import Descriptor
 from atoll.protocol import routes
 from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
-from atoll.transport import part_transfer
+from atoll.transport import answer, part_transfer
+from atoll.transport.answer import TooSlow
 from atoll.transport.http_client import Http, Watch
 from atoll.transport.object_server import unnamed_file_error
 from atoll.transport.part_connection import PartConnection
@@ -324,6 +325,22 @@ def test_what_buffers_take_for_a_silent_peer_does_not_keep_a_transfer_alive(tmp_
         with pytest.raises(TransferStalled):
             parts.push(lambda index: f"/parts/{index}", file.fileno(), BOTH, DIGESTS)
         assert len(peer.requests) <= 3
+
+
+@pytest.mark.covers("P5")
+def test_an_upload_that_is_read_very_slowly_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour passes before the connection takes the eight bytes of the part."""
+    now_s = [0.0]
+    monkeypatch.setattr(answer.time, "monotonic", lambda: now_s[0])
+    (tmp_path / "file").write_bytes(b"x" * 8)
+    with (
+        Peer.answering(lambda connection, _: connection.answer(200)) as peer,
+        (tmp_path / "file").open("rb") as file,
+        contextlib.closing(PartConnection("127.0.0.1", peer.port, None, 60.0)) as connection,
+    ):
+        connection.on_move = lambda: now_s.append(now_s.pop() + 3600.0)
+        with pytest.raises(TooSlow, match=r"only 8 bytes moved in 3600\.0 s"):
+            connection.put("/", {}, file.fileno(), (0, 8), b"", lambda _: None)
 
 
 @pytest.mark.covers("P5")

@@ -228,7 +228,8 @@ class Coordinator:
         if self.state.finished:
             if self.workflows is None:
                 LOG.info("this run has ended. To train further, raise rounds.total; for a new run, use another folder")
-            self.spawn(self._finish())
+            if self._snapshot.finished:  # else the ledger has found so now, which has begun `_finish`
+                self.spawn(self._finish())
         else:
             self.background.save_initial()
 

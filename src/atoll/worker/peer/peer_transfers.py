@@ -210,7 +210,7 @@ class PeerServer:
         Args:
             addresses: the addresses of all other workers, from the newest answer of the server.
         """
-        new = [address for address in addresses if address not in self._learnt]
+        new = [address for address in dict.fromkeys(addresses) if address not in self._learnt]
         new = new[: MOST_ADDRESSES - len(self._learnt)]
         self._learnt.update(new)
         self._peers = frozenset(self._learnt.intersection(addresses))
