@@ -148,7 +148,7 @@ LINES: dict[str, int] = {
     "reducers": 277,
     "rounds": 1077,
     "server": 1161,
-    "server/coordinator": 3166,
+    "server/coordinator": 3169,
     "server/http": 588,
     "server/swarm": 690,
     "server/tasks": 1434,

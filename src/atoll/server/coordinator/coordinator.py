@@ -200,16 +200,7 @@ class Coordinator:
             LOG.info("filters for the updates and answers of sites: %s", self.filtering.filters)
         for text in self.advice:
             LOG.warning("%s", text)
-        if not self.attendance.simulated:
-            for kind, name, place in dict.fromkeys(self.plan.own_code):
-                LOG.info(
-                    "sites look up %s by the name %r: register it in their scripts before they join, by "
-                    "atoll.register(%r, %r, …), or install it there with an entry point",
-                    place,
-                    name,
-                    kind,
-                    name,
-                )
+        self._say_own_code()
         self.ledger.restore(self._snapshot)
         self._say_moved()
         self.store.versions.wanted = self._unpulled
@@ -232,6 +223,19 @@ class Coordinator:
                 self.spawn(self._finish())
         else:
             self.background.save_initial()
+
+    def _say_own_code(self) -> None:
+        if self.attendance.simulated:
+            return
+        for kind, name, place in dict.fromkeys(self.plan.own_code):
+            LOG.info(
+                "sites look up %s by the name %r: register it in their scripts before they join, by "
+                "atoll.register(%r, %r, …), or install it there with an entry point",
+                place,
+                name,
+                kind,
+                name,
+            )
 
     def _say_moved(self) -> None:
         waiting = sorted(each.site for each in self.state.members.values() if each.state in ("alive", "dead"))
