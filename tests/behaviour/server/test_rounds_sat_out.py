@@ -348,12 +348,15 @@ class Vector(nn.Module):
 
 @pytest.mark.parametrize("tau", [0, 1])
 def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, tau: int) -> None:
-    """a moves by 1 in each of two rounds and b, with weight 0, by 10: the model is 2 at both."""
-    rules = (
-        {"diloco.fragment_sync_delay": tau, "diloco.sync_every": 2 if tau else 1} if tau else {"diloco.sync_every": 1}
-    )
+    """a moves by 1 in each of two rounds and b, with weight 0, by 10: the model is 2 at both.
+
+    Without a delay, half of the local model is mixed into each version at a, where both are equal, and nothing at b.
+    """
+    rules: dict[str, Any] = {"diloco.sync_every": 1, "diloco.fragment_update_alpha": 0.5}
+    if tau:
+        rules = {"diloco.sync_every": 2, "diloco.fragment_sync_delay": tau}
     with plain_server(tmp_path, Vector(), **(PLAIN_DILOCO | rules), sites=2, rounds=2) as server:
-        models = {}
+        models, met = {}, list[float]()
 
         def work(site: str, weight: float, gradient: float) -> None:
             model = models[site] = Vector()
@@ -366,6 +369,8 @@ def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, t
                         break
                     model.w.grad = torch.full((2,), gradient / (2 if tau else 1))
                     optimizer.step()
+                    if not weight:
+                        met.append(model.w[0].item())
                 assert loop.finished
                 assert loop.rounds == (2 if weight else 0)
 
@@ -376,6 +381,7 @@ def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, t
         assert torch.equal(models["b"].w.detach(), result)
         if not tau:
             assert result.tolist() == [2.0, 2.0]
+            assert met == [1.0, 2.0]
         assert all(each.sat_out == ["b"] for each in server.status().history)
 
 
