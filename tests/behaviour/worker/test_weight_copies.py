@@ -548,6 +548,27 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
 
 
 @pytest.mark.covers("X11")
+def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Path) -> None:
+    """Atoll knows neither the wrapper nor its optimizer; the gradients show whose masters these are.
+
+    The steps add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
+    """
+    model, optimizer = Two(torch.bfloat16), None
+    settings = {"algorithm.outer_optimizer.name": "sgd", "algorithm.outer_optimizer.lr": 0.5}
+    with plain_server(tmp_path, Two(torch.bfloat16), algorithm="fedavg", sites=1, rounds=3, **settings) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                optimizer = optimizer or Wrapped(model.parameters())
+                step(model, optimizer, "a")
+                step(model, optimizer, "a")
+                fl_round.submit(model)
+        assert server.wait(60)
+        server.run()
+    assert values(exported(tmp_path)) == {"w": 3.0, "b": 4.0}
+
+
+@pytest.mark.covers("X11")
 def test_masters_of_two_sites_in_one_process_are_not_confused(tmp_path: Path) -> None:
     """They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins."""
     models = {site: Two() for site in GRADIENTS}
