@@ -219,15 +219,16 @@ def test_another_site_is_drawn_for_one_that_sits_out(tmp_path: Path) -> None:
         assert finish(server, sites)["w"].tolist() == [5.0, 5.0]
 
 
-def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rules", [{}, {"async.enabled": True, "async.buffer_size": 2}], ids=["sync", "async"])
+def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path, rules: dict[str, Any]) -> None:
     """Round 1 is sat out by both, round 2 by b before the restart: b gets no second ticket, a's update is round 2's."""
     port = {"network.port": free_port()}
-    with plain_server(tmp_path, START, sites=2, rounds=2, **port) as server:
+    with plain_server(tmp_path, START, sites=2, rounds=2, **port, **rules) as server:
         sites = manual_sites(server, tmp_path)
         for site in sites.values():
             sit_out(site, 1)
         sit_out(sites["b"], 2)
-    with plain_server(tmp_path, rounds=2, sites=2, **port) as server:
+    with plain_server(tmp_path, rounds=2, sites=2, **port, **rules) as server:
         assert server.status().fragments[0].sat_out == ["b"]
         assert sites["b"].next_round(0) is None
         move(sites["a"], 2, 3.0)
