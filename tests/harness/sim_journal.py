@@ -29,6 +29,8 @@ def snapshot(state: State) -> Snapshot:
             frozen=round_.frozen if round_.phase == "closing" else (),
             started=round_.phase != "gathering",
             lost=round_.lost,
+            sat_out_rounds=round_.sat_out_rounds,
+            sat_out_in_a_row=round_.sat_out_in_a_row,
         )
         for round_ in state.rounds
     )
@@ -81,15 +83,20 @@ class SimJournal:
     def refuse(self, number: int, reason: str) -> None:
         self.tickets[number] = replace(self.tickets[number], state="refused", reason=reason)
 
+    def sit_out(self, number: int) -> None:
+        self.tickets[number] = replace(self.tickets[number], state="sat out")
+
     def move_head(self, fragment: int, version: int, value: float | None = None) -> None:
         """The commit: the head moves, and the updates of the frozen round count, with the mean of their metric."""
         row = self.fragments[fragment]
         if value is not None:
-            self.measured.append(Measurement(row.head, row.head - row.lost + 1, value))
+            self.measured.append(Measurement(row.head, row.done + 1, value))
         for number in row.frozen:
             self.tickets[number] = replace(self.tickets[number], state="counted")
         lost = row.lost + version - row.head - 1
-        self.fragments[fragment] = FragmentSnapshot(version, started=True, lost=lost)
+        self.fragments[fragment] = FragmentSnapshot(
+            version, started=True, lost=lost, sat_out_rounds=row.sat_out_rounds, first_ticket=row.first_ticket
+        )
 
     def apply(self, effect: events.Effect) -> bool:
         """Write what `effect` asks for; False where it is not one for the journal."""
@@ -104,6 +111,16 @@ class SimJournal:
             case events.RoundClosed(fragment, _, tickets):
                 row = self.fragments[fragment]
                 self.fragments[fragment] = replace(row, frozen=tickets)
+            case events.RoundSatOut(fragment, head, in_a_row, next_ticket):
+                total = self.fragments[fragment].sat_out_rounds + 1
+                self.fragments[fragment] = FragmentSnapshot(
+                    head,
+                    started=True,
+                    lost=self.fragments[fragment].lost,
+                    sat_out_rounds=total,
+                    sat_out_in_a_row=in_a_row,
+                    first_ticket=next_ticket,
+                )
             case events.TicketIssued(site, ticket, fragment, base, new=True):
                 self.tickets[ticket] = IssuedTicket(ticket, site, fragment, base, "open")
             case events.TicketsExpired(numbers, reason):

@@ -95,7 +95,7 @@ class Inspection:
 
     def runs_of(self, part: Part) -> Iterator[ByteRun]:
         """Yield the byte runs of a part that hold floating-point numbers to check, in file order."""
-        return (run for run in self._runs.of(part) if run.spec.is_float and not run.spec.is_copied)
+        return (run for run in self._runs.of(part) if run.spec.is_float)
 
     def squares_of(self, run: ByteRun, encoded: torch.Tensor, bad: list[str]) -> float:
         """Return the sum of squares, Σ x², of a byte run. For each tensor with NaN or Inf, append a message to `bad`.
@@ -295,7 +295,7 @@ def require_finite(run: ByteRun, values: torch.Tensor, base_fd: int) -> None:
     Raises:
         Overflow: a value is Inf or NaN.
     """
-    if not run.spec.is_float or run.spec.is_copied:
+    if not run.spec.is_float:
         return
     wide = values.to(accumulate_dtype(run.spec.dtype))
     if bool(torch.dot(wide, wide).isfinite()):  # a fast check: with Inf or NaN the sum of squares is not finite

@@ -139,6 +139,7 @@ class WeightCopies:
         self._steps_made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._tensors: Memory = {}
         self._thread = 0  # that of the last load
+        self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference, of the last load
         self._returned: set[tuple[object, ...]] = set()  # of the last load: `Load.returned`
         self._steps_left, self._load = 0, Load(Sample({}), Sample({}))
         self._changes: Changes | None = None  # of the last federated round
@@ -191,8 +192,12 @@ class WeightCopies:
         """
         if any(place_in_memory(each) in self._tensors for each in parameters_of(optimizer)):
             return not may_have_no_memory(optimizer)
-        is_here = self._thread == threading.get_ident()
-        return is_here and bool(parameters_copied(optimizer, self._tensors.values(), by_gradients=True))
+        model = self._model() if self._thread == threading.get_ident() else None
+        if model is None:
+            return False
+        # the model's own parameters, since those in `_tensors` are detached and have no gradients
+        parameters = (each for each in model.parameters() if place_in_memory(each) in self._tensors)
+        return bool(parameters_copied(optimizer, parameters, by_gradients=True))
 
     def forget_model(self) -> None:
         """Free the model's tensors. The optimizers are still known at the next load."""
@@ -219,6 +224,7 @@ class WeightCopies:
         self._look(last_step, is_end=True)
         self._thread = threading.get_ident()
         self._tensors = {place_in_memory(each): each for each in tensors.values() if may_be_copied(each)}
+        self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
         if isinstance(model, nn.Module):
             parameters = set(map(place_in_memory, model.parameters()))
             self._tensors = {key: each for key, each in self._tensors.items() if key in parameters}

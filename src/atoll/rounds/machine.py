@@ -318,7 +318,9 @@ def restore(rules: Rules, journal: Snapshot, now_s: float) -> StepResult:
     for ticket in sorted(journal.tickets, key=lambda ticket: ticket.id):
         recorded = journal.fragments[ticket.fragment]
         is_of_round = ticket.base_version == recorded.head and ticket.id >= recorded.first_ticket
-        if ticket.is_live if rules.policy.is_async(recorded.done + 1) else is_of_round:
+        if rules.policy.is_async(recorded.done + 1):
+            is_of_round = ticket.is_live or (ticket.state == "sat out" and is_of_round)
+        if is_of_round:
             tickets[ticket.fragment][ticket.site] = ticket
     stopped = rules.tracking.stops(journal.progress)
     rounds = tuple(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
-from kit import DiLoCoSites, FederatedSites, Threads, ask_journal, exported, run_to_end, serve, together
+from kit import DiLoCoSites, FederatedSites, Threads, ask_journal, exported, flip_bit, run_to_end, serve, together
 from kit.filters import Hanging
 from kit.manual_site import ManualSite
 from kit.servers import DEFAULT_OUTER_OPTIMIZER, new_simulation
@@ -29,6 +29,8 @@ from atoll.cli import audit
 from atoll.cli.export import from_directory
 from atoll.errors import ConfigError, SchemaMismatch
 from atoll.filters import NormClip
+from atoll.tensors.buffer_rules import run_schema
+from atoll.tensors.module_tensors import Marked
 
 EQUAL = {"a": 1.0, "b": 1.0}
 ONE_ROUND: dict[str, Any] = {**DEFAULT_OUTER_OPTIMIZER, "rounds.total": 1}
@@ -169,6 +171,34 @@ def test_singular_vectors_of_spectral_norm_are_not_averaged(tmp_path: Path, norm
 
 
 @pytest.mark.covers("X10")
+@pytest.mark.parametrize(
+    ("buffers", "rules"),
+    [
+        ({"bn.num_batches_tracked": torch.zeros(2, dtype=torch.int64)}, ["max"]),
+        ({"bn.batches": torch.zeros(2, dtype=torch.int64)}, ["first"]),
+        ({"weight_u": torch.tensor([-1.0]), "norm._v": torch.zeros(3)}, ["first", "first"]),
+        (
+            {
+                "q.fake_quant_enabled": torch.ones(1, dtype=torch.uint8),
+                "q.scale": torch.ones(0),
+                "q.activation_post_process.min_val": torch.zeros(1),
+                "q.activation_post_process.max_val": torch.zeros(1),
+            },
+            ["keep"] * 4,
+        ),
+    ],
+    ids=["counters", "indices", "singular vectors", "quantiser and observer"],
+)
+def test_the_name_of_a_buffer_decides_its_rule(buffers: dict[str, Tensor], rules: list[str]) -> None:
+    """Several counters: the largest. Singular vectors of one element or of zeros: of one site.
+
+    An observer has the rule of its fake quantiser, whose scale gets its shape from the data.
+    """
+    schema = run_schema(Marked(buffers, dict.fromkeys(buffers, True)), {})
+    assert {spec.name: spec.rule for spec in schema.tensors} == dict(zip(buffers, rules, strict=True))
+
+
+@pytest.mark.covers("X10")
 def test_names_the_rules_of_unusual_buffers_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Neither the statistics nor the counter of batch normalisation is named."""
     caplog.set_level(logging.INFO, "atoll.server")
@@ -249,7 +279,10 @@ def test_refuses_a_list_and_an_unknown_rule(value: object, told: str) -> None:
     ("buffer", "rule", "told"),
     [
         (torch.tensor([True]), "sum", "its dtype BOOL is too small for a sum"),
+        (torch.tensor([1], dtype=torch.uint8), "sum", "its dtype U8 is too small for a sum"),
+        (torch.tensor([1], dtype=torch.int8), "sum", "its dtype I8 is too small for a sum"),
         (torch.tensor([math.inf]), "mean", "it contains NaN or Inf"),
+        (torch.tensor([math.nan]), "sum", "it contains NaN or Inf"),
     ],
 )
 def test_refuses_a_rule_that_a_buffer_cannot_have(tmp_path: Path, buffer: Tensor, rule: str, told: str) -> None:
@@ -670,13 +703,16 @@ class ByData(nn.Module):
 
 @pytest.mark.covers("X10")
 def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
-    """Each site has its own shape, which it keeps; an export fits a new model."""
+    """Each site has its own shape, which it keeps, site b from before the run; an export fits a new model."""
     met: dict[str, list[list[float]]] = {"a": [], "b": []}
 
     def work(url: str, site: str) -> None:
         with atoll.join(url, site=site, folder=tmp_path / "workers") as worker:
             for fl_round in worker:
-                model = fl_round.load_into(ByData())
+                model = ByData()
+                if (site, fl_round.number) == ("b", 1):
+                    model.low = torch.full((2,), 7.0)
+                fl_round.load_into(model)
                 met[site].append(model.low.tolist())
                 model.low = torch.full((fl_round.number if site == "a" else 4,), float(fl_round.number))
                 model.seen = torch.zeros(2, dtype=torch.int64)
@@ -685,7 +721,7 @@ def test_buffers_may_get_their_shape_from_the_data(tmp_path: Path) -> None:
     with serve(tmp_path, ByData(), rounds=3) as server:
         together(*(partial(work, server.url, site) for site in "ab"))
         server.run()
-    assert met == {"a": [[], [1.0], [2.0, 2.0]], "b": [[], [1.0] * 4, [2.0] * 4]}
+    assert met == {"a": [[], [1.0], [2.0, 2.0]], "b": [[7.0, 7.0], [1.0] * 4, [2.0] * 4]}
     ByData().load_state_dict(exported(tmp_path))
 
 
@@ -801,7 +837,10 @@ def test_other_shapes_than_those_of_the_first_update_are_refused(tmp_path: Path)
 def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Site a's update, without elements, hangs in the server's filter when b comes with 3: a trains once more."""
+    """Site a's update, without elements, hangs in the server's filter when b comes with 3: a trains once more.
+
+    Version 0 has no values in these shapes, so a's model keeps its own.
+    """
     caplog.set_level(logging.INFO)
     go, begun = threading.Event(), threading.Event()
     settings = {"rounds.total": 1, "sites": 2, **DEFAULT_OUTER_OPTIMIZER, **FIRST}
@@ -813,7 +852,9 @@ def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had
         def submit_a() -> None:
             sites["a"].submit(by_data(sites["a"], 0))
             assert sites["a"].next_round() == 1
-            sites["a"].submit(by_data(sites["a"], 3))
+            model = by_data(sites["a"], 3)
+            assert sites["a"].round.load_into(model).low.tolist() == [1.0] * 3
+            sites["a"].submit(model)
 
         first = Threads(submit_a)
         assert begun.wait(60)
@@ -826,6 +867,56 @@ def test_an_update_that_is_about_to_be_accepted_ends_with_the_shapes_that_it_had
         server.run()
     tickets = ask_journal(tmp_path, "SELECT site, state FROM tickets ORDER BY site, ticket")
     assert [tuple(row) for row in tickets] == [("a", "expired"), ("a", "counted"), ("b", "expired"), ("b", "counted")]
+
+
+def ask_with(site: ManualSite, elements: int, **how: Any) -> None:
+    """The site asks for its ticket again, with the shape that its buffer has by now."""
+    site._place.exchange.ask(shapes={"low": [elements]}, **how)
+
+
+@pytest.mark.covers("X10")
+def test_shapes_are_decided_before_their_update_arrives(tmp_path: Path) -> None:
+    """Site a has said that its buffer has 3 elements; b comes with 4 before a's update is there."""
+    with serve(tmp_path, ByData(), **FIRST) as server:
+        sites = manual_sites(server, tmp_path)
+        for site in sites.values():
+            assert site.next_round() == 1
+        ask_with(sites["a"], 3)
+        with pytest.raises(
+            SchemaMismatch, match=r"\[4\], but the run has \[3\], and another site had the first update"
+        ):
+            ask_with(sites["b"], 4)
+        for site in sites.values():
+            site.close()
+
+
+@pytest.mark.covers("X10")
+def test_a_run_that_lost_version_1_keeps_its_shapes(tmp_path: Path) -> None:
+    """The first update had no elements, and version 1, which it made, is damaged: the run is at version 0 again."""
+    with serve(tmp_path, f"{__name__}:ByData", sites=1, **FIRST) as server:
+        (site,) = manual_sites(server, tmp_path, "a").values()
+        assert site.next_round() == 1
+        site.submit(by_data(site, 0))
+        assert site.next_round() == 2
+        site.close()
+    versions = (tmp_path / "state" / "slots").glob("version-*")
+    flip_bit(max(versions, key=lambda path: path.stat().st_mtime_ns), -1)
+    with serve(tmp_path, f"{__name__}:ByData", sites=1, **FIRST) as server:
+        assert server.status().version == 0
+        (site,) = manual_sites(server, tmp_path, "b").values()
+        with pytest.raises(SchemaMismatch, match=r"the first update has decided the shapes before version 1"):
+            ask_with(site, 3, retries=0)
+        site.close()
+
+
+@pytest.mark.covers("X10")
+@pytest.mark.parametrize("settings", [{"disk.in_files": False}, {"model.ranks": 2}], ids=str)
+def test_a_run_whose_files_cannot_change_keeps_its_shapes(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with serve(tmp_path, ByData(), sites=1, **FIRST, **settings) as server:
+        (site,) = manual_sites(server, tmp_path, "a").values()
+        with pytest.raises(SchemaMismatch, match=r"those of the initial model in a swarm, .*disk\.in_files = false"):
+            ask_with(site, 3)
+        site.close()
 
 
 @pytest.mark.covers("X10")

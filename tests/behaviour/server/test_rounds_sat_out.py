@@ -219,15 +219,16 @@ def test_another_site_is_drawn_for_one_that_sits_out(tmp_path: Path) -> None:
         assert finish(server, sites)["w"].tolist() == [5.0, 5.0]
 
 
-def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rules", [{}, {"async.enabled": True, "async.buffer_size": 2}], ids=["sync", "async"])
+def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path, rules: dict[str, Any]) -> None:
     """Round 1 is sat out by both, round 2 by b before the restart: b gets no second ticket, a's update is round 2's."""
     port = {"network.port": free_port()}
-    with plain_server(tmp_path, START, sites=2, rounds=2, **port) as server:
+    with plain_server(tmp_path, START, sites=2, rounds=2, **port, **rules) as server:
         sites = manual_sites(server, tmp_path)
         for site in sites.values():
             sit_out(site, 1)
         sit_out(sites["b"], 2)
-    with plain_server(tmp_path, rounds=2, sites=2, **port) as server:
+    with plain_server(tmp_path, rounds=2, sites=2, **port, **rules) as server:
         assert server.status().fragments[0].sat_out == ["b"]
         assert sites["b"].next_round(0) is None
         move(sites["a"], 2, 3.0)
@@ -348,12 +349,15 @@ class Vector(nn.Module):
 
 @pytest.mark.parametrize("tau", [0, 1])
 def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, tau: int) -> None:
-    """a moves by 1 in each of two rounds and b, with weight 0, by 10: the model is 2 at both."""
-    rules = (
-        {"diloco.fragment_sync_delay": tau, "diloco.sync_every": 2 if tau else 1} if tau else {"diloco.sync_every": 1}
-    )
+    """a moves by 1 in each of two rounds and b, with weight 0, by 10: the model is 2 at both.
+
+    Without a delay, half of the local model is mixed into each version at a, where both are equal, and nothing at b.
+    """
+    rules: dict[str, Any] = {"diloco.sync_every": 1, "diloco.fragment_update_alpha": 0.5}
+    if tau:
+        rules = {"diloco.sync_every": 2, "diloco.fragment_sync_delay": tau}
     with plain_server(tmp_path, Vector(), **(PLAIN_DILOCO | rules), sites=2, rounds=2) as server:
-        models = {}
+        models, met = {}, list[float]()
 
         def work(site: str, weight: float, gradient: float) -> None:
             model = models[site] = Vector()
@@ -366,6 +370,8 @@ def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, t
                         break
                     model.w.grad = torch.full((2,), gradient / (2 if tau else 1))
                     optimizer.step()
+                    if not weight:
+                        met.append(model.w[0].item())
                 assert loop.finished
                 assert loop.rounds == (2 if weight else 0)
 
@@ -376,6 +382,7 @@ def test_a_diloco_worker_of_weight_zero_takes_the_others_model(tmp_path: Path, t
         assert torch.equal(models["b"].w.detach(), result)
         if not tau:
             assert result.tolist() == [2.0, 2.0]
+            assert met == [1.0, 2.0]
         assert all(each.sat_out == ["b"] for each in server.status().history)
 
 

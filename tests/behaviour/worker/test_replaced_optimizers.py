@@ -425,19 +425,36 @@ class Watched(nn.Parameter):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def test_no_thread_reads_gradients_of_a_model_that_another_one_trains(tmp_path: Path) -> None:
-    """A backward pass replaces them without the GIL, so a read at that moment corrupts the memory of the process."""
+@pytest.mark.parametrize("kind", ["diloco", "fedavg"])
+def test_no_thread_reads_gradients_of_a_model_that_another_one_trains(tmp_path: Path, kind: str) -> None:
+    """A backward pass replaces them without the GIL, so a read at that moment corrupts the memory of the process.
+
+    The other thread trains an equal model with masters in fp64, which only gradients tell from those of this model.
+    """
     model = Two()
-    model.w, model.b = (Watched(value.data) for value in (model.w, model.b))
-    optimizer, other = sgd(model), Two()
-    with diloco(tmp_path, model, optimizer):
+    model.w, model.b = (Watched(value.data + 1) for value in (model.w, model.b))
+    optimizer = sgd(model)
+    with diloco(tmp_path, model, optimizer) if kind == "diloco" else federated(tmp_path, model, kind):
+        other = Two()
+        other.load_state_dict(model.state_dict())
         Watched.readers.clear()
-        thread = threading.Thread(target=step, args=(other, sgd(other)), name="other")
+        thread = threading.Thread(target=step, args=(other, Masters(other)), name="other")
         thread.start()
         thread.join()
         assert Watched.readers == set()
         step(model, optimizer)
         assert Watched.readers == {threading.current_thread().name}
+
+
+@pytest.mark.covers("X11")
+def test_masters_of_two_equal_models_are_not_confused(tmp_path: Path) -> None:
+    """The second model begins as the first one is after a step, and both have the same gradients."""
+    model = Two()
+    nn.init.ones_(model.w)
+    with diloco(tmp_path / "one", model, Masters(model)):
+        other = copy.deepcopy(model)
+        with diloco(tmp_path / "other", other, Masters(other)):
+            assert other.w.tolist() == [3.0] * 3
 
 
 # -- optimizers without gradients

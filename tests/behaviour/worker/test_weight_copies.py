@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import atoll
+from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import UsageError
 
 GRADIENTS = {"a": -1.0, "b": -3.0}
@@ -547,6 +548,27 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
 
 
 @pytest.mark.covers("X11")
+def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Path) -> None:
+    """Atoll knows neither the wrapper nor its optimizer; the gradients show whose masters these are.
+
+    The steps add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
+    """
+    model, optimizer = Two(torch.bfloat16), None
+    settings = {"algorithm.outer_optimizer.name": "sgd", "algorithm.outer_optimizer.lr": 0.5}
+    with plain_server(tmp_path, Two(torch.bfloat16), algorithm="fedavg", sites=1, rounds=3, **settings) as server:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.load_into(model)
+                optimizer = optimizer or Wrapped(model.parameters())
+                step(model, optimizer, "a")
+                step(model, optimizer, "a")
+                fl_round.submit(model)
+        assert server.wait(60)
+        server.run()
+    assert values(exported(tmp_path)) == {"w": 3.0, "b": 4.0}
+
+
+@pytest.mark.covers("X11")
 def test_masters_of_two_sites_in_one_process_are_not_confused(tmp_path: Path) -> None:
     """They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins."""
     models = {site: Two() for site in GRADIENTS}
@@ -592,6 +614,51 @@ def test_an_optimizer_of_another_model_keeps_its_masters(tmp_path: Path, kind: A
         server.run()
     assert values(exported(tmp_path)) == {"w": 16.0, "b": 7.0}
     assert values(dict(personal.named_parameters())) == {"w": 12.0, "b": 13.0}
+
+
+class WithNumbers(SGD):
+    """Keeps a velocity, which begins at zero, and a count, which begins at one, for each parameter."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, lr=1.0)
+        for value in self.param_groups[0]["params"]:
+            self.state[value] = {"velocity": torch.zeros_like(value), "count": torch.ones(())}
+
+
+@pytest.mark.covers("X11")
+def test_zeros_and_numbers_are_no_copies() -> None:
+    """They equal a weight that is zero, and one of a single element that is one; 5 is loaded into both weights."""
+    model = nn.ParameterDict({"zero": torch.zeros(3), "one": torch.ones(1)})
+    weights, copies = dict(model.named_parameters()), WeightCopies(pytest.fail)
+    for name, weight in weights.items():
+        optimizer = WithNumbers([weight])
+        copies.watch(optimizer)
+        with copies.loading({name: weight}, {name: weight}), torch.no_grad():
+            weight.fill_(5.0)
+        assert weight.unique().tolist() == [5.0]
+        assert {key: each.unique().tolist() for key, each in optimizer.state[weight].items()} == {
+            "velocity": [0.0],
+            "count": [1.0],
+        }
+
+
+@pytest.mark.covers("X11")
+def test_a_load_begins_with_the_step_that_only_the_masters_have_made() -> None:
+    """The script copies them into the model later: 5 was loaded, their step adds 1, and 10 is added to that."""
+    model = Two()
+    masters = [nn.Parameter(value.detach().double()) for value in model.parameters()]
+    optimizer, copies, tensors = SGD(masters, lr=1.0), WeightCopies(pytest.fail), dict(model.named_parameters())
+    copies.watch(optimizer)
+    with copies.loading(model, tensors), torch.no_grad():
+        for value in tensors.values():
+            value.fill_(5.0)
+    for master in masters:
+        master.grad = torch.full_like(master, -1.0)
+    optimizer.step()
+    with copies.loading(model, tensors), torch.no_grad():
+        for value in tensors.values():
+            value.add_(10.0)
+    assert [each.unique().tolist() for each in (*tensors.values(), *masters)] == [[16.0]] * 4
 
 
 @pytest.mark.covers("X11")

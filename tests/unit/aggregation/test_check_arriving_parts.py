@@ -240,6 +240,23 @@ def test_buffers_do_not_count_in_the_norm():
     assert stats.sumsq == 9.0
 
 
+@pytest.mark.covers("F31", "X10")
+@pytest.mark.parametrize(
+    ("rule", "value", "bad"),
+    [
+        ("max", math.inf, None),
+        ("max", math.nan, "best contains NaN or Inf"),
+        ("first", math.nan, None),
+        ("sum", math.inf, "best contains Inf: a value may be too large for F32 or its codec"),
+    ],
+)
+def test_only_copied_buffers_may_contain_nan(rule, value, bad):
+    """A maximum may be infinite, and a buffer of one site's value may have any value."""
+    spec = TensorSpec("best", "F32", (2,), f"{BUFFERS}.{rule}")
+    (stats,) = stats_of(*filled([spec], torch.tensor([1.0, value])))
+    assert stats.bad == bad
+
+
 def test_a_norm_that_overflows_is_infinite():
     assert norm_of([9.0, 16.0]) == 5.0
     assert norm_of([1e308] * 3) == norm_of([math.inf, 1.0]) == math.inf

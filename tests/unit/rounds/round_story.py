@@ -26,6 +26,8 @@ class Story:
                 self.journal.accept(ticket, order)
             case events.RefusalRecorded(ticket, reason):
                 self.journal.refuse(ticket, reason)
+            case events.SatOut(ticket):
+                self.journal.sit_out(ticket)
             case events.VersionCommitted(fragment, version, value):
                 self.journal.move_head(fragment, version, value)
         for effect in effects:
@@ -75,6 +77,10 @@ class Story:
     def submit(self, *sites: str, fragment: int = 0) -> tuple[events.Effect, ...]:
         """Each asks for its ticket and has its update accepted; the effects of the last."""
         return [self.accept(self.ticket(site, fragment)) for site in sites][-1]
+
+    def sit_out(self, *sites: str, fragment: int = 0) -> tuple[events.Effect, ...]:
+        """Each asks for its ticket and sits out the round; the effects of the last."""
+        return [self.send(events.SatOut(self.ticket(site, fragment))) for site in sites][-1]
 
     def commit(self, fragment: int = 0, value: float | None = None) -> tuple[events.Effect, ...]:
         return self.send(events.VersionCommitted(fragment, self.state.rounds[fragment].head + 1, value))

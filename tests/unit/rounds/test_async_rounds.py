@@ -12,7 +12,7 @@ from round_story import closed
 from atoll.algorithms.diloco import dynamic_local_steps
 from atoll.rounds import machine
 from atoll.rounds.closing_policy import AsyncBuffer
-from atoll.rounds.events import FINISHED, RunFinished, TicketsExpired
+from atoll.rounds.events import FINISHED, RunFinished, SatOut, TicketsExpired
 from atoll.rounds.state import Rules, State
 
 
@@ -144,12 +144,13 @@ def test_an_infinite_grace_is_a_barrier(story):
 
 @pytest.mark.covers("L3")
 @pytest.mark.parametrize("policy", [AsyncBuffer(buffer=2), AsyncBuffer(grace_s=math.inf)], ids=["buffer", "grace"])
-def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, policy):
+@pytest.mark.parametrize("sits_out", [False, True], ids=["submitted", "sat out"])
+def test_sites_that_wait_in_two_fragments_do_not_wait_for_each_other(story, policy, sits_out):
     run, tickets = begin(story, "a", "b", policy=policy, fragments=2)
     assert not closed(run.accept(tickets["a"]))
     mine = run.ticket("b", 1)
     # b waits in fragment 1: no site is left for fragment 0; a then goes on, and may yet submit to fragment 1
-    assert closed(run.accept(mine)) == [(tickets["a"],)]
+    assert closed(run.send(SatOut(mine)) if sits_out else run.accept(mine)) == [(tickets["a"],)]
     assert run.state.rounds[1].phase == "open"
 
 

@@ -9,6 +9,7 @@ from round_story import Story, closed
 from atoll.rounds import events, machine
 from atoll.rounds.closing_policy import Barrier, Close, QuorumDeadline, RoundView, StayOpen
 from atoll.rounds.leases import Member
+from atoll.rounds.sampling import Sampling
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import IllegalTransition
 
@@ -226,6 +227,69 @@ def test_missing_says_since_when(story):
     run.leave("b")
     run.join("c")
     assert run.state.missing(0) == (("a", 10), ("c", 30))
+
+
+# -- sites sit out
+
+
+def test_a_round_that_all_sites_sit_out_ends_the_tickets_of_dead_sites(story):
+    """Site b has ticket 1 and leaves; a and c sit out."""
+    run = story("abc")
+    run.ticket("b")
+    run.leave("b")
+    ended = events.RoundSatOut(0, 0, 1, next_ticket=4, number=1, sites=("a", "c"))
+    expired = events.TicketsExpired((1,), "the round from version 0 closed without it")
+    effects = run.sit_out("a", "c")
+    assert [each for each in effects if not isinstance(each, events.ExpectedChanged)] == [
+        ended,
+        expired,
+        events.RoundOpened(0, 0, ("a", "c")),
+        events.Woken(),
+    ]
+    assert run.state.rounds[0].number == 2
+
+
+def test_a_round_stays_open_for_a_refused_site_although_others_sit_out(story):
+    """Site a may submit again; when it has left, b alone has sat out the round, which ends."""
+    run = story("ab")
+    run.refuse(run.ticket("a"))
+    run.sit_out("b")
+    assert (run.phase(), run.state.rounds[0].number) == ("open", 1)
+    assert run.ticket("a") == 3
+    run.leave("a")
+    assert (run.phase(), run.state.rounds[0].number) == ("open", 2)
+
+
+def test_a_round_stays_open_if_all_sites_that_sat_out_have_left(story):
+    """Site b is expected when a sits out, and then both leave: another site may train."""
+    run = story("ab")
+    run.sit_out("a")
+    run.leave("a")
+    run.leave("b")
+    assert (run.phase(), run.state.rounds[0].number) == ("open", 1)
+    assert run.join("c")
+    assert run.missing() == ("c",)
+
+
+def test_draws_again_after_a_round_that_all_sites_sat_out(story):
+    """The head is still version 0, but the round is the second one, so it has another draw."""
+    sampling = Sampling(0.5, seed=3)
+    run = story("abcd", sampling=sampling)
+    first, second = (tuple(sampling.draw("abcd", 0, number)) for number in (0, 1))
+    assert first != second
+    assert run.expected() == first
+    while run.state.rounds[0].number == 1:
+        run.sit_out(run.missing()[0])
+    assert run.state.rounds[0].head == 0
+    assert run.expected() == second
+
+
+@pytest.mark.parametrize("answer", [Story.submit, Story.sit_out], ids=["submitted", "sat out"])
+def test_a_site_that_has_answered_for_one_fragment_is_due_for_the_next(story, answer):
+    run = story("ab", fragments=2)
+    assert run.state.due("b") == 0
+    answer(run, "b", fragment=0)
+    assert (run.state.due("a"), run.state.due("b")) == (0, 1)
 
 
 @pytest.mark.parametrize(

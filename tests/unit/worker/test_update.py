@@ -30,10 +30,15 @@ CODECS: dict[str, Codec] = {"none": NoneCodec(), "bf16": Bf16Codec()}
 
 
 def base_with(
-    folder: Path, tensors: dict[str, Tensor], version: int = 0, name: str = "base", part_bytes: int = 2**24
+    folder: Path,
+    tensors: dict[str, Tensor],
+    version: int = 0,
+    name: str = "base",
+    part_bytes: int = 2**24,
+    schema: Schema | None = None,
 ) -> BaseFile:
     """A complete base file that holds `tensors`."""
-    schema = schema_of(tensors)
+    schema = schema or schema_of(tensors)
     base = BaseFile(folder, version_layout(schema, part_bytes), name)
     stream = version_header(schema) + b"".join(
         bytes(bytes_of(run_of(tensors[spec.name], 0, spec.numel))) for spec in schema.tensors
@@ -406,6 +411,25 @@ def test_every_element_is_mixed_in_the_dtype_of_accumulation(tmp_path: Path, alp
         mixed = held[name].to(wide) * (1 - alpha) + before[name].to(wide) * alpha
         error = (value.to(wide) - mixed).abs().max()
         assert error <= {torch.float64: 1e-15, torch.bfloat16: 2e-2}.get(value.dtype, 1e-6), name
+
+
+@pytest.mark.covers("L7", "X10")
+def test_merging_mixes_only_buffers_that_are_averaged(tmp_path: Path) -> None:
+    """With α = ¼, 8 of the version and 4 of the site make 7; of the others, the site takes the version's 8 or keeps 4.
+
+    A sum of integers cannot be mixed, and a float sum counts over all sites.
+    """
+    names = ("mean", "first", "max", "sum", "keep")
+    schema = Schema.build([TensorSpec(name, "F32", (1,), f"buffers.{name}") for name in names])
+    held, local = ({name: torch.tensor([value]) for name in names} for value in (8.0, 4.0))
+    merge_(local, base_with(tmp_path, held, schema=schema), 0.25)
+    assert {name: value.item() for name, value in local.items()} == {
+        "mean": 7.0,
+        "first": 8.0,
+        "max": 8.0,
+        "sum": 8.0,
+        "keep": 4.0,
+    }
 
 
 # -- what encoding loses

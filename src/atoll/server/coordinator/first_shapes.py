@@ -85,7 +85,7 @@ def new_shapes(plan: Plan, store: Store, state: State, asked: NewShapes, *, has_
 
 def _why_not(plan: Plan, store: Store, state: State, fragment: int, has_workflows: bool) -> str:
     """Return why the shapes of a fragment's buffers can no longer change; empty if they can."""
-    if state.rounds[fragment].head or store.run_log.lost_versions(fragment):
+    if store.versions.next_number(fragment) > 1:  # also if the head is version 0 again, because version 1 is lost
         return "the first update has decided the shapes before version 1"
     if any(ticket.state == "accepted" for ticket in state.rounds[fragment].tickets.values()):
         return "another site has submitted the first update, which decides the shapes"
