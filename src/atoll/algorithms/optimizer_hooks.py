@@ -169,7 +169,7 @@ def require_holds_all(
 
 def held_by(optimizers: Sequence[Optimizer]) -> set[int]:
     """Return `id(parameter)` for each parameter that one of the optimizers holds."""
-    return {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
+    return {key for each in optimizers for group in each.param_groups for key in map(id, group["params"])}
 
 
 def outside_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ class Steps:
     def __init__(
         self, optimizers: Sequence[Sequence[Any]], before: Callable[[Optimizer], None], after: Callable[[int], None]
     ) -> None:
-        self._after, self._due = outside_compiled(after), 0
+        self._after, self._due = after, 0  # called outside of compiled code, by the end of a step
         trained = [id(layers[-1]) for layers in optimizers if _trains(layers[-1])]
         self._cycles = Cycles(trained) if len(trained) > 1 else None
         self._steps: list[WholeSteps] = []
