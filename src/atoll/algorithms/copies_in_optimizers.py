@@ -63,6 +63,17 @@ def place_in_memory(tensor: Tensor) -> Place:
     return memory_of(tensor if type(tensor) in PLAIN else local_part(tensor))
 
 
+def _places_of(tensors: Sequence[Tensor]) -> list[Place]:
+    """Return the place in memory of each tensor. Of plain tensors, this takes few calls of Python functions."""
+    if set(map(type, tensors)).issubset(PLAIN) and all(addresses := list(map(Tensor.data_ptr, tensors))):
+        strides = map(Tensor.stride, tensors)
+        return [
+            (each.device, address, tuple(each.shape), stride, each.dtype)
+            for each, address, stride in zip(tensors, addresses, strides, strict=True)
+        ]
+    return list(map(place_in_memory, tensors))
+
+
 class Weights:
     """Tensors of a model, by their places in memory.
 
@@ -74,14 +85,20 @@ class Weights:
     """
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self.by_place = {place_in_memory(each): each for each in tensors}
-        self._by_id = {id(each): each for each in self.by_place.values()}
+        tensors = list(tensors)
+        self.by_place = dict(zip(_places_of(tensors), tensors, strict=True))
+        self._by_id = dict(zip(map(id, self.by_place.values()), self.by_place.values(), strict=True))
         self._held: dict[int, Held] = {}
 
     def find(self, tensor: Tensor) -> Tensor | None:
         """Return the model's tensor with the memory of the given one; None if there is none."""
         known = self._by_id.get(id(tensor))
         return self.by_place.get(place_in_memory(tensor)) if known is None else known
+
+    def find_all(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return for each tensor what `find` returns."""
+        known = list(map(self._by_id.get, map(id, tensors)))
+        return [self.find(each) if mine is None else mine for each, mine in zip(tensors, known, strict=True)]
 
     @functools.cached_property
     def sampled(self) -> dict[Place, Tensor]:
@@ -123,26 +140,48 @@ class Held:
         mine: the tensors.
         has_others: whether the optimizer also holds other tensors.
         wholes: `mine`, and the tensors of each group.
-        sizes: number of elements of each of these.
-        of_size: number of elements → the first of these with so many, if it has more than one tensor.
-        of_group: `id(tensor)` → the index in `wholes` of the first group that has the tensor.
     """
 
     def __init__(self, optimizer: Any, weights: Weights, ids: list[list[int]]) -> None:
         self.ids = ids
-        found = [[weights.find(each) for each in group["params"]] for group in groups_of(optimizer)]
+        found = [weights.find_all(group["params"]) for group in groups_of(optimizer)]
         groups = [[each for each in group if each is not None] for group in found]
+        self._all = weights.by_place.values()
         self.mine = list(chain.from_iterable(groups))
         self.has_others = len(self.mine) < sum(map(len, found))
         # an id stays that of a tensor that shares the model's memory only as long as this tensor exists
         held = zip(parameters_of(optimizer), chain.from_iterable(found), strict=True)
         self._aliases = [each for each, known in held if known is not None and known is not each]
         self.wholes = [self.mine, *groups]
-        self.sizes = [sum(each.numel() for each in whole) for whole in self.wholes]
-        self.of_size = {
-            size: whole for size, whole in reversed([*zip(self.sizes, self.wholes, strict=True)]) if len(whole) > 1
-        }
-        self.of_group = {id(each): index for index, whole in enumerate(self.wholes) if index for each in whole}
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Number of elements of each of `wholes`."""
+        return [sum(map(Tensor.numel, whole)) for whole in self.wholes]
+
+    @functools.cached_property
+    def of_size(self) -> dict[int, list[Tensor]]:
+        """Number of elements → the first of `wholes` with so many, if it has more than one tensor."""
+        sized = reversed([*zip(self.sizes, self.wholes, strict=True)])
+        return {size: whole for size, whole in sized if len(whole) > 1}
+
+    def candidates(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:
+        """Return the tensors of which some others may be copies, in their order; all the model's if it holds none."""
+        if len(tensors) > 1:
+            return self.mine or self._all
+        keys = (tensors[0].numel(), tensors[0].shape)  # there may be many places with one tensor each
+        return [self._first[key] for key in keys if key in self._first]
+
+    @functools.cached_property
+    def _first(self) -> dict[object, Tensor]:
+        """Shape, and number of elements → the first of the tensors with it."""
+        tensors = [*reversed(self.mine or self._all)]
+        return {each.shape: each for each in tensors} | {each.numel(): each for each in tensors}
+
+    @functools.cached_property
+    def of_group(self) -> dict[int, int]:
+        """`id(tensor)` → the index in `wholes` of a group that has the tensor."""
+        return {key: index for index, whole in enumerate(self.wholes) if index for key in map(id, whole)}
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -153,11 +192,21 @@ def local_part(tensor: Any) -> Tensor:
 
 def sampled_points(tensor: Tensor) -> Tensor:
     """Return some elements of a tensor, in row-major order and evenly distributed."""
-    numel = tensor.numel()
-    step = numel // SAMPLED_ELEMENTS or 1
-    if tensor.is_contiguous():
-        return tensor.detach().as_strided((min(numel, SAMPLED_ELEMENTS),), (step,))
-    return tensor.detach().reshape(-1)[::step][:SAMPLED_ELEMENTS]
+    (points,) = points_of([tensor])
+    return points
+
+
+def points_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return some elements of each tensor, in row-major order and evenly distributed."""
+    tensors = list(tensors)
+    numels, are_contiguous = map(Tensor.numel, tensors), map(Tensor.is_contiguous, tensors)
+    each_with_kind = zip(map(Tensor.detach, tensors), numels, are_contiguous, strict=True)  # few calls: this is fast
+    return [
+        each.as_strided((numel if numel < SAMPLED_ELEMENTS else SAMPLED_ELEMENTS,), (numel // SAMPLED_ELEMENTS or 1,))
+        if is_contiguous
+        else each.reshape(-1)[:: numel // SAMPLED_ELEMENTS or 1][:SAMPLED_ELEMENTS]
+        for each, numel, is_contiguous in each_with_kind
+    ]
 
 
 def gathered(pieces: Sequence[Tensor]) -> Tensor:
@@ -179,7 +228,7 @@ class Sample:
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self.values = gathered(list(map(sampled_points, weights.sampled.values())))
+        self.values = gathered(points_of(weights.sampled.values()))
 
     @functools.cached_property
     def parts(self) -> dict[Place, slice]:
@@ -208,15 +257,15 @@ def are_equal(pairs: Sequence[Pair], sample: Sample | None = None) -> bool:
     """
     is_any = False
     for some in (pairs[:1], pairs[1:]):  # most tensors of optimizers are no copies, as the first pair tells
-        copies, values = list[Tensor](), list[Tensor]()
-        for parameter, copy in some:
-            points = sampled_points(parameter) if sample is None else sample.of(parameter)
-            if points is not None:
-                narrow = narrower_dtype(parameter, copy)
-                copies.append(sampled_points(copy).to(narrow))
-                values.append(points.to(narrow))
-        if values:
-            one, other = gathered(copies), gathered(values)
+        if not some:
+            continue
+        copies, parameters = points_of([each.copy for each in some]), [each.parameter for each in some]
+        values = points_of(parameters) if sample is None else list(map(sample.of, parameters))
+        narrow = [narrower_dtype(*each) for each in some]
+        known = [each for each in zip(copies, values, narrow, strict=True) if each[1] is not None]
+        if known:
+            one = gathered([points.to(dtype) for points, _, dtype in known])
+            other = gathered([points.to(dtype) for _, points, dtype in known if points is not None])
             if not torch.equal(one, other):
                 return False
             is_any = is_any or bool(one.any())
@@ -225,7 +274,7 @@ def are_equal(pairs: Sequence[Pair], sample: Sample | None = None) -> bool:
 
 def narrower_dtype(one: Tensor, other: Tensor) -> torch.dtype:
     """Return the dtype of the tensor that has fewer bytes an element."""
-    return one.dtype if one.element_size() <= other.element_size() else other.dtype
+    return one.dtype if one.dtype.itemsize <= other.dtype.itemsize else other.dtype
 
 
 def fill(pairs: Sequence[Pair], *, from_copies: bool = False) -> None:
@@ -396,7 +445,7 @@ def _search(optimizer: Any, name: str, weights: Weights, most: int | None, found
         elif parameter is not None:
             found.setdefault(place, []).extend(_padded_pieces([tensor], held, parameter))
     for place, tensors in unowned.items():
-        pairs = _aligned(tensors, held.mine or weights.by_place.values()) or _padded_pieces(tensors, held)
+        pairs = _aligned(tensors, held.candidates(tensors)) or _padded_pieces(tensors, held)
         found.setdefault(place, []).extend(pairs)
 
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
-from atoll.algorithms.copies_in_optimizers import Pair, Place, Sample, Weights, are_equal, gathered, sampled_points
+from atoll.algorithms.copies_in_optimizers import Pair, Place, Sample, Weights, are_equal, gathered, points_of
 
 TIMES_THE_NOISE = 6
 """A tensor is on its way back if the way is so many times the noise that is expected in it by chance."""
@@ -75,7 +76,7 @@ class Load:
     def has_moved(self, pairs: Sequence[Pair]) -> bool:
         """Return whether the steps since the load have changed one of these parameters."""
         loaded = [(then, each.parameter) for each in pairs if (then := self._after.of(each.parameter)) is not None]
-        now = gathered([sampled_points(each) for _, each in loaded])
+        now = gathered(points_of([each for _, each in loaded]))
         return bool(loaded) and not torch.equal(torch.cat([then for then, _ in loaded]), now)
 
     def jumps_back(self, now: Tensor, *, is_end: bool = False) -> bool:
@@ -146,8 +147,8 @@ def _is_return(change: Tensor, back: Tensor) -> bool:
     if change.numel() < FEWEST_ELEMENTS or not back.any():
         return False
     share = change @ back / (back @ back)
-    noise = (change - share * back).norm() / (change.numel() - 1) ** 0.5
-    return bool(abs(share - 1) < 0.5 and share * back.norm() > TIMES_THE_NOISE * noise)
+    noise = vector_norm(change - share * back) / (change.numel() - 1) ** 0.5
+    return bool(abs(share - 1) < 0.5 and share * vector_norm(back) > TIMES_THE_NOISE * noise)
 
 
 class Companion:

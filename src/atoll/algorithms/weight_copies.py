@@ -52,7 +52,7 @@ from atoll.algorithms.copies_in_optimizers import (
     parameters_copied,
     parameters_of,
     place_in_memory,
-    sampled_points,
+    points_of,
     tensors_in,
     wrappers_of,
 )
@@ -342,7 +342,7 @@ class WeightCopies:
         for place, pairs in found.items():
             if is_whole:
                 companion = place.watched.companions.setdefault(place.name, Companion())
-                copy, weights = (gathered([sampled_points(each[side]) for each in pairs]) for side in (1, 0))
+                copy, weights = (gathered(points_of([each[side] for each in pairs])) for side in (1, 0))
                 companion.note(copy, weights, self._steps_begun + is_end)
             if are_equal(pairs) and self._load.has_moved(pairs):
                 place.note_equal(step)
@@ -372,13 +372,20 @@ class WeightCopies:
 
 def _weights_of(model: object, tensors: Tensors) -> Weights:
     """Return the tensors of a model of which an optimizer may keep copies. The arguments are those of `loading`."""
-    given = [each for each in tensors.values() if may_be_copied(each)]
     if not isinstance(model, nn.Module):
-        return Weights(given)
-    parameters = list(model.parameters())
+        return Weights(filter(may_be_copied, tensors.values()))
+    parameters = [
+        each
+        for part in model.modules()
+        for each in part._parameters.values()
+        if each is not None and may_be_copied(each)
+    ]
     if set(map(type, parameters)).issubset(PLAIN):  # an optimizer holds the same objects, which are found at once
-        addresses = {each.data_ptr() for each in given}
-        return Weights(each for each in parameters if each.data_ptr() in addresses and may_be_copied(each))
+        given = [each for each in tensors.values() if type(each) in PLAIN and each.layout == torch.strided]
+        addresses = set(map(Tensor.data_ptr, given))
+        held = zip(parameters, map(Tensor.data_ptr, parameters), strict=True)
+        return Weights(each for each, address in held if address in addresses)
+    given = [each for each in tensors.values() if may_be_copied(each)]
     places = set(map(place_in_memory, parameters))
     return Weights(each for each in given if place_in_memory(each) in places)
 
