@@ -170,23 +170,6 @@ def test_few_steps_after_a_load_look_at_more_than_one_parameter(tmp_path: Path) 
 
 
 @pytest.mark.covers("X11")
-def test_a_later_step_costs_the_same_with_many_tensors(tmp_path: Path) -> None:
-    """Atoll's part of it, with torch's SGD: what 20 steps cost more than 20 steps without Atoll."""
-    more = []
-    for tensors in (10, 400):
-        model = build(tensors)
-        optimizer, bare = (SGD(model.parameters(), lr=1.0) for _ in range(2))
-        own = calls(lambda model=model, bare=bare: step(model, bare, 20))  # type: ignore[misc]
-        settings = PLAIN_DILOCO | {"diloco.sync_every": 100}
-        with plain_server(tmp_path / str(tensors), build(tensors), sites=1, **settings) as server:
-            folder = tmp_path / str(tensors) / "w"
-            with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=folder):
-                step(model, optimizer, 5)
-                more.append(calls(lambda model=model, optimizer=optimizer: step(model, optimizer, 20)) - own)  # type: ignore[misc]
-    assert more[1] <= 1.1 * more[0]
-
-
-@pytest.mark.covers("X11")
 def test_fedprox_calls_few_functions_for_each_gradient() -> None:
     """Beyond the optimizer's own: two to find the gradient, two to form the term and to add it, and a few a step."""
     model = build(100)
