@@ -22,9 +22,12 @@ from atoll.algorithms.copies_in_optimizers import (
     tensors_in,
 )
 from atoll.algorithms.undone_loads import Load
-from atoll.algorithms.weight_copies import STEPS_UNTIL_STATE, WATCHED_STEPS
+from atoll.algorithms.weight_copies import SHORT_LOOKS, STEPS_UNTIL_STATE, WATCHED_STEPS
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import PLAIN
+
+STEPS_BETWEEN_SHORT_LOOKS = 4
+"""Steps between looks at one parameter's state, after the first of these (`SHORT_LOOKS`)."""
 
 
 class CorrectedCopies:
@@ -48,6 +51,11 @@ class CorrectedCopies:
         self._steps_left, self._seen = WATCHED_STEPS, set[str]()
         self._followed, self._differed = set[str](), set[str]()
 
+    @property
+    def are_possible(self) -> bool:
+        """Whether there are copies that change with the weights, or may be: `changing` has something to do."""
+        return bool(self._weights.by_place and (self._steps_left or self._followed))
+
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Let what the `with` block changes in the weights, after a step, reach the copies.
@@ -57,6 +65,9 @@ class CorrectedCopies:
         """
         found = tensors_in(self._optimizer, self._weights) if self._is_searched() else {}
         self._compare(found)
+        if not found:
+            yield
+            return
         partly = {place: pairs for place, pairs in found.items() if place in self._followed & self._differed}
         before = {place: [sampled_points(each.parameter).clone() for each in pairs] for place, pairs in partly.items()}
         with _in_place_of_weights([pair for place in found.keys() - self._differed for pair in found[place]]):
@@ -77,7 +88,10 @@ class CorrectedCopies:
         is_first = self._steps_left > WATCHED_STEPS - STEPS_UNTIL_STATE
         if is_first or self._followed or (self._steps_left and self._seen - self._differed):
             return True
-        few = tensors_in(self._optimizer, self._weights, most=1) if self._steps_left else {}
+        steps = WATCHED_STEPS - self._steps_left
+        if steps > SHORT_LOOKS and steps % STEPS_BETWEEN_SHORT_LOOKS:
+            return False
+        few = tensors_in(self._optimizer, self._weights, most=1)
         return any(place not in self._seen or are_equal(pairs[:1]) for place, pairs in few.items())
 
     def _compare(self, found: Mapping[str, Sequence[Pair]]) -> None:

@@ -19,7 +19,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType, MethodType, TracebackType
 from typing import Any
@@ -789,7 +789,7 @@ class _Followed:
         if not (self._is_formed or self._has_gradients()):  # step() may have cleared them
             return  # without a gradient the step moved nothing
         if self._hooks.correction is not None:
-            with torch.no_grad(), self._copies.changing():
+            with torch.no_grad(), self._copies.changing() if self._copies.are_possible else nullcontext():
                 self._hooks.correction.after_step_(self._names, self._rate)
         if self._is_counted:
             self._hooks.steps, self._hooks.rate_sum = self._hooks.steps + 1, self._hooks.rate_sum + self._rate

@@ -170,12 +170,14 @@ class WeightCopies:
 
         Before a step inside of another optimizer's step, the weights are on their way: SAM has just taken them back.
         """
-        if any(is_inside(optimizer, each.optimizer) for each in self._watched):
-            return
+        for each in self._watched:
+            other = each.optimizer
+            if other is not optimizer and is_inside(optimizer, other):
+                return
         self._look_no_more_in_backward()
         self._steps_made[optimizer] = made = self._steps_made.get(optimizer, -1) + 1
-        for each in wrappers_of(optimizer) if not made else ():
-            self.watch(each)
+        for wrapper in wrappers_of(optimizer) if not made else ():
+            self.watch(wrapper)
         self._steps_begun += 1
         if self._steps_left:
             self._steps_left -= 1
