@@ -101,6 +101,11 @@ class Weights:
         return [self.find(each) if mine is None else mine for each, mine in zip(tensors, known, strict=True)]
 
     @functools.cached_property
+    def identity(self) -> int:
+        """A number that is equal for the same tensors in the same order, and else differs but for rare chance."""
+        return hash(tuple(self.by_place))
+
+    @functools.cached_property
     def sampled(self) -> dict[Place, Tensor]:
         """At most `SAMPLED_TENSORS` of the tensors. If there are more, they are chosen at random from those trained."""
         if len(self.by_place) <= SAMPLED_TENSORS:
@@ -227,15 +232,16 @@ class Sample:
     """
 
     def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+        self._tensors, self._identity = weights.sampled, weights.identity  # not all, of which there may be many
         self.values = gathered(points_of(weights.sampled.values()))
 
     @functools.cached_property
     def parts(self) -> dict[Place, slice]:
         """Each sampled tensor's part of `values`, by its place in memory."""
-        tensors = self._weights.sampled
-        stops = itertools.accumulate(min(each.numel(), SAMPLED_ELEMENTS) for each in tensors.values())
-        return {key: slice(begin, stop) for key, (begin, stop) in zip(tensors, pairwise([0, *stops]), strict=True)}
+        stops = itertools.accumulate(min(each.numel(), SAMPLED_ELEMENTS) for each in self._tensors.values())
+        return {
+            key: slice(begin, stop) for key, (begin, stop) in zip(self._tensors, pairwise([0, *stops]), strict=True)
+        }
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the elements of one tensor; None if the tensor was not among those that were sampled."""
@@ -244,7 +250,7 @@ class Sample:
 
     def is_of(self, weights: Weights) -> bool:
         """Return whether these are elements of these tensors."""
-        return self._weights.by_place.keys() == weights.by_place.keys()
+        return self._identity == weights.identity
 
 
 def are_equal(pairs: Sequence[Pair], sample: Sample | None = None) -> bool:

@@ -229,6 +229,7 @@ class WeightCopies:
         last_step = max(self._steps_made.values(), default=-1) + 1
         self._look(last_step, is_end=True)
         self._thread = threading.get_ident()
+        self._weights = Weights()  # free the last ones first
         self._weights = _weights_of(model, tensors)
         self._look_no_more_in_backward()
         self._others = weakref.WeakSet()
