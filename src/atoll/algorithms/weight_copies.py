@@ -387,7 +387,7 @@ def _weights_of(model: object, tensors: Tensors) -> Weights:
         given = [each for each in tensors.values() if type(each) in PLAIN and each.layout == torch.strided]
         addresses = set(map(Tensor.data_ptr, given))
         held = zip(parameters, map(Tensor.data_ptr, parameters), strict=True)
-        return Weights(each for each, address in held if address in addresses)
+        return Weights([each for each, address in held if address in addresses])
     given = [each for each in tensors.values() if may_be_copied(each)]
     places = set(map(place_in_memory, parameters))
     return Weights(each for each in given if place_in_memory(each) in places)
