@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,6 +25,8 @@ from atoll.tensors.module_tensors import PLAIN, is_sharded, memory_of
 
 SAMPLED_ELEMENTS = 32
 """Elements of each tensor that are compared: random weights do not agree in so many by chance."""
+SAMPLED_TENSORS = 256
+"""Tensors of a model that are sampled: a load is not undone in a few tensors alone."""
 SEARCH_DEPTH = 4
 """Depth to which lists and dicts in the attributes of an optimizer are searched."""
 SAME_DIRECTION = 0.99
@@ -41,8 +44,11 @@ MOST_PADDING = 1024
 """Elements that may follow the last part of a flat tensor."""
 OWN_PARAMETERS = ".params"
 """End of the place of tensors that an optimizer trains in place of the model's parameters."""
-Memory: TypeAlias = dict[tuple[object, ...], Tensor]
-"""Tensors by their place in memory (`memory_of`)."""
+Place: TypeAlias = tuple[object, ...]
+"""A tensor's place in memory (`memory_of`)."""
+_Leaf: TypeAlias = tuple[str, Tensor | None, Tensor]
+"""A tensor in an optimizer, after its place and the tensor that is its key in a dict, if any."""
+_SCALARS = {int, float, bool, str, type(None)}
 
 
 class Pair(NamedTuple):
@@ -52,9 +58,135 @@ class Pair(NamedTuple):
     copy: Tensor
 
 
-def place_in_memory(tensor: Tensor) -> tuple[object, ...]:
+def place_in_memory(tensor: Tensor) -> Place:
     """Return a key that is equal for two tensors if this rank's parts of them are the same memory."""
-    return memory_of(local_part(tensor))
+    return memory_of(tensor if type(tensor) in PLAIN else local_part(tensor))
+
+
+def _places_of(tensors: Sequence[Tensor]) -> list[Place]:
+    """Return the place in memory of each tensor. Of plain tensors, this takes few calls of Python functions."""
+    if set(map(type, tensors)).issubset(PLAIN) and all(addresses := list(map(Tensor.data_ptr, tensors))):
+        strides = map(Tensor.stride, tensors)
+        return [
+            (each.device, address, tuple(each.shape), stride, each.dtype)
+            for each, address, stride in zip(tensors, addresses, strides, strict=True)
+        ]
+    return list(map(place_in_memory, tensors))
+
+
+class Weights:
+    """Tensors of a model, by their places in memory.
+
+    Args:
+        tensors: the tensors, each one that optimizers may keep copies of (`may_be_copied`).
+
+    Attributes:
+        by_place: place in memory → tensor.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        tensors = list(tensors)
+        self.by_place = dict(zip(_places_of(tensors), tensors, strict=True))
+        self._by_id = dict(zip(map(id, self.by_place.values()), self.by_place.values(), strict=True))
+        self._held: dict[int, Held] = {}
+
+    def find(self, tensor: Tensor) -> Tensor | None:
+        """Return the model's tensor with the memory of the given one; None if there is none."""
+        known = self._by_id.get(id(tensor))
+        return self.by_place.get(place_in_memory(tensor)) if known is None else known
+
+    def find_all(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return for each tensor what `find` returns."""
+        known = list(map(self._by_id.get, map(id, tensors)))
+        return [self.find(each) if mine is None else mine for each, mine in zip(tensors, known, strict=True)]
+
+    @functools.cached_property
+    def identity(self) -> int:
+        """A number that is equal for the same tensors in the same order, and else differs but for rare chance."""
+        return hash(tuple(self.by_place))
+
+    @functools.cached_property
+    def sampled(self) -> dict[Place, Tensor]:
+        """At most `SAMPLED_TENSORS` of the tensors. If there are more, they are chosen at random from those trained."""
+        if len(self.by_place) <= SAMPLED_TENSORS:
+            return self.by_place
+        trained = [key for key, each in self.by_place.items() if each.requires_grad] or list(self.by_place)
+        return {trained[each]: self.by_place[trained[each]] for each in _chosen(len(trained))}
+
+    @functools.cached_property
+    def sampled_ids(self) -> set[int]:
+        """`id(tensor)` for each of the sampled tensors."""
+        return set(map(id, self.sampled.values()))
+
+    def held_by(self, optimizer: Any) -> Held:
+        """Return which of the tensors an optimizer holds. The answer is kept as long as it holds the same ones."""
+        ids = [list(map(id, group["params"])) for group in groups_of(optimizer)]
+        held = self._held.get(id(optimizer))
+        if held is None or held.ids != ids:
+            held = self._held[id(optimizer)] = Held(optimizer, self, ids)
+        return held
+
+
+@functools.lru_cache(maxsize=8)
+def _chosen(count: int) -> list[int]:
+    """Return which of so many tensors are sampled: at random, since layers repeat, but always the same ones."""
+    return sorted(random.Random(0).sample(range(count), min(count, SAMPLED_TENSORS)))
+
+
+class Held:
+    """The tensors of a model that an optimizer holds, in its order.
+
+    Args:
+        optimizer: the optimizer.
+        weights: the model's tensors.
+        ids: for each group, `id(parameter)` of its parameters.
+
+    Attributes:
+        mine: the tensors.
+        has_others: whether the optimizer also holds other tensors.
+        wholes: `mine`, and the tensors of each group.
+    """
+
+    def __init__(self, optimizer: Any, weights: Weights, ids: list[list[int]]) -> None:
+        self.ids = ids
+        found = [weights.find_all(group["params"]) for group in groups_of(optimizer)]
+        groups = [[each for each in group if each is not None] for group in found]
+        self._all = weights.by_place.values()
+        self.mine = list(chain.from_iterable(groups))
+        self.has_others = len(self.mine) < sum(map(len, found))
+        # an id stays that of a tensor that shares the model's memory only as long as this tensor exists
+        held = zip(parameters_of(optimizer), chain.from_iterable(found), strict=True)
+        self._aliases = [each for each, known in held if known is not None and known is not each]
+        self.wholes = [self.mine, *groups]
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """Number of elements of each of `wholes`."""
+        return [sum(map(Tensor.numel, whole)) for whole in self.wholes]
+
+    @functools.cached_property
+    def of_size(self) -> dict[int, list[Tensor]]:
+        """Number of elements → the first of `wholes` with so many, if it has more than one tensor."""
+        sized = reversed([*zip(self.sizes, self.wholes, strict=True)])
+        return {size: whole for size, whole in sized if len(whole) > 1}
+
+    def candidates(self, tensors: Sequence[Tensor]) -> Iterable[Tensor]:
+        """Return the tensors of which some others may be copies, in their order; all the model's if it holds none."""
+        if len(tensors) > 1:
+            return self.mine or self._all
+        keys = (tensors[0].numel(), tensors[0].shape)  # there may be many places with one tensor each
+        return [self._first[key] for key in keys if key in self._first]
+
+    @functools.cached_property
+    def _first(self) -> dict[object, Tensor]:
+        """Shape, and number of elements → the first of the tensors with it."""
+        tensors = [*reversed(self.mine or self._all)]
+        return {each.shape: each for each in tensors} | {each.numel(): each for each in tensors}
+
+    @functools.cached_property
+    def of_group(self) -> dict[int, int]:
+        """`id(tensor)` → the index in `wholes` of a group that has the tensor."""
+        return {key: index for index, whole in enumerate(self.wholes) if index for key in map(id, whole)}
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -65,12 +197,21 @@ def local_part(tensor: Any) -> Tensor:
 
 def sampled_points(tensor: Tensor) -> Tensor:
     """Return some elements of a tensor, in row-major order and evenly distributed."""
-    numel = tensor.numel()
-    step = numel // SAMPLED_ELEMENTS or 1
-    with torch.no_grad():
-        if tensor.is_contiguous():
-            return tensor.as_strided((min(numel, SAMPLED_ELEMENTS),), (step,))
-        return tensor.reshape(-1)[::step][:SAMPLED_ELEMENTS]
+    (points,) = points_of([tensor])
+    return points
+
+
+def points_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return some elements of each tensor, in row-major order and evenly distributed."""
+    tensors = list(tensors)
+    numels, are_contiguous = map(Tensor.numel, tensors), map(Tensor.is_contiguous, tensors)
+    each_with_kind = zip(map(Tensor.detach, tensors), numels, are_contiguous, strict=True)  # few calls: this is fast
+    return [
+        each.as_strided((numel if numel < SAMPLED_ELEMENTS else SAMPLED_ELEMENTS,), (numel // SAMPLED_ELEMENTS or 1,))
+        if is_contiguous
+        else each.reshape(-1)[:: numel // SAMPLED_ELEMENTS or 1][:SAMPLED_ELEMENTS]
+        for each, numel, is_contiguous in each_with_kind
+    ]
 
 
 def gathered(pieces: Sequence[Tensor]) -> Tensor:
@@ -84,32 +225,32 @@ def gathered(pieces: Sequence[Tensor]) -> Tensor:
 
 
 class Sample:
-    """Some elements of each tensor, as fp64 on the CPU.
+    """Some elements of some tensors (`Weights.sampled`), as fp64 on the CPU.
 
     Args:
-        tensors: the tensors, by their place in memory.
+        weights: the tensors.
     """
 
-    def __init__(self, tensors: Memory) -> None:
-        self._tensors = tensors
-        self.values = gathered([sampled_points(each) for each in tensors.values()])
+    def __init__(self, weights: Weights) -> None:
+        self._tensors, self._identity = weights.sampled, weights.identity  # not all, of which there may be many
+        self.values = gathered(points_of(weights.sampled.values()))
 
     @functools.cached_property
-    def parts(self) -> dict[tuple[object, ...], slice]:
-        """Each tensor's part of `values`, by its place in memory."""
+    def parts(self) -> dict[Place, slice]:
+        """Each sampled tensor's part of `values`, by its place in memory."""
         stops = itertools.accumulate(min(each.numel(), SAMPLED_ELEMENTS) for each in self._tensors.values())
         return {
             key: slice(begin, stop) for key, (begin, stop) in zip(self._tensors, pairwise([0, *stops]), strict=True)
         }
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Return the elements of one tensor; None if the tensor was not among them."""
+        """Return the elements of one tensor; None if the tensor was not among those that were sampled."""
         part = self.parts.get(place_in_memory(tensor))
         return None if part is None else self.values[part]
 
-    def is_of(self, tensors: Memory) -> bool:
+    def is_of(self, weights: Weights) -> bool:
         """Return whether these are elements of these tensors."""
-        return self._tensors.keys() == tensors.keys()
+        return self._identity == weights.identity
 
 
 def are_equal(pairs: Sequence[Pair], sample: Sample | None = None) -> bool:
@@ -117,23 +258,29 @@ def are_equal(pairs: Sequence[Pair], sample: Sample | None = None) -> bool:
 
     Args:
         pairs: the parameters and copies.
-        sample: earlier elements of the parameters; None: compare with their current values.
+        sample: earlier elements of the parameters, of which those that were not sampled are passed over; None: compare
+            with their current values.
     """
-    copies, values = list[Tensor](), list[Tensor]()
-    for parameter, copy in pairs:
-        narrow = narrower_dtype(parameter, copy)
-        points = sampled_points(parameter) if sample is None else sample.of(parameter)
-        if points is None:
-            return False
-        copies.append(sampled_points(copy).to(narrow))
-        values.append(points.to(narrow))
-    one, other = gathered(copies), gathered(values)
-    return torch.equal(one, other) and bool(one.any())
+    is_any = False
+    for some in (pairs[:1], pairs[1:]):  # most tensors of optimizers are no copies, as the first pair tells
+        if not some:
+            continue
+        copies, parameters = points_of([each.copy for each in some]), [each.parameter for each in some]
+        values = points_of(parameters) if sample is None else list(map(sample.of, parameters))
+        narrow = [narrower_dtype(*each) for each in some]
+        known = [each for each in zip(copies, values, narrow, strict=True) if each[1] is not None]
+        if known:
+            one = gathered([points.to(dtype) for points, _, dtype in known])
+            other = gathered([points.to(dtype) for _, points, dtype in known if points is not None])
+            if not torch.equal(one, other):
+                return False
+            is_any = is_any or bool(one.any())
+    return is_any
 
 
 def narrower_dtype(one: Tensor, other: Tensor) -> torch.dtype:
     """Return the dtype of the tensor that has fewer bytes an element."""
-    return one.dtype if one.element_size() <= other.element_size() else other.dtype
+    return one.dtype if one.dtype.itemsize <= other.dtype.itemsize else other.dtype
 
 
 def fill(pairs: Sequence[Pair], *, from_copies: bool = False) -> None:
@@ -161,8 +308,7 @@ def parameters_copied(optimizer: Optimizer, parameters: Iterable[Tensor], *, by_
     """
     if may_have_no_memory(optimizer):
         return set()
-    model = {place_in_memory(each): each for each in parameters if may_be_copied(local_part(each))}
-    found = tensors_in(optimizer, model)
+    found = tensors_in(optimizer, Weights(each for each in parameters if may_be_copied(local_part(each))))
     pairs = [pair for place, each in found.items() if place.endswith(OWN_PARAMETERS) for pair in each]
     if not are_equal(pairs) or (by_gradients and not _have_same_gradients(pairs)):
         return set()
@@ -187,12 +333,13 @@ def is_average(place: str) -> bool:
 
 def may_be_copied(tensor: Tensor) -> bool:
     """Return whether an optimizer may keep a copy of a tensor: whether it is dense and of floats of 16 bits or more."""
-    return tensor.is_floating_point() and tensor.element_size() > 1 and tensor.layout == torch.strided
+    dtype = tensor.dtype
+    return dtype.is_floating_point and dtype.itemsize > 1 and tensor.layout == torch.strided
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """Return all parameters of an optimizer; none if it is no optimizer."""
-    return (each for group in groups_of(optimizer) for each in group["params"])
+    return chain.from_iterable(group["params"] for group in groups_of(optimizer))
 
 
 def groups_of(optimizer: Any) -> Sequence[dict[str, Any]]:
@@ -202,19 +349,23 @@ def groups_of(optimizer: Any) -> Sequence[dict[str, Any]]:
 
 def may_have_no_memory(optimizer: Any) -> bool:
     """Return whether some parameters are of kinds of tensors without a known place in memory."""
-    return any(type(each) not in PLAIN and not is_sharded(each) for each in parameters_of(optimizer))
+    classes = set(map(type, parameters_of(optimizer)))
+    return not classes.issubset(PLAIN) and any(
+        type(each) not in PLAIN and not is_sharded(each) for each in parameters_of(optimizer)
+    )
 
 
-def tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[str, list[Pair]]:
+def tensors_in(optimizer: Any, weights: Weights, most: int | None = None) -> dict[str, list[Pair]]:
     """Return the tensors of an optimizer, and of what it wraps, that may be copies of parameters: place → pairs.
 
     Args:
         optimizer: the optimizer; None: it is gone.
-        model: the model's tensors.
-        most: number of parameters to look at in the state, and not among the optimizer's own parameters; None: all.
+        weights: the model's tensors.
+        most: number of sampled parameters to look at in the state, and not among the optimizer's own parameters; None:
+            all.
     """
     found: dict[str, list[Pair]] = {}
-    names, seen, waiting = list[str](), set[int](), [optimizer]
+    names, seen, waiting = list[str](), set[int](), [optimizer] if weights.by_place else []
     while waiting:
         each = waiting.pop()
         if each is not None and id(each) not in seen:
@@ -222,31 +373,37 @@ def tensors_in(optimizer: Any, model: Memory, most: int | None = None) -> dict[s
             waiting += [value for value in _own_attributes(each).values() if hasattr(value, "param_groups")]
             names.append(type(each).__name__)
             number = names.count(names[-1])
-            _search(each, names[-1] if number == 1 else f"{names[-1]}[{number}]", model, most, found)
+            _search(each, names[-1] if number == 1 else f"{names[-1]}[{number}]", weights, most, found)
     return found
 
 
-def _pieces(flat: Tensor, parameters: Sequence[Tensor]) -> list[Pair]:
+def _pieces(flat: Tensor, held: Held) -> list[Pair]:
     """Return pairs of parameters and their parts of a flat tensor that holds them all in order; none if it does not."""
-    sizes = [each.numel() for each in parameters]
-    if len(sizes) < 2 or flat.shape != (sum(sizes),):
+    parameters = held.of_size.get(flat.numel()) if flat.dim() == 1 else None
+    if parameters is None:
         return []
-    pieces = torch.split(flat.detach(), sizes)
+    pieces = torch.split(flat.detach(), [each.numel() for each in parameters])
     return [Pair(each, piece.view(each.shape)) for each, piece in zip(parameters, pieces, strict=True)]
 
 
-def _padded_pieces(flats: Sequence[Tensor], groups: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Pair]:
+def _padded_pieces(flats: Sequence[Tensor], held: Held, owner: Tensor | None = None) -> list[Pair]:
     """Return pairs of parameters and their parts of flat tensors with padding, such as FSDP, ZeRO and Apex make.
 
     Args:
         flats: flat tensors, which may be buckets: together, they hold all parameters of a group.
-        groups: the groups to try, each with its parameters in order.
-        sizes: number of elements of each group.
+        held: the parameters that the optimizer holds.
+        owner: the parameter that has the tensors in its state: they hold its group, or all.
     """
     most = sum(each.numel() for each in flats)
     if any(each.dim() != 1 for each in flats):
         return []
-    fitting = [each for each, size in zip(groups, sizes, strict=True) if 0 < size <= most]
+    indices = range(len(held.wholes)) if owner is None else (0, held.of_group.get(id(owner), 0))
+    padding = MOST_PADDING * len(flats)
+    fitting = [
+        held.wholes[each]
+        for each in indices
+        if 0 < held.sizes[each] <= most <= held.sizes[each] + padding + ALIGNMENTS[-1] * len(held.wholes[each])
+    ]
     tries = (_split(flats, each, alignment) for each in fitting for alignment in ALIGNMENTS)
     possible = [pairs for pairs in tries if pairs]
     return next(filter(are_equal, possible), possible[0] if possible else [])
@@ -266,36 +423,35 @@ def _split(flats: Iterable[Tensor], parameters: Iterable[Tensor], alignment: int
     return [] if waiting else pairs
 
 
-def _search(optimizer: Any, name: str, model: Memory, most: int | None, found: dict[str, list[Pair]]) -> None:
+def _search(optimizer: Any, name: str, weights: Weights, most: int | None, found: dict[str, list[Pair]]) -> None:
     """Add the tensors of one optimizer, without those of what it wraps, to `found`. Their places begin with `name`."""
-    parameters = list(parameters_of(optimizer))
-    keys = [place_in_memory(each) for each in parameters]
-    mine = [model[each] for each in keys if each in model]
-    if len(mine) < len(parameters) and most is None:
-        own = [each for each, key in zip(parameters, keys, strict=True) if key not in model]
-        held = set(keys)
-        pairs = _aligned(own, [model[key] for key in model if key not in held])
+    is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+    if is_torchs and most is not None:
+        return
+    held = weights.held_by(optimizer)
+    if held.has_others and most is None:
+        own = [each for each in parameters_of(optimizer) if weights.find(each) is None]
+        mine = set(map(id, held.mine))
+        pairs = _aligned(own, [each for each in weights.by_place.values() if id(each) not in mine])
         if any(pair.copy.element_size() > pair.parameter.element_size() for pair in pairs):  # else another model's
             found.setdefault(name + OWN_PARAMETERS, []).extend(pairs)
-    if type(optimizer).__module__.partition(".")[0] == "torch":
+    if is_torchs:
         return
     unowned: dict[str, list[Tensor]] = {}
-    of_groups = [map(place_in_memory, each["params"]) for each in groups_of(optimizer)]
-    groups = [[model[key] for key in places if key in model] for places in of_groups]
-    wholes = [mine, *groups]
-    sizes = [sum(each.numel() for each in whole) for whole in wholes]
-    for place, owner, tensor in _leaves(_attributes(optimizer, most), name, SEARCH_DEPTH):
+    for place, owner, tensor in _leaves_of(optimizer, name, weights, most):
         if not may_be_copied(tensor):
             continue
-        if pieces := next(filter(None, (_pieces(tensor, each) for each in wholes)), None):
+        parameter = None if owner is None else weights.find(owner)
+        if parameter is not None and (pairs := _aligned([tensor], [parameter])):
+            found.setdefault(place, []).extend(pairs)
+        elif pieces := _pieces(tensor, held):
             found.setdefault(place, []).extend(pieces)
         elif owner is None:
             unowned.setdefault(place, []).append(tensor)
-        elif (parameter := model.get(place_in_memory(owner))) is not None:
-            pairs = _aligned([tensor], [parameter]) or _padded_pieces([tensor], wholes, sizes)
-            found.setdefault(place, []).extend(pairs)
+        elif parameter is not None:
+            found.setdefault(place, []).extend(_padded_pieces([tensor], held, parameter))
     for place, tensors in unowned.items():
-        pairs = _aligned(tensors, mine or model.values()) or _padded_pieces(tensors, wholes, sizes)
+        pairs = _aligned(tensors, held.candidates(tensors)) or _padded_pieces(tensors, held)
         found.setdefault(place, []).extend(pairs)
 
 
@@ -303,31 +459,52 @@ def _own_attributes(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {})
 
 
-def _attributes(optimizer: Any, most: int | None) -> dict[str, Any]:
-    values = {
-        key: value for key, value in _own_attributes(optimizer).items() if key not in ("defaults", "param_groups")
-    }
-    if isinstance(values.get("state"), Mapping):
-        values["state"] = dict(islice(values["state"].items(), most))
-    groups = getattr(optimizer, "param_groups", ())
-    return values | {
-        key: [each.get(key) for each in groups] for key in {key for each in groups for key in each} - {"params"}
-    }
+def _leaves_of(optimizer: Any, name: str, weights: Weights, most: int | None) -> list[_Leaf]:
+    """Return the tensors in the state, the groups and the other attributes of an optimizer, but its parameters."""
+    leaves, values = list[_Leaf](), _own_attributes(optimizer)
+    state, unsearched = values.get("state"), {"defaults", "param_groups"}
+    if isinstance(state, (dict, Mapping)):
+        unsearched.add("state")
+        items: Iterable[tuple[Any, Any]] = state.items()
+        _collect_items(items if most is None else islice(_sampled(items, weights), most), f"{name}.state", leaves)
+    _collect_items([(key, value) for key, value in values.items() if key not in unsearched], name, leaves)
+    for group in groups_of(optimizer):
+        _collect_items([(key, value) for key, value in group.items() if key != "params"], name, leaves)
+    return leaves
 
 
-def _leaves(value: Any, place: str, depth: int) -> Iterator[tuple[str, Tensor | None, Tensor]]:
-    """Yield each tensor in nested lists and dicts, with its place and the tensor that is its key in a dict, if any."""
+def _sampled(items: Iterable[tuple[Any, Any]], weights: Weights) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of an optimizer's state, without those of tensors that are not sampled."""
+    sampled = weights.sampled_ids
+    return (item for item in items if not isinstance(item[0], Tensor) or id(weights.find(item[0])) in sampled)
+
+
+def _collect_items(
+    items: Iterable[tuple[Any, Any]],
+    place: str,
+    leaves: list[_Leaf],
+    owner: Tensor | None = None,
+    depth: int = SEARCH_DEPTH - 1,
+) -> None:
+    """Add each tensor in nested lists and dicts, with its place and the tensor that is its key in a dict, if any."""
+    for key, value in items:
+        if type(value) in _SCALARS:
+            continue
+        if isinstance(key, Tensor):
+            _collect(value, place, leaves, key if owner is None else owner, depth)
+        elif key not in MOMENTS:
+            _collect(value, f"{place}.{key}" if isinstance(key, str) else place, leaves, owner, depth)
+
+
+def _collect(value: Any, place: str, leaves: list[_Leaf], owner: Tensor | None, depth: int) -> None:
     if isinstance(value, Tensor):
-        yield place, None, value
-    elif depth and isinstance(value, list | tuple):
+        leaves.append((place, owner, value))
+    elif depth and isinstance(value, (list, tuple)):
         for each in value:
-            yield from _leaves(each, place, depth - 1)
-    elif depth and isinstance(value, Mapping):
-        for key, each in value.items():
-            if isinstance(key, Tensor):
-                yield from ((inner, key, tensor) for inner, _, tensor in _leaves(each, place, depth - 1))
-            elif key not in MOMENTS:
-                yield from _leaves(each, f"{place}.{key}" if isinstance(key, str) else place, depth - 1)
+            if type(each) not in _SCALARS:
+                _collect(each, place, leaves, owner, depth - 1)
+    elif depth and isinstance(value, (dict, Mapping)):
+        _collect_items(value.items(), place, leaves, owner, depth - 1)
 
 
 def _aligned(tensors: Iterable[Tensor], parameters: Iterable[Tensor]) -> list[Pair]:
@@ -348,7 +525,7 @@ def _in_order(
         if parameter is None:
             return []
         copy = tensor if tensor.shape == parameter.shape else tensor.detach().view(parameter.shape)
-        if place_in_memory(copy) != place_in_memory(parameter):
+        if copy.data_ptr() != parameter.data_ptr() or place_in_memory(copy) != place_in_memory(parameter):
             pairs.append(Pair(parameter, copy))
     return pairs
 
@@ -383,4 +560,4 @@ def wrappers_of(optimizer: Optimizer) -> list[Any]:
 def is_inside(optimizer: Optimizer, other: Any) -> bool:
     """Return whether another optimizer, which calls hooks before its own steps, has this one in an attribute."""
     attributes = _own_attributes(other)
-    return "_optimizer_step_pre_hooks" in attributes and any(each is optimizer for each in attributes.values())
+    return "_optimizer_step_pre_hooks" in attributes and id(optimizer) in map(id, attributes.values())

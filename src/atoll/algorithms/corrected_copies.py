@@ -12,19 +12,22 @@ from torch.optim import Optimizer
 from atoll.algorithms.copies_in_optimizers import (
     Pair,
     Sample,
+    Weights,
     are_equal,
     fill,
     is_average,
     may_be_copied,
     may_have_no_memory,
-    place_in_memory,
     sampled_points,
     tensors_in,
 )
 from atoll.algorithms.undone_loads import Load
-from atoll.algorithms.weight_copies import WATCHED_STEPS
+from atoll.algorithms.weight_copies import SHORT_LOOKS, STEPS_UNTIL_STATE, WATCHED_STEPS
 from atoll.errors import UsageError
 from atoll.tensors.module_tensors import PLAIN
+
+STEPS_BETWEEN_SHORT_LOOKS = 4
+"""Steps between looks at one parameter's state, after the first of these (`SHORT_LOOKS`)."""
 
 
 class CorrectedCopies:
@@ -42,10 +45,16 @@ class CorrectedCopies:
 
     def __init__(self, optimizer: Optimizer, parameters: Iterable[Tensor], algorithm: str) -> None:
         plain = [each for each in parameters if type(each) in PLAIN and may_be_copied(each)]
-        self._tensors = {} if may_have_no_memory(optimizer) else {place_in_memory(each): each for each in plain}
+        self._weights = Weights(() if may_have_no_memory(optimizer) else plain)
         self._optimizer, self._algorithm = optimizer, algorithm
-        self._load = Load(Sample({}), Sample(self._tensors))
-        self._steps_left, self._followed, self._differed = WATCHED_STEPS, set[str](), set[str]()
+        self._load = Load(Sample(Weights()), Sample(self._weights))
+        self._steps_left, self._seen = WATCHED_STEPS, set[str]()
+        self._followed, self._differed = set[str](), set[str]()
+
+    @property
+    def are_possible(self) -> bool:
+        """Whether there are copies that change with the weights, or may be: `changing` has something to do."""
+        return bool(self._weights.by_place and (self._steps_left or self._followed))
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -54,10 +63,11 @@ class CorrectedCopies:
         Raises:
             UsageError: the block has changed weights of which the optimizer keeps a copy that cannot be changed.
         """
-        found: dict[str, list[Pair]] = {}
-        if self._steps_left or self._followed:
-            found = tensors_in(self._optimizer, self._tensors)
+        found = tensors_in(self._optimizer, self._weights) if self._is_searched() else {}
         self._compare(found)
+        if not found:
+            yield
+            return
         partly = {place: pairs for place, pairs in found.items() if place in self._followed & self._differed}
         before = {place: [sampled_points(each.parameter).clone() for each in pairs] for place, pairs in partly.items()}
         with _in_place_of_weights([pair for place in found.keys() - self._differed for pair in found[place]]):
@@ -73,11 +83,23 @@ class CorrectedCopies:
                     "inside of it.",
                 )
 
+    def _is_searched(self) -> bool:
+        """Return whether some tensors may be copies, after this step, or are not known yet."""
+        is_first = self._steps_left > WATCHED_STEPS - STEPS_UNTIL_STATE
+        if is_first or self._followed or (self._steps_left and self._seen - self._differed):
+            return True
+        steps = WATCHED_STEPS - self._steps_left
+        if steps > SHORT_LOOKS and steps % STEPS_BETWEEN_SHORT_LOOKS:
+            return False
+        few = tensors_in(self._optimizer, self._weights, most=1)
+        return any(place not in self._seen or are_equal(pairs[:1]) for place, pairs in few.items())
+
     def _compare(self, found: Mapping[str, Sequence[Pair]]) -> None:
         """Note which tensors equal the weights after this step, and which do not."""
         if not self._steps_left:
             return
         self._steps_left -= 1
+        self._seen |= found.keys()
         for place, pairs in found.items():
             if is_average(place) or not are_equal(pairs):
                 self._differed.add(place)

@@ -75,7 +75,9 @@ class _Proximal(Correction):
                         f"The gradient of {name!r} is sparse, but FedProx adds a dense term to it.",
                         "Build the embedding with sparse=False, or use fedavg.",
                     )
-                g.add_(pull.reshape(g.shape), alpha=self._mu)
+                if pull.shape != g.shape:
+                    pull = pull.reshape(g.shape)
+                g.add_(pull, alpha=self._mu)
 
     def after_step_(self, names: Collection[str], rate: float) -> None:
         self._remove_made(names)

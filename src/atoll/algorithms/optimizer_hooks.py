@@ -19,7 +19,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import FrameType, MethodType, TracebackType
 from typing import Any
@@ -170,7 +170,7 @@ def require_holds_all(
 
 def held_by(optimizers: Sequence[Optimizer]) -> set[int]:
     """Return `id(parameter)` for each parameter that one of the optimizers holds."""
-    return {id(value) for each in optimizers for group in each.param_groups for value in group["params"]}
+    return {key for each in optimizers for group in each.param_groups for key in map(id, group["params"])}
 
 
 def outside_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,7 +195,7 @@ class Steps:
     def __init__(
         self, optimizers: Sequence[Sequence[Any]], before: Callable[[Optimizer], None], after: Callable[[int], None]
     ) -> None:
-        self._after, self._due = outside_compiled(after), 0
+        self._after, self._due = after, 0  # called outside of compiled code, by the end of a step
         trained = [id(layers[-1]) for layers in optimizers if _trains(layers[-1])]
         self._cycles = Cycles(trained) if len(trained) > 1 else None
         self._steps: list[WholeSteps] = []
@@ -790,7 +790,7 @@ class _Followed:
         if not (self._is_formed or self._has_gradients()):  # step() may have cleared them
             return  # without a gradient the step moved nothing
         if self._hooks.correction is not None:
-            with torch.no_grad(), self._copies.changing():
+            with torch.no_grad(), self._copies.changing() if self._copies.are_possible else nullcontext():
                 self._hooks.correction.after_step_(self._names, self._rate)
         if self._is_counted:
             self._hooks.steps, self._hooks.rate_sum = self._hooks.steps + 1, self._hooks.rate_sum + self._rate

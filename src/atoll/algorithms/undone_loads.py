@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
-from atoll.algorithms.copies_in_optimizers import Memory, Pair, Sample, are_equal, gathered, sampled_points
+from atoll.algorithms.copies_in_optimizers import Pair, Place, Sample, Weights, are_equal, gathered, points_of
 
 TIMES_THE_NOISE = 6
 """A tensor is on its way back if the way is so many times the noise that is expected in it by chance."""
@@ -62,11 +63,11 @@ class Load:
         self.is_decided = not self.changed
         self._seen = [after.values]  # the weights after the load, and after each of the first steps
         self._is_back = False
-        self.returned: set[tuple[object, ...]] = set()
+        self.returned: set[Place] = set()
 
-    def is_of(self, tensors: Memory) -> bool:
+    def is_of(self, weights: Weights) -> bool:
         """Return whether the load was into these tensors."""
-        return self._after.is_of(tensors)
+        return self._after.is_of(weights)
 
     def is_before(self, pairs: Sequence[Pair]) -> bool:
         """Return whether these tensors have the values from before the load."""
@@ -74,8 +75,9 @@ class Load:
 
     def has_moved(self, pairs: Sequence[Pair]) -> bool:
         """Return whether the steps since the load have changed one of these parameters."""
-        loaded = [(self._after.of(each.parameter), each.parameter) for each in pairs]
-        return any(then is not None and not torch.equal(then, gathered([sampled_points(now)])) for then, now in loaded)
+        loaded = [(then, each.parameter) for each in pairs if (then := self._after.of(each.parameter)) is not None]
+        now = gathered(points_of([each for _, each in loaded]))
+        return bool(loaded) and not torch.equal(torch.cat([then for then, _ in loaded]), now)
 
     def jumps_back(self, now: Tensor, *, is_end: bool = False) -> bool:
         """Return whether the first step after the load started from the weights before it, judged by the second step.
@@ -105,7 +107,7 @@ class Load:
         beyond = first - after - step  # what the first step did beyond what the second one did
         if step.norm() < LEAST_STEP * way.norm():
             return
-        moved, is_moved = dict[tuple[object, ...], slice](), torch.zeros_like(step, dtype=torch.bool)
+        moved, is_moved = dict[Place, slice](), torch.zeros_like(step, dtype=torch.bool)
         for place, part in self._after.parts.items():
             if step[part].any():  # else another optimizer made the second step, and this tensor's step is not known
                 moved[place], is_moved[part] = part, True
@@ -145,8 +147,8 @@ def _is_return(change: Tensor, back: Tensor) -> bool:
     if change.numel() < FEWEST_ELEMENTS or not back.any():
         return False
     share = change @ back / (back @ back)
-    noise = (change - share * back).norm() / (change.numel() - 1) ** 0.5
-    return bool(abs(share - 1) < 0.5 and share * back.norm() > TIMES_THE_NOISE * noise)
+    noise = vector_norm(change - share * back) / (change.numel() - 1) ** 0.5
+    return bool(abs(share - 1) < 0.5 and share * vector_norm(back) > TIMES_THE_NOISE * noise)
 
 
 class Companion:
@@ -161,14 +163,14 @@ class Companion:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor, int] | None = None
 
-    def note(self, copy: Tensor, weights: Tensor) -> None:
-        """Record elements of the tensors and of the weights after a step."""
-        last, self._last = self._last, (copy, weights)
-        if last is None or torch.equal(weights, last[1]):
+    def note(self, copy: Tensor, weights: Tensor, step: int) -> None:
+        """Record elements of the tensors and of the weights before a step with this number."""
+        last, self._last = self._last, (copy, weights, step)
+        if last is None or last[2] + 1 < step or torch.equal(weights, last[1]):
             return
-        then, earlier = last
+        then, earlier, _ = last
         change, way = copy - then, weights - then
         is_average = bool(change @ way > HALF_WAY * change.norm() * way.norm())
         draws = not is_average and _draws(weights - earlier, then - earlier, change)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.algorithms.copies_in_optimizers import Sample, local_part, may_be_copied, parameters_copied, place_in_memory
+from atoll.algorithms.copies_in_optimizers import Sample, Weights, local_part, may_be_copied, parameters_copied
 from atoll.algorithms.every_step import before_every_step, no_longer_before_steps
 from atoll.tensors.module_tensors import PLAIN, gradients_of, memory_of, named_parameters
 
@@ -117,7 +117,7 @@ class UnfollowedSteps:
         """
         names = _held_or_in(set(), optimizer, parameters) - self._of_others
         values = [parameters[name] for name in names if _is_compared(parameters[name])]
-        now = Sample({place_in_memory(each): each for each in values})
+        now = Sample(Weights(values))
         last, self._without_gradient[optimizer] = self._without_gradient.get(optimizer), now
         return last is not None and last.values.shape == now.values.shape and not torch.equal(last.values, now.values)
 

@@ -38,9 +38,10 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.copies_in_optimizers import (
     OWN_PARAMETERS,
-    Memory,
     Pair,
+    Place,
     Sample,
+    Weights,
     are_equal,
     fill,
     gathered,
@@ -51,19 +52,25 @@ from atoll.algorithms.copies_in_optimizers import (
     parameters_copied,
     parameters_of,
     place_in_memory,
-    sampled_points,
+    points_of,
     tensors_in,
     wrappers_of,
 )
 from atoll.algorithms.every_step import before_every_step
 from atoll.algorithms.undone_loads import DRAWN_STEPS, Changes, Companion, Load
 from atoll.errors import UsageError
-from atoll.tensors.module_tensors import Tensors
+from atoll.tensors.module_tensors import PLAIN, Tensors
 
 SAMPLED_PARAMETERS = 8
 """Parameters of each optimizer that have their state compared before a step, where that has to be fast."""
 WATCHED_STEPS = 64
 """Steps after each load before which Atoll looks whether it was undone."""
+WHOLE_LOOKS = 5
+"""The first of these steps, before which it compares copies of several parameters in any case."""
+SHORT_LOOKS = 16
+"""The first of these steps, before which it compares a copy of at least one parameter."""
+STEPS_BETWEEN_LOOKS = 8
+"""Steps between later such comparisons. A jump back is awaited in every one."""
 STEPS_UNTIL_STATE = 2
 """Steps after which an optimizer has made the state that it makes at its first step."""
 MOST_NOTED_STEPS = 8
@@ -96,7 +103,7 @@ class _Watched:
         return self._optimizer()
 
 
-class _Place(NamedTuple):
+class _Where(NamedTuple):
     """Where an optimizer keeps tensors."""
 
     watched: _Watched
@@ -136,12 +143,13 @@ class WeightCopies:
         self._report, self._reported = report, set[str]()
         self._watched: list[_Watched] = []
         self._others: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # optimizers of other models
+        self._steps_begun, self._has_candidates = 0, False
         self._steps_made: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._tensors: Memory = {}
+        self._weights = Weights()
         self._thread = 0  # that of the last load
         self._model: Callable[[], nn.Module | None] = lambda: None  # a weak reference, of the last load
-        self._returned: set[tuple[object, ...]] = set()  # of the last load: `Load.returned`
-        self._steps_left, self._load = 0, Load(Sample({}), Sample({}))
+        self._returned: set[Place] = set()  # of the last load: `Load.returned`
+        self._steps_left, self._load = 0, Load(Sample(Weights()), Sample(Weights()))
         self._changes: Changes | None = None  # of the last federated round
         self._backward: Any = None  # the handle of the hook on a parameter
 
@@ -154,7 +162,7 @@ class WeightCopies:
             return
         self._watched = [each for each in self._watched if each.optimizer is not None]
         self._watched.append(_Watched(optimizer))
-        for pairs in tensors_in(optimizer, self._tensors).values():
+        for pairs in tensors_in(optimizer, self._weights).values():
             if self._load.is_before(pairs):
                 fill(pairs)
 
@@ -163,19 +171,22 @@ class WeightCopies:
 
         Before a step inside of another optimizer's step, the weights are on their way: SAM has just taken them back.
         """
-        if any(is_inside(optimizer, each.optimizer) for each in self._watched):
-            return
+        for each in self._watched:
+            other = each.optimizer
+            if other is not optimizer and is_inside(optimizer, other):
+                return
         self._look_no_more_in_backward()
         self._steps_made[optimizer] = made = self._steps_made.get(optimizer, -1) + 1
-        for each in wrappers_of(optimizer) if not made else ():
-            self.watch(each)
+        for wrapper in wrappers_of(optimizer) if not made else ():
+            self.watch(wrapper)
+        self._steps_begun += 1
         if self._steps_left:
             self._steps_left -= 1
             self._look(made)
 
     def discover(self, optimizer: Optimizer, *_: Any) -> None:
         """Call `watch` and `before_step` if this optimizer, which is about to step, trains the model."""
-        if not self._tensors or optimizer in self._others:
+        if not self._weights.by_place or optimizer in self._others:
             return
         if all(each.optimizer is not optimizer for each in self._watched):
             if not self._is_trained_by(optimizer):
@@ -190,19 +201,19 @@ class WeightCopies:
         The same thread has to load the weights and train such copies: another site's model, which another thread
         trains, may be equal.
         """
-        if any(place_in_memory(each) in self._tensors for each in parameters_of(optimizer)):
+        if any(self._weights.find(each) is not None for each in parameters_of(optimizer)):
             return not may_have_no_memory(optimizer)
         model = self._model() if self._thread == threading.get_ident() else None
         if model is None:
             return False
-        # the model's own parameters, since those in `_tensors` are detached and have no gradients
-        parameters = (each for each in model.parameters() if place_in_memory(each) in self._tensors)
+        # the model's own parameters, since those of `_weights` are detached and have no gradients
+        parameters = (each for each in model.parameters() if self._weights.find(each) is not None)
         return bool(parameters_copied(optimizer, parameters, by_gradients=True))
 
     def forget_model(self) -> None:
         """Free the model's tensors. The optimizers are still known at the next load."""
         self._look_no_more_in_backward()
-        self._tensors, self._steps_left, self._load = {}, 0, Load(Sample({}), Sample({}))
+        self._weights, self._steps_left, self._load = Weights(), 0, Load(Sample(Weights()), Sample(Weights()))
 
     def discover_all(self) -> None:
         """Call `discover` before every step of every optimizer of this process, as long as this object exists."""
@@ -223,11 +234,9 @@ class WeightCopies:
         last_step = max(self._steps_made.values(), default=-1) + 1
         self._look(last_step, is_end=True)
         self._thread = threading.get_ident()
-        self._tensors = {place_in_memory(each): each for each in tensors.values() if may_be_copied(each)}
+        self._weights = Weights()  # free the last ones first
+        self._weights = _weights_of(model, tensors)
         self._model = weakref.ref(model) if isinstance(model, nn.Module) else lambda: None
-        if isinstance(model, nn.Module):
-            parameters = set(map(place_in_memory, model.parameters()))
-            self._tensors = {key: each for key, each in self._tensors.items() if key in parameters}
         self._look_no_more_in_backward()
         self._others = weakref.WeakSet()
         found = self._found()
@@ -240,15 +249,15 @@ class WeightCopies:
                 place.note_equal(last_step)
         if refuses:
             _require_loadable(found.keys() - copies.keys())
-        before = Sample(self._tensors)
+        before = Sample(self._weights)
         try:
             yield
         finally:
             for pairs in copies.values():
                 fill(pairs)
-            load = Load(before, Sample(self._tensors))
+            load = Load(before, Sample(self._weights))
             self._steps_left = WATCHED_STEPS
-            if load.changed or not self._load.is_of(self._tensors):
+            if load.changed or not self._load.is_of(self._weights):
                 self._load = load
                 for each in self._watched:
                     for companion in each.companions.values():
@@ -260,10 +269,10 @@ class WeightCopies:
     def look_at_end(self) -> None:
         """Look, at the end of a federated round, whether the last load was undone."""
         self._look_for_jump(is_end=True)
-        now, last = Sample(self._tensors).values, self._changes
+        now, last = Sample(self._weights).values, self._changes
         if last is not None and not self._load.is_decided and self._load.is_continued(now, last):
             self._undone(JUMP)
-        self._changes = self._load.changes(now) if self._load.is_of(self._tensors) else None
+        self._changes = self._load.changes(now) if self._load.is_of(self._weights) else None
 
     def _look_in_backward(self, model: Any) -> None:
         """Look in each backward pass whether the last load was undone, until an optimizer that calls hooks steps.
@@ -272,7 +281,7 @@ class WeightCopies:
         """
         parameters = model.parameters() if isinstance(model, nn.Module) else model.values()
         trained = (each for each in parameters if isinstance(each, Tensor) and each.requires_grad and each.is_leaf)
-        first: Any = next((each for each in trained if place_in_memory(each) in self._tensors), None)
+        first: Any = next((each for each in trained if self._weights.find(each) is not None), None)
         if first is None or self._load.is_decided:
             return
         this = weakref.ref(self)
@@ -291,17 +300,25 @@ class WeightCopies:
             self._backward.remove()
             self._backward = None
 
-    def _found(self, most: int | None = None) -> dict[_Place, list[Pair]]:
+    def _found(self, most: int | None = None) -> dict[_Where, list[Pair]]:
         """Return what may be copies in all optimizers that are watched: place → pairs.
 
         Args:
-            most: number of parameters of each optimizer to look at in its state; None: all.
+            most: number of sampled parameters of each optimizer to look at in its state; None: all.
         """
         return {
-            _Place(each, name): pairs
+            _Where(each, name): pairs
             for each in self._watched
-            for name, pairs in tensors_in(each.optimizer, self._tensors, most).items()
+            for name, pairs in tensors_in(each.optimizer, self._weights, most).items()
         }
+
+    def _found_in_some(self, most: int) -> dict[_Where, list[Pair]]:
+        """Return what may be copies of at most so many sampled parameters, at each place in all optimizers."""
+        sampled, found = self._weights.sampled_ids, dict[_Where, list[Pair]]()
+        for place, pairs in self._found(most).items():
+            some = [each for each in pairs if id(each.parameter) in sampled] if len(pairs) > most else pairs
+            found[place] = some[:: max(1, len(some) // most)][:most]
+        return found
 
     def _look(self, step: int, *, is_end: bool = False) -> None:
         """Note which tensors have followed the weights. Report a load that was undone by the steps since then.
@@ -310,25 +327,42 @@ class WeightCopies:
             step: number of the last step.
             is_end: whether other weights are loaded next.
         """
-        if not self._tensors:
+        if not self._weights.by_place:
             return
-        found = self._found(SAMPLED_PARAMETERS)
+        looks = WATCHED_STEPS - self._steps_left
+        if is_end or looks <= SHORT_LOOKS or looks % STEPS_BETWEEN_LOOKS == 0:
+            self._compare(step, is_whole=is_end or looks <= WHOLE_LOOKS, is_end=is_end)
+        self._look_for_jump(is_end=is_end)
+        if not self._has_candidates and self._load.is_decided and looks > STEPS_UNTIL_STATE:
+            self._steps_left = 0
+
+    def _compare(self, step: int, *, is_whole: bool, is_end: bool) -> None:
+        """Compare what may be copies with the weights. The arguments are those of `_look`.
+
+        Args:
+            step: number of the last step.
+            is_whole: whether to compare several parameters even if a first one differs.
+            is_end: whether other weights are loaded next.
+        """
+        found = self._found_in_some(SAMPLED_PARAMETERS if is_whole else 1)
+        self._has_candidates = bool(found)
+        if not is_whole:
+            found = self._found_in_some(SAMPLED_PARAMETERS) if any(map(are_equal, found.values())) else {}
         for place, pairs in found.items():
-            companion = place.watched.companions.setdefault(place.name, Companion())
-            companion.note(*(gathered([sampled_points(each[side]) for each in pairs]) for side in (1, 0)))
-            if self._load.has_moved(pairs) and are_equal(pairs):
+            if is_whole:
+                companion = place.watched.companions.setdefault(place.name, Companion())
+                copy, weights = (gathered(points_of([each[side] for each in pairs])) for side in (1, 0))
+                companion.note(copy, weights, self._steps_begun + is_end)
+            if are_equal(pairs) and self._load.has_moved(pairs):
                 place.note_equal(step)
                 if place.name in place.watched.left:
                     self._undone(f"the steps since then started from the optimizer's copy of the weights, {place.name}")
-        self._look_for_jump(is_end=is_end)
-        if not found and self._load.is_decided and self._steps_left < WATCHED_STEPS - STEPS_UNTIL_STATE:
-            self._steps_left = 0
 
     def _look_for_jump(self, *, is_end: bool = False) -> None:
         """Report a load that the next step undid by a jump back to the weights before the load."""
         if self._load.is_decided:
             return
-        has_jumped = self._load.jumps_back(Sample(self._tensors).values, is_end=is_end)
+        has_jumped = self._load.jumps_back(Sample(self._weights).values, is_end=is_end)
         if self._load.is_decided:
             has_jumped = has_jumped or not self._returned.isdisjoint(self._load.returned)
             self._returned = self._load.returned
@@ -345,7 +379,27 @@ class WeightCopies:
             )
 
 
-def _require_loadable(places: Iterable[_Place]) -> None:
+def _weights_of(model: object, tensors: Tensors) -> Weights:
+    """Return the tensors of a model of which an optimizer may keep copies. The arguments are those of `loading`."""
+    if not isinstance(model, nn.Module):
+        return Weights(filter(may_be_copied, tensors.values()))
+    parameters = [
+        each
+        for part in model.modules()
+        for each in part._parameters.values()
+        if each is not None and may_be_copied(each)
+    ]
+    if set(map(type, parameters)).issubset(PLAIN):  # an optimizer holds the same objects, which are found at once
+        given = [each for each in tensors.values() if type(each) in PLAIN and each.layout == torch.strided]
+        addresses = set(map(Tensor.data_ptr, given))
+        held = zip(parameters, map(Tensor.data_ptr, parameters), strict=True)
+        return Weights([each for each, address in held if address in addresses])
+    given = [each for each in tensors.values() if may_be_copied(each)]
+    places = set(map(place_in_memory, parameters))
+    return Weights(each for each in given if place_in_memory(each) in places)
+
+
+def _require_loadable(places: Iterable[_Where]) -> None:
     """Check that none of these tensors, which differ from the weights, has followed them before.
 
     Raises:

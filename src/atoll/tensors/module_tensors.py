@@ -26,6 +26,7 @@ PLAIN = (Tensor, nn.Parameter)
 """The usual classes of tensors. Tensors of other classes may keep their elements elsewhere."""
 GRADIENTS = ("grad", "main_grad", "decoupled_grad")
 """Attributes in which optimizers look for a parameter's gradient: torch's, Megatron's and Transformer Engine's."""
+_OTHER_GRADIENTS = frozenset(GRADIENTS) - {"grad"}
 
 
 class Marked(dict[str, Tensor]):
@@ -346,6 +347,9 @@ def gradients_of(parameter: Tensor) -> list[Tensor]:
 
     Only the thread that trains the model may call this.
     """
+    attributes = parameter.__dict__
+    if type(parameter) in PLAIN and (not attributes or _OTHER_GRADIENTS.isdisjoint(attributes)):
+        return [] if parameter.grad is None else [parameter.grad]
     held = {id(each): each for each in (getattr(parameter, key, None) for key in GRADIENTS) if isinstance(each, Tensor)}
     if len(held) < 2:
         return list(held.values())

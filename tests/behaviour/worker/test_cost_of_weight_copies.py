@@ -1,0 +1,221 @@
+"""What it costs to find optimizers' copies of the weights: bounds on calls and looks, and that they miss no copy.
+
+Every optimizer here steps as SGD does, w ← w − g, and is none of torch's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import exported
+from kit.servers import PLAIN_DILOCO, plain_server
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+import atoll
+from atoll.algorithms.copies_in_optimizers import SAMPLED_ELEMENTS, SAMPLED_TENSORS, Sample, Weights
+
+MANY = 3 * SAMPLED_TENSORS
+"""Tensors of a model of which not all are sampled."""
+
+
+class State(dict[str, Any]):
+    """The state of one parameter. It counts how often any such state is looked at."""
+
+    looks = 0
+
+    def items(self) -> Any:
+        State.looks += 1
+        return super().items()
+
+
+class WithMoment(Optimizer):
+    """Keeps one tensor for each parameter, which is no copy, in its state."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return [value for group in self.param_groups for value in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value in self.weights:
+            if value not in self.state:
+                self.state[value] = State()
+            self.keep(value)
+            value -= value.grad
+
+    def keep(self, value: Tensor) -> None:
+        self.state[value]["m"] = torch.full_like(value, 0.5)
+
+
+class OneGroupEach(WithMoment):
+    """Has a group for each parameter."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__([{"params": [value]} for value in parameters])
+
+
+class ByName(WithMoment):
+    """Keeps the tensors in a dict, each by a name of its own."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters)
+        self.moments = {f"m{number}": torch.full_like(value, 0.5) for number, value in enumerate(self.weights)}
+
+    def keep(self, value: Tensor) -> None:
+        pass
+
+
+class InState(WithMoment):
+    """Steps copies of the weights, which are in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for value in self.weights:
+            value.copy_(self.state[value].setdefault("master", value.clone()).sub_(value.grad))
+
+
+class EverySecondHidden(WithMoment):
+    """Steps copies of every second weight, which have the other sign, so that they are not found."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, value in enumerate(self.weights):
+            if number % 2:
+                value -= value.grad
+            else:
+                value.copy_(-self.state[value].setdefault("minus", -value.clone()).add_(value.grad))
+
+
+def build(tensors: int, value: float = 1.0) -> nn.Module:
+    return nn.ParameterList([torch.full((8,), value) for _ in range(tensors)])
+
+
+def calls(function: Callable[[], object]) -> int:
+    """Number of calls that a function makes, of Python functions and of others."""
+    made = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal made
+        made += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return made
+
+
+def step(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        for value in model.parameters():
+            value.grad = torch.full_like(value, -1.0)
+        optimizer.step()
+
+
+def calls_of_loads(folder: Path, make: Callable[[Any], Any], tensors: int) -> int:
+    """Calls of the second and the third load of a federated run of one site, with an optimizer."""
+    model, made = build(tensors), 0
+    optimizer = make(model.parameters())
+    with plain_server(folder, build(tensors), algorithm="fedavg", sites=1, rounds=3) as server:
+        with atoll.join(server.url, site="a", folder=folder / "w") as worker:
+            for number, fl_round in enumerate(worker):
+                made += bool(number) * calls(lambda fl_round=fl_round: fl_round.load_into(model))  # type: ignore[misc]
+                step(model, optimizer, 3)
+                fl_round.submit(model)
+    return made
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("make", [WithMoment, OneGroupEach, ByName])
+def test_a_load_costs_as_much_for_each_of_many_tensors(tmp_path: Path, make: Any) -> None:
+    """Four times as many tensors make at most four times as many calls, and a few for chance."""
+    few, many = (calls_of_loads(tmp_path / str(tensors), make, tensors) for tensors in (50, 200))
+    assert many <= 4.5 * few
+
+
+@pytest.mark.covers("X11")
+def test_scaffold_looks_at_the_whole_state_in_its_first_two_steps() -> None:
+    """Then at one parameter's, as long as nothing there equals the weights."""
+    model = build(40)
+    optimizer = WithMoment(model.parameters())
+    zeros = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    State.looks = 0
+    with atoll.Scaffold(model, zeros, zeros).correct(optimizer):
+        step(model, optimizer, 70)
+    assert 2 * 40 <= State.looks <= 2 * 40 + 70
+
+
+@pytest.mark.covers("X11")
+def test_few_steps_after_a_load_look_at_more_than_one_parameter(tmp_path: Path) -> None:
+    """A search at the load, five looks at eight parameters, and at most 16 at one: not one look in each of 70 steps."""
+    model = build(40)
+    optimizer = WithMoment(model.parameters())
+    step(model, optimizer)
+    State.looks = 0
+    settings = PLAIN_DILOCO | {"diloco.sync_every": 100}
+    with plain_server(tmp_path, build(40), sites=1, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+            step(model, optimizer, 70)
+            assert 5 * 8 <= State.looks <= 2 * 40 + 5 * 8 + 16 + 8
+
+
+@pytest.mark.covers("X11")
+def test_fedprox_calls_few_functions_for_each_gradient() -> None:
+    """Beyond the optimizer's own: two to find the gradient, two to form the term and to add it, and a few a step."""
+    model = build(100)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    own = calls(lambda: step(model, optimizer, 10))
+    with atoll.FedProx(model, mu=0.5).correct(optimizer):
+        step(model, optimizer, 5)
+        assert calls(lambda: step(model, optimizer, 10)) <= own + 10 * (4 * 100 + 100)
+
+
+@pytest.mark.covers("X11")
+def test_samples_of_large_models_are_bounded() -> None:
+    """The sampled tensors are spread over the model, and are those that are trained."""
+    tensors = [torch.ones(100) for _ in range(20 * SAMPLED_TENSORS)]
+    assert Sample(Weights(tensors)).values.numel() == SAMPLED_TENSORS * SAMPLED_ELEMENTS
+    for value in tensors[:300]:
+        value.requires_grad_()
+    sampled = set(map(id, Weights(tensors).sampled.values()))
+    assert len(sampled) == SAMPLED_TENSORS
+    assert sampled <= set(map(id, tensors[:300]))
+
+
+@pytest.mark.covers("X11")
+def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> None:
+    """H = 2, and the outer step is half the mean: 3 rounds of 1."""
+    model = build(MANY)
+    optimizer = InState(model.parameters())
+    settings = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5, "diloco.sync_every": 2}
+    with plain_server(tmp_path, build(MANY), sites=1, rounds=3, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                step(model, optimizer)
+        server.run()
+    assert {value for each in exported(tmp_path).values() for value in each.tolist()} == {4.0}
+
+
+@pytest.mark.covers("X11")
+@pytest.mark.parametrize("make", [EverySecondHidden, WithMoment])
+def test_reports_an_undone_load_of_every_second_of_many_tensors(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Any
+) -> None:
+    model = build(MANY)
+    optimizer = make(model.parameters())
+    settings = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5, "diloco.sync_every": 6}
+    with plain_server(tmp_path, build(MANY), sites=1, rounds=3, **settings) as server:
+        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
+            while not loop.finished:
+                step(model, optimizer)
+    assert ("the result is wrong" in caplog.text) is (make is EverySecondHidden)
