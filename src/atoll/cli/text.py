@@ -164,7 +164,7 @@ def against_data_parallel(status: status_messages.Status) -> str:
     ring = 2 * (count - 1) / count * sum(worker.gradient_bytes for worker in trained)  # each way, all workers
     return (
         f"data-parallel training would have moved {size(ring)} each way for the same steps: "
-        f"{_times(ring / sent)} the bytes sent, {_times(ring / received)} the bytes received"
+        f"{_times(ring / sent)} the bytes of the updates, {_times(ring / received)} those of the versions"
     )
 
 

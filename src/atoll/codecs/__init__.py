@@ -55,7 +55,8 @@ def build_codecs(
         setting: the setting that names the codec, for messages.
 
     Raises:
-        ConfigError: the name is unknown, is not the name of a codec, or an option is unknown or has a wrong value.
+        ConfigError: the name is unknown, is not the name of a codec, or an option is unknown or has a wrong value. Or
+            the codec cannot tell how many bytes it makes of a float.
     """
     found = registry.find("codecs", codec)
     if not isinstance(found, type) or not all(callable(getattr(found, each, None)) for each in _METHODS):
@@ -77,6 +78,11 @@ def build_codecs(
             f"{setting} = {codec!r} lacks one of the properties name, elementwise, raw and feedback.",
             "Add the missing one, as in atoll.codecs.Codec; test the codec with atoll.testing.contracts.",
         )
+    registry.construct(
+        lambda: built.encoded_bytes(1, "F32"),
+        f"{setting} = {codec!r}: encoded_bytes(1, 'F32') failed",
+        "Correct it; a class derived from atoll.codecs.Elementwise has to define stored(dtype).",
+    )
     is_ours = WideCodec.name in (codec.text, built.name)  # `wide` is internal: settings cannot name it
     if not isinstance(built.name, str) or not registry.is_sendable(built.name):
         raise ConfigError(

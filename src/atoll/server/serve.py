@@ -181,7 +181,11 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        try:
+            if kind is None and self.finished:
+                self._thread.wait()  # as `run` does: sites would wait for a result that nothing serves any more
+        finally:
+            self.stop()
 
     # -- questions
 
@@ -220,6 +224,8 @@ class Server:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the run is finished or the server has ended. Return False after `timeout_s` seconds.
+
+        Workers may still be downloading the result then. The end of a `with` block waits for them, as `run` does.
 
         Raises:
             AtollError: the run failed.
@@ -482,13 +488,16 @@ class Server:
     async def _until_left(self, run: Coordinator) -> None:
         """Wait until every worker has downloaded the result and left, for at most `GRACE_S` seconds.
 
-        A worker that has not asked for anything since a restart of the server is given up when it would have asked.
+        A worker is given up when it is silent. Without heartbeats, that is known only of one that has not asked for
+        anything since a restart of the server.
         Then, if a client polls the status, wait at most `WATCHED_S` seconds until the client has polled once more.
         """
         stopping, begin_s, is_logged = self._thread.stopping, time.monotonic(), False
+        beats = run.settings.network.heartbeat_interval_s > 0
 
         def is_there(site: str) -> bool:
-            return run.state.members[site].alive and (run.roster[site].heard or not _is_overdue(run, site, begin_s))
+            is_silent = (beats or not run.roster[site].heard) and _is_overdue(run, site, begin_s)
+            return run.state.members[site].alive and not is_silent
 
         while present := ", ".join(sorted(filter(is_there, run.state.members))):
             waited_s = time.monotonic() - begin_s

@@ -351,7 +351,7 @@ def test_a_run_without_controls_has_none_and_refuses_a_difference(tmp_path: Path
     ("rates", "steps", "words"),
     [
         ([ETA, ETA], 0, "no optimizer step"),
-        ([0.0, 0.0], 1, "steps is 0"),
+        ([0.0, 0.0], 1, r"\(1 step\) is 0"),
         ([-0.1, -0.1], 1, "at least 0"),
         ([float("inf")] * 2, 1, "finite"),
         ([0.1, 0.2], 1, "learning rates 0.1, 0.2"),

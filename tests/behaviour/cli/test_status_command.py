@@ -119,8 +119,8 @@ def test_bytes_each_way_stand_against_data_parallel_training(known, lines) -> No
     shown = lines(of_diloco)
     assert "codec int8 up, int4 down, " in shown[1]
     assert shown[3] == (
-        "data-parallel training would have moved 10.0 GB each way for the same steps: 1471 × the bytes sent, "
-        "4.2 × the bytes received"
+        "data-parallel training would have moved 10.0 GB each way for the same steps: 1471 × the bytes of the "
+        "updates, 4.2 × those of the versions"
     )
     alone = of_diloco | {"workers": known["workers"][:1]}  # one worker alone has nothing to reduce
     assert not any("data-parallel" in line for line in lines(alone))

@@ -911,7 +911,7 @@ def test_a_run_that_lost_version_1_keeps_its_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.covers("X10")
 @pytest.mark.parametrize("settings", [{"disk.in_files": False}, {"model.ranks": 2}], ids=str)
-def test_a_run_whose_files_cannot_change_keeps_its_shapes(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_run_keeps_its_shapes_if_its_files_cannot_change(tmp_path: Path, settings: dict[str, Any]) -> None:
     with serve(tmp_path, ByData(), sites=1, **FIRST, **settings) as server:
         (site,) = manual_sites(server, tmp_path, "a").values()
         with pytest.raises(SchemaMismatch, match=r"those of the initial model in a swarm, .*disk\.in_files = false"):

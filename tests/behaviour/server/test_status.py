@@ -26,7 +26,7 @@ from kit.wire import WireSite, heard
 import atoll
 from atoll.errors import RunFailed
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.testing.run import status
+from atoll.testing.run import Threads, status
 
 UNHEARD = "no request since the server restarted"
 SILENT: dict[str, Any] = {"network.heartbeat_timeout_s": 0, "network.heartbeat_interval_s": 0}
@@ -329,6 +329,25 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
         server.run()
     assert "waiting for vanished to download the result, at most 0.5 s" in caplog.text
     assert "vanished did not download the result within 0.5 s" in caplog.text
+
+
+@pytest.mark.covers("X4")
+def test_the_end_of_a_block_waits_for_sites_that_load_the_result(tmp_path: Path) -> None:
+    finished, loaded = threading.Event(), list[float]()
+
+    def train() -> None:
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict(), weight=1)
+            assert finished.wait(60)
+            loaded.extend(worker.load_into({"w": torch.zeros(1)})["w"].tolist())
+
+    with plain_server(tmp_path, {"w": torch.ones(1)}, rounds=1) as server:
+        site = Threads(train)
+        assert server.wait(60)
+        finished.set()
+    site.join()
+    assert loaded == [1.0]
 
 
 def test_a_server_does_not_stay_for_its_own_sites_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

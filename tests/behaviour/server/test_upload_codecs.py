@@ -29,6 +29,8 @@ from typing import ClassVar
 
 import torch
 
+from atoll.codecs import Elementwise
+
 
 @dataclass(frozen=True)
 class Thousandths:
@@ -58,6 +60,10 @@ class Bare:
     def encoded_bytes(self, numel, dtype): ...
     def encode_(self, source, target, dtype): ...
     def decode_(self, source, target, dtype): ...
+
+
+class Unstored(Elementwise):
+    name = "unstored"
 
 
 class Int8(Thousandths):
@@ -171,6 +177,7 @@ def move(worker: Iterable[atoll.Round]) -> None:
     ("name", "options", "said"),
     [
         ("own_codec:Bare", {}, "lacks one of the properties"),
+        ("own_codec:Unstored", {}, "'own_codec:Unstored': encoded_bytes.* failed.* define stored"),
         ("own_codec:Int8", {}, "has the name 'int8', which another codec has"),
         ("own_codec:Wide", {}, "has the name 'wide', which another codec has"),
         ("own_codec:a_function", {}, "is not a codec"),

@@ -202,6 +202,8 @@ def test_what_is_no_model_is_named(tmp_path: Path, round_of: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match="The model is of type SGD"):
         round_of.load_into(optimizer)
+    with pytest.raises(UsageError, match="The model is of type SGD"):
+        round_of.correct(optimizer, model)
     for other in ([torch.ones(2)], None):
         with pytest.raises(UsageError, match=f"The model is of type {type(other).__name__}"):
             round_of.submit(other)

@@ -238,7 +238,7 @@ def test_sends_nothing_if_a_name_resolves_to_another_address(way: str) -> None:
 @pytest.mark.covers("X9", "P10")
 @pytest.mark.usefixtures("moving_name")
 @pytest.mark.parametrize("way", ["attempt", "file"])
-def test_a_worker_sends_nothing_to_a_peer_whose_name_leads_to_this_machine(way: str) -> None:
+def test_a_worker_sends_nothing_to_a_name_that_leads_to_this_machine(way: str) -> None:
     server = peer_server(name="this.test")
     with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer, ExitStack() as stack:
         stack.callback(server.close)

@@ -618,7 +618,12 @@ class Exchange:
                 LOG.info(f"%s: the server {done}", self.site, note.round)
                 return True
             case TooLate(error):  # keep the update: if the server falls back, it may count under another ticket
-                LOG.info("%s: the update that an earlier process left came too late: %s", self.site, error)
+                LOG.info(
+                    "%s: the update that an earlier process left is too late for its round: %s It is kept, in case the "
+                    "server needs it again",
+                    self.site,
+                    error.message,
+                )
             case Refused(error):
                 LOG.info("%s: the server refused the update that an earlier process left: %s", self.site, error)
                 self.outbox.clear()

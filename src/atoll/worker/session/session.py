@@ -515,7 +515,19 @@ class Session:
             ask: a call with which the thread finds out whether the server answers.
             every_s: seconds between two such calls.
         """
-        self.http.watch.begin(lambda: is_answered(self.http, ask), every_s)
+        self.http.watch.begin(lambda: self._is_answered(ask), every_s)
+
+    def _is_answered(self, ask: Callable[[], object]) -> bool:
+        """Make a call, and return whether the server answered it; an answer that is an error counts, too."""
+        try:
+            ask()
+        except (ServerUnreachable, TransferStalled):
+            return False
+        except FATAL as error:  # a failed server may end before another request of this site
+            self.ends_by(error)
+        except AtollError as error:  # for example a lost lease; the waiting calls get the same error
+            LOG.debug("%s: %s", self.http.server, error)
+        return True
 
     def _join(self, max_retries: int | None = None) -> str:
         """Join the run, or join it again. Return the new lease: the text with which this process acts for its site.
@@ -973,14 +985,3 @@ class _Attempts:
             if silence.is_too_long:
                 raise error if error.is_damaged else silence.error() from error
             silence.require_patience(self._since_s, self._what, error.message)
-
-
-def is_answered(http: Http, ask: Callable[[], object]) -> bool:
-    """Make a call, and return whether the server answered it; an answer that is an error counts, too."""
-    try:
-        ask()
-    except (ServerUnreachable, TransferStalled):
-        return False
-    except AtollError as error:  # for example a lost lease; the waiting calls get the same error
-        LOG.debug("%s: %s", http.server, error)
-    return True

@@ -38,7 +38,7 @@ from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
 from atoll.protocol.values import Next, Open, UpdateInfo, Wait
 from atoll.runtime import ensure_lines
-from atoll.tensors.arrays import Arrays, require_framework, to_numpy
+from atoll.tensors.arrays import Arrays, require_framework, require_model, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
 from atoll.transport.http_client import http_to, server_of
@@ -169,6 +169,7 @@ class Round:
                 corrects steps, but the optimizers do not hold all trainable parameters.
         """
         self._require_base()
+        require_model(model, mapping=False)
         local = self._backend.local
         if self._hooks is None:
             terms = (local.info.algorithm.text, local.rule, local.of_version, local.algorithm_state) if local else ()
