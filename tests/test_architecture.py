@@ -138,7 +138,7 @@ LINES: dict[str, int] = {
     "blobs": 466,
     "cli": 1925,
     "cli/templates": 80,
-    "codecs": 455,
+    "codecs": 460,
     "config": 1322,
     "filters": 286,
     "integrations": 992,
@@ -147,7 +147,7 @@ LINES: dict[str, int] = {
     "recipes": 820,
     "reducers": 277,
     "rounds": 1079,
-    "server": 1161,
+    "server": 1167,
     "server/coordinator": 3169,
     "server/http": 588,
     "server/swarm": 690,
@@ -158,11 +158,11 @@ LINES: dict[str, int] = {
     "testing": 468,
     "transport": 2988,
     "worker": 265,
-    "worker/exchange": 2342,
-    "worker/peer": 927,
-    "worker/session": 998,
+    "worker/exchange": 2347,
+    "worker/peer": 931,
+    "worker/session": 1000,
     "worker/tasks": 617,
-    "worker/training": 1995,
+    "worker/training": 1996,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -118,7 +118,7 @@ REFUSED = {
     "infinite": (lambda: Rate(0.1, float("inf"), 0.1), f"learning rate is inf.*{RATE}"),
     "not a number": (lambda: Rate(0.1, float("nan"), 0.1), f"learning rate is nan.*{RATE}"),
     "late": (Late, f"learning rate is -0.5.*{RATE}"),
-    "zero": (lambda: Rate(0.0, 0.0, 0.0), "3 steps is 0.*Use a learning rate above zero in at least one step"),
+    "zero": (lambda: Rate(0.0, 0.0, 0.0), r"\(3 steps\) is 0.*Use a learning rate above zero in at least one step"),
     "no step": (NoStep, "no optimizer step.*fl_round.correct"),
 }
 
