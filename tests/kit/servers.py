@@ -70,6 +70,13 @@ def long(options: dict[str, Any]) -> dict[str, Any]:
     return {SHORT.get(key, key): value for key, value in options.items()}
 
 
+class Unwaiting(atoll.Server):
+    """A server that does not wait at the end of its block for the sites that a test has left there."""
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
 def new_server(*given: Any, **options: Any) -> atoll.Server:
     """An `atoll.Server` whose settings stand among its other arguments, and replace those of ENDLESS."""
     options = long(options)
@@ -78,7 +85,7 @@ def new_server(*given: Any, **options: Any) -> atoll.Server:
     endless = {
         key: value for key, value in ENDLESS.items() if "algorithm.path" not in settings or key == "rounds.total"
     }
-    return atoll.Server(*given, settings=endless | settings, **others)
+    return Unwaiting(*given, settings=endless | settings, **others)
 
 
 def plain_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:

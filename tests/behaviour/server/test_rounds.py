@@ -105,7 +105,6 @@ def test_huge_finite_numbers_of_a_site_do_not_stop_the_run(tmp_path: Path) -> No
         (told,) = server.status().history
         assert told.metrics == {"perplexity": math.exp(705), "big": largest}
         assert told.grad_norm is None, "it is not finite"
-        server.stop()
     result = load_file(server.exports / "model.safetensors")
     assert result["w"].tolist() == pytest.approx([1e200] * 3)
 
@@ -139,7 +138,6 @@ def test_a_restart_expires_updates_with_weights_that_are_now_never_accepted(
             update.submit()
         assert server.wait(30)
         (told,) = server.status().history
-        server.stop()
     assert (told.workers, told.weights) == (["a", "b"], [3.0, 3.0])
 
 

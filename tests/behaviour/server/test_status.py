@@ -19,7 +19,7 @@ import pytest
 import torch
 from harness.processes import Nursery, free_port, wait_until
 from kit.processes import command, url_of
-from kit.servers import plain_server
+from kit.servers import PLAIN, plain_server
 from kit.sites import manual_sites
 from kit.wire import WireSite, heard
 
@@ -332,20 +332,24 @@ def test_the_end_names_the_sites_it_waits_for_and_those_that_never_came(
 
 
 @pytest.mark.covers("X4")
-def test_the_end_of_a_block_waits_for_sites_that_load_the_result(tmp_path: Path) -> None:
-    finished, loaded = threading.Event(), list[float]()
+def test_the_end_of_a_block_waits_for_sites_that_load_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atoll.server.serve.GRACE_SAID_S", 0.0)
+    caplog.set_level(logging.INFO, "atoll.server")
+    loaded = list[float]()
 
     def train() -> None:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.submit(fl_round.state_dict(), weight=1)
-            assert finished.wait(60)
+            wait_until(lambda: "waiting for a to download the result" in caplog.text, "the end to wait", 10)
             loaded.extend(worker.load_into({"w": torch.zeros(1)})["w"].tolist())
 
-    with plain_server(tmp_path, {"w": torch.ones(1)}, rounds=1) as server:
+    settings = PLAIN | {"disk.state_dir": tmp_path / "state", "rounds.total": 1}
+    with atoll.Server({"w": torch.ones(1)}, settings) as server:
         site = Threads(train)
         assert server.wait(60)
-        finished.set()
     site.join()
     assert loaded == [1.0]
 
