@@ -76,8 +76,8 @@ class Watch:
         if not self.is_on or event not in (*BEGINS, *RUNS, "open") or arguments[0] is None:
             return  # dlopen(None) opens nothing
         what = str(arguments[0])
-        opened = event == "open"
-        if opened and (isinstance(arguments[0], int) or what.startswith(self._may) or ".dist-info/" in what):
+        is_metadata = ".dist-info/" in what or ".egg-info/" in what
+        if event == "open" and (isinstance(arguments[0], int) or what.startswith(self._may) or is_metadata):
             return
         self.seen.append(f"{event} {what[:200]}")
 
