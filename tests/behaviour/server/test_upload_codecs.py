@@ -157,6 +157,17 @@ def test_a_codec_given_by_entry_point_and_by_path_is_one_codec(
     sys.modules.pop("other")
 
 
+@pytest.mark.usefixtures("own")
+def test_a_codec_in_a_package_is_the_one_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is imported twice: by its path, and as a module of the package. That gives two classes."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "coarse.py").write_text(OWN)
+    install(monkeypatch, tmp_path, "installed", "", {"atoll.codecs": {"thousandths": "inner.coarse:Thousandths"}})
+    codec_server(tmp_path, "inner/coarse.py:Thousandths").start().stop()
+    assert sys.modules.pop("coarse") is not sys.modules.pop("inner.coarse")
+    del sys.modules["inner"]
+
+
 def test_a_codec_in_a_file_encodes_in_a_simulation(own: str, tmp_path: Path) -> None:
     """The simulation's own processes load it from the path in the settings: 0.26 and 0.26 + 0.01 give two quarters."""
     settings = {"algorithm.name": "fedavg", "rounds.total": 2, "disk.state_dir": tmp_path / "state"}
