@@ -324,7 +324,7 @@ def test_code_that_raises_at_every_worker_ends_the_run(
     with serve_swarm(tmp_path, **settings) as server:
         sites = Threads(*(partial(work, site) for site in SITES))
         with pytest.raises(RunFailed, match=rf"Round 1 failed at \w, \w, .* the last was \w: {what}") as raised:
-            assert server.wait(60), "the run has not failed"
+            assert server.wait(30), "the run has not failed"
         sites.join()
     assert "ZeroDivisionError: 3 of 0 rows" in raised.value.message
     assert ends.keys() == SITES.keys()
