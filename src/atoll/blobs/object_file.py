@@ -453,7 +453,7 @@ class Way:
 
     @property
     def kind(self) -> str:
-        """Name that the status shows: `streamed`, `inline`, or `skipped` (`plain` is sent, without an object)."""
+        """Name that the status shows: `streamed`, `inline`, or `without_tensors` (`plain` is sent, in the message)."""
         return "without_tensors" if self.plain is not None else "inline" if self.cut.inline else "streamed"
 
 
