@@ -14,6 +14,7 @@ import pytest
 import torch
 from kit import exported
 from kit.servers import PLAIN_DILOCO, plain_server
+from kit.sites import train_diloco_alone
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -198,11 +199,7 @@ def test_masters_of_many_tensors_follow_each_synchronisation(tmp_path: Path) -> 
     model = build(MANY)
     optimizer = InState(model.parameters())
     settings = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5, "diloco.sync_every": 2}
-    with plain_server(tmp_path, build(MANY), sites=1, rounds=3, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                step(model, optimizer)
-        server.run()
+    train_diloco_alone(tmp_path, build(MANY), model, optimizer, lambda: step(model, optimizer), rounds=3, **settings)
     assert {value for each in exported(tmp_path).values() for value in each.tolist()} == {4.0}
 
 
@@ -214,8 +211,5 @@ def test_reports_an_undone_load_of_every_second_of_many_tensors(
     model = build(MANY)
     optimizer = make(model.parameters())
     settings = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5, "diloco.sync_every": 6}
-    with plain_server(tmp_path, build(MANY), sites=1, rounds=3, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                step(model, optimizer)
+    train_diloco_alone(tmp_path, build(MANY), model, optimizer, lambda: step(model, optimizer), rounds=3, **settings)
     assert ("the result is wrong" in caplog.text) is (make is EverySecondHidden)

@@ -19,6 +19,7 @@ from harness.processes import wait_until
 from kit import DiLoCoSites, exported, run_to_end
 from kit.optimizers import ScheduleFree
 from kit.servers import PLAIN_DILOCO, plain_server
+from kit.sites import train_diloco_alone
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -222,11 +223,7 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
     model = build()
     optimizer = Wrapped(model.parameters())
     settings = HALF | {"diloco.sync_every": 2}
-    with plain_server(tmp_path, build(), sites=1, rounds=3, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                step(model, optimizer, "a")
-        server.run()
+    train_diloco_alone(tmp_path, build(), model, optimizer, lambda: step(model, optimizer, "a"), rounds=3, **settings)
     # 3 rounds of half of 2
     assert values(exported(tmp_path)) == {"1.w": 3.0, "1.b": 4.0, "0.w": 3.0, "0.mean": 0.0, "0.b": 4.0}
 
@@ -397,10 +394,7 @@ def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
     model = Two()
     optimizer = WithAverage(model.parameters(), lr=1.0)
     settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
-    with plain_server(tmp_path, Two(), sites=1, rounds=2, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                step(model, optimizer, "a")
+    train_diloco_alone(tmp_path, Two(), model, optimizer, lambda: step(model, optimizer, "a"), rounds=2, **settings)
     assert optimizer.state[model.w]["ema"].tolist() == [3.125] * 4
 
 
@@ -673,11 +667,7 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
     model = zeros()
     optimizer = InList(model.parameters())
     settings = PLAIN_DILOCO | {"diloco.sync_every": 2}
-    with plain_server(tmp_path, zeros(), sites=1, rounds=3, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as loop:
-            while not loop.finished:
-                step(model, optimizer, "a")
-        server.run()
+    train_diloco_alone(tmp_path, zeros(), model, optimizer, lambda: step(model, optimizer, "a"), rounds=3, **settings)
     assert values(exported(tmp_path)) == {"1": 6.0, "0": 6.0}
     assert "the result is wrong" not in caplog.text
 
