@@ -43,6 +43,7 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tools/mypy.ini
+	$(BIN)/mypy spec/specification.py
 	$(BIN)/python tools/plain_words.py
 
 bench: $(VENV)/.demo

@@ -144,7 +144,17 @@ Path("train.py").write_text(
     "    main()\\n"
 )
 """
+SPECIFICATION = f"""\
+import sys
+sys.path.insert(0, {str(ROOT / "spec")!r})
+"""
+MEANS = """
+# five steps keep 0.9⁵ of the distance to a site's own optimum, so three rounds keep 0.9¹⁵ of that to their mean
+mean = (100 * len("b") + 300 * len("clinic")) / 400
+assert torch.allclose(server.result()["weight"], torch.full((4,), mean * (1 - 0.9**15)), rtol=0.01)
+"""
 AROUND = {
+    "specification": (SPECIFICATION, MEANS),
     "recipe": (RECIPE, "assert result.finished and len(result.history) == 5 and result.model.exists()\n"),
     "sharded": SHARDED,
     "diloco": (DILOCO, END),

@@ -6,6 +6,7 @@ import json
 import platform
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from golden_axes import STEPS, Row, name_of, settings_of
 from golden_model import WEIGHTS, build, inner, state_of, take_rounds, train_steps
 from harness.processes import Nursery, free_port
-from kit import SITES, exported, serve, tensors_digest, together
+from kit import SITES, ask_journal, exported, serve, tensors_digest, together
 from kit.servers import new_simulation
 from safetensors.torch import load_file
 from torch import Tensor
@@ -53,6 +54,14 @@ def digests_of(row: Row, folder: Path, nursery: Callable[[], Nursery]) -> dict[s
         assert _same(states["a-end"], states.pop("b-end")), f"{name_of(row)}: the sites end with different models"
         states["end"] = states.pop("a-end")
     return {name: tensors_digest(state)[:16] for name, state in sorted(states.items())}
+
+
+def norms_of(folder: Path) -> list[list[float]]:
+    """The norms of the updates in each version, as the run's journal has them: by version, fragment and site."""
+    rows = ask_journal(
+        folder, "SELECT version, fragment, norm FROM tickets WHERE state = 'counted' ORDER BY 1, 2, site"
+    )
+    return [[norm for *_, norm in tickets] for _, tickets in groupby(rows, lambda row: row[:2])]
 
 
 def in_words(digests: dict[str, str]) -> str:

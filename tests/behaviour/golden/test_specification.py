@@ -1,0 +1,121 @@
+"""The specification: what it may import, how long it may be, and what runs after a fault have of it."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import specification as spec
+import torch
+from drawn_runs import Drawn, by_specification, drawn_runs, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kit import copy_folder, exported, serve
+from kit.sites import finish, manual_sites
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+
+from size import code_lines
+
+SOURCE = Path(spec.__file__).read_text(encoding="utf-8")
+KINDS = ("federated", "diloco", "async")
+
+
+def test_needs_torch_and_the_standard_library_alone() -> None:
+    trees = list(ast.walk(ast.parse(SOURCE)))
+    names = {alias.name for tree in trees if isinstance(tree, ast.Import) for alias in tree.names}
+    names |= {str(tree.module) for tree in trees if isinstance(tree, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in names} - sys.stdlib_module_names == {"torch"}
+    calls = {tree.func.id for tree in trees if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)}
+    assert not calls & {"open", "exec", "eval", "__import__"}
+
+
+def test_can_be_read_in_one_sitting() -> None:
+    assert code_lines(SOURCE) <= 400
+
+
+def compare(drawn: Drawn) -> None:
+    """Run it, and compare each tensor of the exported model with the specification's."""
+    with tempfile.TemporaryDirectory() as folder:
+        found, norms = run(drawn, Path(folder))
+    of_rounds = iter(norms)
+
+    def recorded(own: list[float]) -> list[float]:
+        theirs = next(of_rounds)
+        assert all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(theirs, own, strict=True))
+        return theirs
+
+    expected = by_specification(drawn, recorded)
+    assert found.keys() == expected.keys()
+    assert not [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+@pytest.mark.covers("D8", "V1")
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=4, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_drawn_runs_have_the_specified_values(kind: str, data: st.DataObject) -> None:
+    """A few; `test_many_drawn_runs_have_the_specified_values` draws others each time."""
+    compare(data.draw(drawn_runs(kind)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=104, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_many_drawn_runs_have_the_specified_values(kind: str, data: st.DataObject) -> None:
+    compare(data.draw(drawn_runs(kind)))
+
+
+def test_a_run_that_goes_back_has_the_specified_values(tmp_path: Path) -> None:
+    """The server goes on from a copy of its folder two rounds ago: its outer state goes back, too; the errors go."""
+    start = {"w": torch.linspace(-1, 1, 300)}
+
+    def step_of(site: str) -> spec.LocalStep:
+        def step(k: int, w: spec.Tensors, correct: object) -> None:
+            w["w"] -= 0.01 * torch.sin(w["w"] * (k + 1 + ord(site)))
+
+        return step
+
+    outer = spec.of_torch(torch.optim.SGD, lr=0.7, momentum=0.9, fused=True)
+    rules = spec.Rules(outer, up=spec.quantized(7), feedback=True)
+    sites = [spec.Site(rules, site, copy.deepcopy(start), step_of(site)) for site in "ab"]
+    server = spec.Fragment(rules, start)
+    spec.federated(server, sites, 1)
+    earlier = copy.deepcopy(server)
+    spec.federated(server, sites, 2)
+    for site in sites:
+        site.restart(earlier.b, went_back=True)
+    spec.federated(earlier, sites, 3)
+
+    def rounds(first: int, last: int, number: int) -> int:
+        """Let both sites take these rounds at a server of their own; `number` local steps were taken before."""
+        with serve(tmp_path, start, codec="int4", rounds=4) as served:
+            workers = manual_sites(served, tmp_path)
+            for expected in range(first, last + 1):
+                assert [site.next_round() for site in workers.values()] == [expected, expected]
+                for name, site in workers.items():
+                    w = site.pull()
+                    step_of(name)(number, w, None)
+                    site.submit(w)
+                number += 1
+            if last == 4:
+                finish(served, workers)
+            for site in workers.values():
+                site.close()
+        return number
+
+    number = rounds(1, 1, 0)
+    copy_folder(tmp_path / "state", tmp_path / "copy")
+    number = rounds(2, 3, number)
+    shutil.rmtree(tmp_path / "state")
+    (tmp_path / "copy").rename(tmp_path / "state")
+    rounds(2, 4, number)
+    assert torch.equal(exported(tmp_path)["w"], earlier.result()["w"])
