@@ -286,6 +286,7 @@ MORE_MB = 100.0
 
 
 @pytest.mark.covers("F37")
+@pytest.mark.timeout(600)  # 200 sites take a minute of both cores
 @pytest.mark.parametrize("many", [30, pytest.param(200, marks=pytest.mark.long)])
 def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery, tmp_path: Path, many: int) -> None:
     submitting = threading.Barrier(many + 1)
@@ -293,15 +294,15 @@ def test_many_workers_that_lose_their_server_at_once_come_back(nursery: Nursery,
     peaks = Peaks()
     with ServerProcess(nursery, tmp_path, **{"rounds.sites": many, "rounds.total": 1}) as server:
         wait_until(lambda: "listening" in server.log.read_text(), "the server")
-        sites = Sites(server.url, tmp_path, names, during=lambda *_: submitting.wait(60))
-        submitting.wait(60)  # all of them send at once, and
+        sites = Sites(server.url, tmp_path, names, during=lambda *_: submitting.wait(300))
+        submitting.wait(300)  # all of them send at once, and
         server.process.now.kill()
-        wait_until(lambda: server.process.deaths == 1, "a new start")
-        wait_until(lambda: server.log.read_text().count("listening") == 2, "the server once more")
+        wait_until(lambda: server.process.deaths == 1, "a new start", 60)
+        wait_until(lambda: server.log.read_text().count("listening") == 2, "the server once more", 60)
         peaks.begin(server.process.now.pid)
-        sites.join()
+        sites.join(300)
         peak_mb = peaks.peak_mb(server.process.now.pid)
-        assert server.process.wait() == 0
+        assert server.process.wait(60) == 0
     peaks.close()
     assert 0.0 < peak_mb < MORE_MB
     assert sites.trained == {(site, 1): 1 for site in names}

@@ -126,7 +126,7 @@ def test_an_error_at_rank_0_ends_all_of_them(tmp_path: Path, package: str) -> No
     with serve(tmp_path, "scaffold", rounds=1) as server:
         done = run_ranks(package, server.url, tmp_path, lr=0.0)
         assert done.returncode != 0
-        assert "sum of the learning rates of this round's 2 steps is 0" in done.stdout + done.stderr
+        assert "sum of the learning rates of this round (2 steps) is 0" in done.stdout + done.stderr
         assert server.status().fragments[0].version == 0
 
 
