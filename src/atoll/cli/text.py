@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ MOST_LINES = 1000
 """Largest number of log lines that wait for standard output; further lines are dropped."""
 UNREAD_S = 2.0
 """Seconds that a command waits for standard output to take its last lines, or for standard error to take a line."""
+LOOK_S = 0.01
+"""Seconds between two looks at the lines that standard output has not taken yet."""
 
 
 NAME_BYTES = 255
@@ -227,51 +230,22 @@ def _leave_unread(line: threading.Thread) -> None:
         sys.stderr = sys.__stderr__ = None  # type: ignore[misc]
 
 
-class _InBackground(logging.handlers.QueueHandler):
-    """A log handler that gives its records to a thread, which prints them. Logging then never waits for an output.
-
-    Args:
-        lines: the handler that prints a record.
-    """
+class _DropsLines(logging.handlers.QueueHandler):
+    """A log handler that never waits: if its queue is full, it drops records. A later line says how many."""
 
     queue: queue.Queue[logging.LogRecord | None]
-
-    def __init__(self, lines: logging.Handler) -> None:
-        super().__init__(queue.Queue(MOST_LINES))
-        self._lines, self._dropped = lines, 0
-        lines.lock = None  # only the thread uses it; `logging.shutdown` would wait for a thread that is in a write
-        self._thread = threading.Thread(target=self._print, name="atoll-lines", daemon=True)
-        self._thread.start()
+    _dropped = 0
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Give a record to the thread. If too many records wait, drop this one.
-
-        A later line says how many were dropped.
-        """
+        """Put a record into the queue, or drop it."""
         try:
             if self._dropped:
-                self._say_dropped()
+                text = f"{counted(self._dropped, 'log line')} dropped here, because standard output was not read"
+                self.queue.put_nowait(logging.makeLogRecord({"msg": text}))
+                self._dropped = 0
             self.queue.put_nowait(record)
         except queue.Full:
             self._dropped += 1
-
-    def end(self) -> bool:
-        """Wait until the records are printed, for at most `UNREAD_S` seconds. Return whether all were printed."""
-        try:
-            self.queue.put(None, timeout=UNREAD_S)
-        except queue.Full:
-            return False
-        self._thread.join(UNREAD_S)
-        return not self._thread.is_alive()
-
-    def _say_dropped(self) -> None:
-        text = f"{counted(self._dropped, 'log line')} dropped here, because standard output was not read"
-        self.queue.put_nowait(logging.makeLogRecord({"msg": text}))
-        self._dropped = 0
-
-    def _print(self) -> None:
-        while (record := self.queue.get()) is not None:
-            self._lines.emit(record)
 
 
 @contextmanager
@@ -279,16 +253,25 @@ def log_lines_in_background() -> Iterator[None]:
     """Print Atoll's log on standard output, as `log_lines` does, but from a thread, until the end of the block.
 
     If standard output is a pipe or a terminal that nothing reads, a write to it waits. With this function only the
-    printing thread waits, and not the thread that logs, such as the one that serves all sites.
+    printing thread waits, and not the thread that logs, such as the one that serves all sites. At the end of the block,
+    wait for unread lines for at most `UNREAD_S` seconds.
     """
     log_lines()
     logger = logging.getLogger("atoll")
     (lines,) = logger.handlers
-    logger.handlers[:] = [background := _InBackground(lines)]
+    waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(MOST_LINES)
+    logger.handlers[:] = [_DropsLines(waiting)]
+    listener = logging.handlers.QueueListener(waiting, lines)
+    listener.start()
     try:
         yield
     finally:
-        if background.end():
+        end_s = time.monotonic() + UNREAD_S
+        while waiting.unfinished_tasks and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        if not waiting.unfinished_tasks:  # else `stop` would wait forever
+            listener.stop()
             logger.handlers[:] = [lines]
-        else:  # else Python waits for the thread's write when it flushes standard output at its exit
+        else:  # the listener is in a write; at its exit Python would wait for it, to flush the handler and the output
+            lines.createLock()
             sys.stdout = sys.__stdout__ = None  # type: ignore[misc]
