@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import os
 import select
 import shlex
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +32,7 @@ from atoll.cli.text import (
     streaming,
 )
 from atoll.config import TRAIN, Settings, entries_of
-from atoll.errors import ConfigError, RunFailed
+from atoll.errors import ConfigError
 from atoll.protocol import status_messages
 from atoll.rounds.closing_policy import listed
 from atoll.runtime import return_freed_memory
@@ -49,10 +47,6 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 REMIND_S = 15.0
 """Seconds that a site is missing before a log line names it; also the first pause between two such lines."""
 LONGEST_REMIND_S = 600.0
-SPARE_BYTES = 16 << 20
-"""Memory that must be available: enough for the stack of a new thread and its first calls."""
-MEMORY_LOOK_S = 1.0
-_SAID = b"The server has run out of memory. Start it again with more memory: no acknowledged update is lost.\n"
 
 
 def command(
@@ -92,7 +86,6 @@ def run_until_finished(settings: Settings) -> None:
 
 def _serve(settings: Settings) -> None:
     return_freed_memory()
-    threading.Thread(target=end_without_memory, name="memory", daemon=True).start()
     LOG.info("starting the run %s; loading PyTorch takes a few seconds", settings.run.name)
     from atoll.server.serve import Server
 
@@ -303,19 +296,3 @@ def _troubles(status: status_messages.Status) -> str:
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
     return f"{counted(retries, 'retry')}, {counted(joins, 'reconnection')}" if retries or joins else ""
-
-
-def end_without_memory() -> None:
-    """End this process as soon as memory is too short to allocate `SPARE_BYTES`. Run this function in a thread.
-
-    The function tries an allocation every second. No update that the server has acknowledged is lost, and the next
-    start continues the run. An orderly stop is impossible without memory: Python would wait forever for a new thread
-    that has no memory to begin.
-    """
-    while True:
-        try:
-            time.sleep(MEMORY_LOOK_S)
-            mmap.mmap(-1, SPARE_BYTES).close()
-        except (OSError, MemoryError):
-            os.write(2, _SAID)
-            os._exit(RunFailed.exit_code)

