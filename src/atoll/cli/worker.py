@@ -34,7 +34,7 @@ from atoll.posix import remove_left_behind
 from atoll.protocol import messages, routes
 from atoll.transport.http_client import ask, server_address
 from atoll.worker.arguments import require_site
-from atoll.worker.session.leave_at_exit import LEASES, RUN_FAILED, SUPERSEDED, leave_for
+from atoll.worker.session.leave_at_exit import ENDED_WELL, LEASES, RUN_FAILED, SUPERSEDED, leave_for
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -181,7 +181,7 @@ def _run(script: list[str], environment: dict[str, str], restarts: int) -> int:
             raise AssertionError("unreachable")
         finally:
             if ended.failure:
-                _leave(leases, ended.failure, killed=ended.killed and not signals)
+                _leave(leases, ended, is_asked=bool(signals))
             shutil.rmtree(leases, ignore_errors=True)
 
 
@@ -252,21 +252,22 @@ def _forwarded_signals(children: list[subprocess.Popen[bytes]]) -> Iterator[list
             signal.signal(number, handler)
 
 
-def _leave(leases: Path, failure: str, *, killed: bool) -> None:
+def _leave(leases: Path, end: _End, *, is_asked: bool) -> None:
     """After the command has ended, end the leases that it left behind, so that no run waits for their sites.
 
-    Print how the command ended and which sites have left in this way. If there is no such site, print only if `killed`
-    is True.
+    Unless the command has ended well, print how it ended and which sites have left in this way. If there is no such
+    site, print only if a signal that this process did not forward ended the command.
 
     Args:
         leases: the folder in which the command stored its leases.
-        failure: how the command ended, in words; the server gets this text.
-        killed: whether a signal that this process did not forward ended the command.
+        end: how the command ended; the server gets the text of a failure.
+        is_asked: whether this process has received a signal.
     """
-    sites = leave_for(leases, failure)
-    if sites or killed:
+    is_well = end.code in ENDED_WELL and not end.killed
+    sites = leave_for(leases, None if is_well else end.failure)
+    if (sites and not is_well) or (end.killed and not is_asked):
         departed = f"; {', '.join(sites)} left the run" if sites else ""
-        print_line(f"atoll: {failure}{departed}")
+        print_line(f"atoll: {end.failure}{departed}")
 
 
 def _start(script: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:

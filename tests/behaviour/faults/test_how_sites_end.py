@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fault_world import Result, ServerProcess, SiteProcess, Sites, serve_wide
 from harness.processes import Nursery, wait_until
-from kit import serve
+from kit import atoll_worker, serve
 
 FORKS = """
 import json, os, sys
@@ -104,6 +104,15 @@ ENDS = [
 ]
 
 
+UNSEEN = [
+    ("sys.exit(3)", 3, "left", ""),
+    ("sys.exit('no data')", 1, "left", ""),
+    ("raise ValueError('bad rows')", 1, "failed", "ValueError: bad rows"),
+    ("sys.exit(0)", 0, "left", ""),
+]
+"""Outside of a `with` block. Python tells exit handlers an uncaught exception, but not the code of `sys.exit`."""
+
+
 SIGNALLED = [
     ("sys.exit(130)", 130, "left", ""),
     ("sys.exit(143)", 143, "failed", "SIGTERM"),
@@ -115,9 +124,9 @@ OPEN = [("pass", 0, "left", "")]
 WAYS = {
     "federated": (FEDERATED, "fedavg", ENDS + SIGNALLED),
     "diloco": (DILOCO, "diloco", ENDS + SIGNALLED),
-    "functional": (FUNCTIONAL, "fedavg", ENDS + OPEN),
-    "started": (STARTED, "diloco", ENDS + OPEN),
-    "trainer": (TRAINER, "fedavg", ENDS),
+    "functional": (FUNCTIONAL, "fedavg", UNSEEN + OPEN),
+    "started": (STARTED, "diloco", UNSEEN + OPEN),
+    "trainer": (TRAINER, "fedavg", UNSEEN),
 }
 """Loop, algorithm, and for each end the exit code, the state of the worker and its error; `OPEN`: nothing leaves."""
 
@@ -142,7 +151,7 @@ def _exit_codes(script: Path, environment: Mapping[str, str]) -> list[int]:
 @pytest.mark.timeout(400)  # each way imports torch anew
 @pytest.mark.covers("F43")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_script_that_exits_with_an_error_code_has_failed(tmp_path: Path, way: str) -> None:
+def test_the_server_hears_how_a_script_ended(tmp_path: Path, way: str) -> None:
     """Inside its loop, or in a loop that it has started and does not leave."""
     if way == "trainer":
         pytest.importorskip("transformers")
@@ -161,6 +170,27 @@ def test_a_script_that_exits_with_an_error_code_has_failed(tmp_path: Path, way: 
     for (site, end), (_, _, state, error) in zip(ends, expected, strict=True):
         assert found[site].state == state, end
         assert error in found[site].error, end
+
+
+@pytest.mark.covers("F43", "P6")
+@pytest.mark.parametrize("way", ["functional", "started"])
+@pytest.mark.parametrize(("end", "code", "state"), [("sys.exit(3)", 3, "failed"), ("pass", 0, "left")])
+def test_atoll_worker_tells_the_exit_code(tmp_path: Path, way: str, end: str, code: int, state: str) -> None:
+    """Outside of a `with` block, only the command knows it."""
+    loop, algorithm, _ = WAYS[way]
+    script = (
+        f"import sys, torch, atoll\nfrom kit.models import build_model\nend, model = {end!r}, build_model()\n{loop}"
+    )
+    sync_every = 100 if algorithm == "diloco" else None
+    beats = {"network.heartbeat_timeout_s": 600.0}
+    with serve(tmp_path, algorithm=algorithm, H=sync_every, sites=1, codec="none", **beats) as server:
+        with atoll_worker(tmp_path, server.url, script) as process:
+            _, said = process.communicate(timeout=60)
+        (worker,) = server.status().workers
+    assert process.returncode == code
+    words = f"the command ended with exit code {code}"
+    assert (worker.state, worker.error) == (state, words if code else "")
+    assert (f"atoll: {words}; a left the run" in said.splitlines()) == bool(code)
 
 
 @pytest.mark.covers("F43")

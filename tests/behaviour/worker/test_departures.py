@@ -197,6 +197,24 @@ def test_the_next_atoll_worker_removes_the_lease_of_one_that_was_killed_with_its
             assert len(list(temporary.iterdir())) == 1
 
 
+BEHIND = """
+import subprocess, sys, time
+subprocess.run([sys.executable, "-c", "import atoll; atoll.functional.init(); atoll.functional.is_running()"])
+print("ended", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.covers("P6")
+def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
+    """The command may go on for hours, and its exit code is not that of the process."""
+    with serve(tmp_path, **AT_ONCE) as server:
+        with atoll_worker(tmp_path, server.url, BEHIND) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ended\n"
+            assert state_of(server) == "left"
+
+
 @pytest.mark.covers("P6")
 @pytest.mark.parametrize(
     "loses",

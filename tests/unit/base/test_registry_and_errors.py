@@ -21,7 +21,6 @@ from atoll import errors, registry
 from atoll.errors import BY_CODE, AtollError, ConfigError, PeerError, StoreError, UpdateRefused, UsageError
 from atoll.protocol.messages import Message
 from atoll.registry import OwnName, ReceivedName
-from atoll.worker.session import leave_at_exit
 
 HERE = re.escape(__file__)
 
@@ -308,17 +307,6 @@ def test_an_unknown_name_lists_the_known_ones_and_offers_the_nearest(plugins: li
         registry.load("codecs", OwnName("ternery"))
     with pytest.raises(ConfigError, match="'sdg' is not one of the outer optimizers: sgd, "):
         registry.load("outer", OwnName("sdg"))
-
-
-def test_code_that_exits_is_named_where_a_worker_of_this_process_follows_exits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leave_at_exit, "_exit", None)
-    monkeypatch.setattr(sys, "exit", leave_at_exit._remembering_exit(sys.exit))
-    (tmp_path / "their.py").write_text("import sys\nsys.exit('too old')\n")
-    with pytest.raises(ConfigError) as caught:
-        registry.load_attribute(OwnName(f"{tmp_path}/their.py:build"))
-    assert f"SystemExit: too old ({tmp_path}/their.py, line 2)" in caught.value.message
 
 
 # -- errors

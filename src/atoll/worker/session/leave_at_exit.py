@@ -1,33 +1,29 @@
 """Make a worker leave its run when its process ends, even after an error or a signal.
 
-SIGTERM and SIGHUP (the end of an ssh session) raise an exception in the script, as Ctrl-C does. When Python exits,
-every worker that is still joined leaves its run and tells the server the error. Python does not pass the exit code to
-exit handlers, so while a worker is joined, `sys.exit` is replaced by a function that remembers the code. If no Python
-code runs at the end (SIGKILL, a crash of a library), the command `atoll worker` makes the worker leave. For this, the
-process writes its lease, the token that the server gave the worker, to a folder.
+SIGTERM and SIGHUP (the end of an ssh session) raise an exception in the script, as Ctrl-C does. A `with` block sees the
+exception that ends it, and tells the server. A worker that is still joined when Python exits leaves then, and tells the
+server of an uncaught exception or a signal. Python does not tell exit handlers the code of `sys.exit`, but `atoll
+worker` sees it: a worker that does not know how its process ends leaves its lease, the token that the server gave it,
+to this command. The same happens if no Python code runs at the end (SIGKILL, a crash of a library). For this, the
+process writes its lease to a folder.
 
-Python handles signals only between two bytecode instructions. It cannot do so while native code hangs, so a thread
-watches for this case and ends the process. A second signal ends the process in any case. Python drops an exception that
-is raised in a finalizer (`__del__`) or in a fork handler. So a signal that arrives during one of these is sent again
-until its exception reaches the script.
+Python handles signals only between two bytecode instructions, so native code that hangs delays a signal, and Python
+drops an exception that is raised in a finalizer (`__del__`) or in a fork handler. SIGKILL ends such a process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from atoll.errors import ServerFailed, Superseded
 from atoll.posix import no_sync, open_own, own_folder, read_own, replace_file
@@ -53,12 +49,6 @@ GOODBYE_S = 5.0
 
 WATCHED = (signal.SIGTERM, signal.SIGHUP)
 """Signals that raise `EndedBySignal` in the script. Under nohup, SIGHUP stays ignored."""
-
-AGAIN_S = 0.05
-"""Seconds until a signal that Python dropped is sent again."""
-
-HANG_S = 5.0
-"""Seconds that Python has to handle a signal before the watching thread ends the process."""
 
 ENDED_WELL = (None, 0, 128 + signal.SIGINT)
 """Exit codes of a script that has not failed: it finished, or the user interrupted it."""
@@ -112,26 +102,9 @@ class LeavesAtExit(Protocol):
 
 _joined: weakref.WeakSet[LeavesAtExit] = weakref.WeakSet()
 _pid = 0  # id of the process that `_joined` belongs to; a fork of it has joined nothing
-_exit: SystemExit | None = None
-"""The exception of the last `sys.exit` in the main thread, or of a signal. Reset when a worker joins."""
-_handled = 0  # number of signals that `_unwind` has handled
+_signal: EndedBySignal | None = None
+"""The exception of the last signal, which a script may have caught. Reset when a worker joins."""
 _is_warned = False  # whether the warning about an unwritable lease was logged
-
-
-class _Forking(threading.local):
-    """The state of the calling thread while it forks.
-
-    Attributes:
-        masks: for each fork that is in progress, the thread's signal mask before the fork, outermost fork first; empty
-            outside a fork. If a signal handler of the script raises an error during a fork, old masks may stay here.
-        began_s: time at which the outermost fork began.
-    """
-
-    masks: tuple[set[signal.Signals | int], ...] = ()
-    began_s: float = 0.0
-
-
-_forking = _Forking()
 
 
 def watch_exit(joined: LeavesAtExit) -> None:
@@ -139,220 +112,53 @@ def watch_exit(joined: LeavesAtExit) -> None:
 
     Signal handlers that the script has set are not replaced.
     """
-    global _pid, _exit
+    global _pid, _signal
     if _pid != os.getpid():
         _pid = os.getpid()
         _joined.clear()
         atexit.register(_leave_all)
     _joined.add(joined)
-    _exit = None
-    _EXIT.replace()
-    _UNRAISABLE.replace()
+    _signal = None
     if threading.current_thread() is threading.main_thread():
         for number in WATCHED:
             if signal.getsignal(number) is signal.SIG_DFL:
-                _unwind_at_the_first(number)
-        _watch_signals()
+                signal.signal(number, _unwind)
 
 
 def has_left(joined: LeavesAtExit) -> None:
-    """Stop watching an object that has left its run.
-
-    If no joined object remains, restore `sys.exit`, `sys.unraisablehook` and the signal handlers.
-    """
+    """Stop watching an object that has left its run. If no joined object remains, restore the signal handlers."""
     _joined.discard(joined)
-    if _joined:
-        return
-    _EXIT.restore()
-    _UNRAISABLE.restore()
-    if threading.current_thread() is threading.main_thread():
+    if not _joined and threading.current_thread() is threading.main_thread():
         for number in WATCHED:
             if signal.getsignal(number) is _unwind:
                 signal.signal(number, signal.SIG_DFL)
 
 
 def what_ends() -> BaseException | None:
-    """Return the uncaught exception that ends this process; None after a normal end. Only valid while Python exits."""
-    return getattr(sys, "last_value", None) or _exit
+    """Return the uncaught exception or the signal that ends this process, if Atoll knows one. Only valid at its end.
 
-
-class _Replaced:
-    """A function of `sys` that is replaced while a worker is joined.
-
-    If other code has set another function since the last `replace`, the next one makes a new replacement. The other
-    function may call the earlier replacement. If that one called the other function in turn, the calls would never end.
-
-    Args:
-        name: the function's name in `sys`.
-        made_of: returns the replacement, given the function that it replaces.
+    The exception of `sys.exit` is not known.
     """
-
-    def __init__(self, name: str, made_of: Callable[[Any], Any]) -> None:
-        self._name, self._made_of = name, made_of
-        self._ours: object = None
-        self._before: object = None
-
-    def replace(self) -> None:
-        """Replace the function, unless it is replaced already."""
-        before = getattr(sys, self._name)
-        if before is not self._ours:
-            self._before, self._ours = before, self._made_of(before)
-            setattr(sys, self._name, self._ours)
-
-    def restore(self) -> None:
-        """Restore the function that `replace` replaced. If other code has set another function since, do nothing."""
-        if getattr(sys, self._name) is self._ours:
-            setattr(sys, self._name, self._before)
+    return getattr(sys, "last_value", None) or _signal
 
 
-def _remembering_exit(python_exit: Callable[[sys._ExitCode | None], NoReturn]) -> Callable[..., NoReturn]:
-    def remember(status: sys._ExitCode | None = None, /) -> NoReturn:
-        global _exit
-        if threading.current_thread() is threading.main_thread():  # elsewhere `sys.exit` ends only the calling thread
-            _exit = SystemExit(status)
-        python_exit(status)
+def command_sees_end() -> bool:
+    """Return whether Python exits for a reason unknown here, and `atoll worker` waits for this process's exit code.
 
-    return remember
-
-
-def _sending_again(before: Callable[[sys.UnraisableHookArgs], Any]) -> Callable[[sys.UnraisableHookArgs], None]:
-    """Return a `sys.unraisablehook` that sends a signal again if Python has dropped the signal's exception.
-
-    The hook also sends the signal again if Python has dropped an exception that was raised while the signal's exception
-    was being handled.
-
-    Args:
-        before: the hook to call for each dropped exception except that of a signal.
+    The command knows only the code of the process that it has started itself, and writes its own id into the name of
+    the folder for leases.
     """
-
-    def hook(dropped: sys.UnraisableHookArgs) -> None:
-        error: BaseException | None = dropped.exc_value
-        while error is not None and not isinstance(error, EndedBySignal):
-            error = error.__context__
-        if error is not None and threading.current_thread() is threading.main_thread():
-            _send_again(error.number)
-        if error is not dropped.exc_value or error is None:
-            before(dropped)
-
-    return hook
-
-
-_EXIT = _Replaced("exit", _remembering_exit)
-_UNRAISABLE = _Replaced("unraisablehook", _sending_again)
+    is_exiting = not threading.main_thread().is_alive()
+    return is_exiting and what_ends() is None and f"_{os.getppid()}-" in Path(os.environ.get(LEASES, "")).name
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    global _exit, _handled
-    _handled += 1
-    if _forking.masks:
-        if time.monotonic() - _forking.began_s < HANG_S:
-            _send_again(number)  # an exception here would also end a fork handler halfway
-            return
-        before, _forking.masks = _forking.masks[0], ()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    global _signal
     signal.signal(number, signal.SIG_DFL)  # a second signal ends a program that does not unwind
     if _pid != os.getpid() or not _joined:  # this is a fork, or the last worker left in another thread
         signal.raise_signal(number)
-    _exit = EndedBySignal(number)
-    raise _exit
-
-
-def _send_again(number: int) -> None:
-    global _exit
-    _exit = EndedBySignal(number)
-    if not threading.main_thread().is_alive():  # Python is exiting, and the exit handlers run
-        return
-    _unwind_at_the_first(number)
-    sending = threading.Timer(AGAIN_S, os.kill, (os.getpid(), number))  # raised here, it would be dropped again
-    sending.daemon = True
-    sending.start()
-
-
-def _unwind_at_the_first(number: int) -> None:
-    """Make the next signal with this number raise an exception in the script, and a second one end the process.
-
-    The second one ends the process even if native code hangs: glibc's `sysv_signal` makes the kernel reset the handler
-    after one call. Without glibc, only Python resets the handler, and it cannot do so during a hang.
-    """
-    signal.signal(number, _unwind)
-    with contextlib.suppress(AttributeError, OSError):
-        sysv_signal = ctypes.CDLL(None).sysv_signal
-        sysv_signal.restype, sysv_signal.argtypes = ctypes.c_void_p, (ctypes.c_int, ctypes.c_void_p)
-        handler = sysv_signal(number, None)  # returns Python's C handler, and sets the default for a moment
-        sysv_signal(number, handler)
-
-
-def _watch_signals() -> None:
-    """Start a thread that ends the process if a signal arrives but Python does not handle it.
-
-    Python tells the thread about signals through a wakeup descriptor. If the program has set its own
-    descriptor, keep that one and start no thread.
-    """
-    before = signal.set_wakeup_fd(-1)
-    if before != -1:
-        signal.set_wakeup_fd(before, warn_on_full_buffer=False)
-        return
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _keep_from_forks(writer)
-    threading.Thread(target=_end_a_hang, args=(reader,), name="atoll-signals", daemon=True).start()
-
-
-def _keep_from_forks(writer: int) -> None:
-    """Block signals during a fork, until the child process no longer shares the parent's pipe for signals.
-
-    Otherwise, Python in the child would report an early signal to the parent's pipe, and the child would not end.
-
-    Args:
-        writer: the write end of the parent's pipe (its signal wakeup descriptor).
-    """
-
-    def hold() -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        if not _forking.masks:
-            _forking.began_s = time.monotonic()
-        _forking.masks += (before,)  # the forking thread is the only thread in the child
-        signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-
-    def release() -> None:
-        masks = _forking.masks  # empty if a signal ended `hold` before its first line
-        try:
-            if masks:
-                signal.pthread_sigmask(signal.SIG_SETMASK, masks[-1])
-        finally:
-            _forking.masks = masks[:-1]
-
-    def release_fork() -> None:
-        try:
-            _stop_watching(writer)
-        finally:
-            if masks := _forking.masks:
-                _forking.masks = ()
-                signal.pthread_sigmask(signal.SIG_SETMASK, masks[0])
-
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_fork)
-
-
-def _stop_watching(writer: int) -> None:
-    found = signal.set_wakeup_fd(-1)
-    if found != writer:
-        signal.set_wakeup_fd(found)
-
-
-def _end_a_hang(reader: int) -> None:
-    while number := os.read(reader, 1):
-        before = _handled
-        if number[0] not in WATCHED or signal.getsignal(number[0]) is not _unwind:
-            continue
-        time.sleep(HANG_S)
-        if _handled == before and _joined:
-            words = f"{EndedBySignal(number[0])} while Python could not handle signals"
-            for joined in list(_joined):
-                leaving = threading.Thread(target=joined.leave, args=(words,), daemon=True)
-                leaving.start()
-                leaving.join(2 * GOODBYE_S)
-            os._exit(128 + number[0])
+    _signal = EndedBySignal(number)
+    raise _signal
 
 
 def _leave_all() -> None:
@@ -437,12 +243,12 @@ def keep_last_status(http: Http) -> None:
         replace_file(Path(path), [text.encode()], sync=no_sync)
 
 
-def leave_for(folder: Path, why: str) -> list[str]:
+def leave_for(folder: Path, why: str | None) -> list[str]:
     """After a process has ended, make its sites leave their run. Return the names of the sites that have left.
 
     Args:
         folder: the folder that `ATOLL_LEASES` named for the process, with a file for each lease.
-        why: what ended the process; the server's status shows it.
+        why: the error that ended the process, which the server's status shows; None: it ended well.
     """
     from atoll.errors import AtollError
     from atoll.protocol import messages, routes

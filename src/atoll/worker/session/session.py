@@ -45,6 +45,7 @@ from atoll.transport.http_client import Http, unanswered
 from atoll.worker.log_lines import LOG, error_text, in_wait
 from atoll.worker.session.leave_at_exit import (
     GOODBYE_S,
+    command_sees_end,
     forget_lease,
     has_left,
     keep_last_status,
@@ -618,6 +619,8 @@ class Session:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
                 keep_last_status(self.http)
+                if error is None and command_sees_end():
+                    return  # `atoll worker` tells the server by the note of the lease
                 message = messages.Leave(error=error_text(error) if error else None)
                 self.http.send(routes.LEAVE, message, timeout_s=GOODBYE_S)
             elif isinstance(self._fatal, ServerFailed):
