@@ -132,16 +132,16 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1468,
+    ".": 1462,
     "aggregation": 1294,
-    "algorithms": 2032,
+    "algorithms": 1917,
     "blobs": 466,
     "cli": 1905,
     "cli/templates": 80,
     "codecs": 460,
     "config": 1322,
     "filters": 286,
-    "integrations": 992,
+    "integrations": 985,
     "outer_optimizers": 417,
     "protocol": 1488,
     "recipes": 820,
@@ -162,7 +162,7 @@ LINES: dict[str, int] = {
     "worker/peer": 931,
     "worker/session": 885,
     "worker/tasks": 617,
-    "worker/training": 1996,
+    "worker/training": 2049,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

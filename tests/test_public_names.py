@@ -13,8 +13,6 @@ import atoll
 PUBLIC = [
     "AtollError",
     "DiLoCo",
-    "FedProx",
-    "Scaffold",
     "Server",
     "Settings",
     "Simulation",

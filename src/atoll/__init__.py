@@ -25,8 +25,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atoll.algorithms.fedprox import FedProx
-    from atoll.algorithms.scaffold import Scaffold
     from atoll.config import Settings
     from atoll.errors import AtollError
     from atoll.registry import register
@@ -43,8 +41,6 @@ __version__: str
 __all__ = [
     "AtollError",
     "DiLoCo",
-    "FedProx",
-    "Scaffold",
     "Server",
     "Settings",
     "Simulation",
@@ -59,8 +55,6 @@ __all__ = [
 _HOMES = {
     "AtollError": "atoll.errors:AtollError",
     "DiLoCo": "atoll.worker.training.diloco_loop:DiLoCo",
-    "FedProx": "atoll.algorithms.fedprox:FedProx",
-    "Scaffold": "atoll.algorithms.scaffold:Scaffold",
     "Server": "atoll.server.serve:Server",
     "Settings": "atoll.config:Settings",
     "Simulation": "atoll.simulate.simulation:Simulation",

@@ -17,13 +17,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.algorithms.base import Algorithm, Correction, LocalContext, LocalRule
-from atoll.algorithms.by_hand import ByHand
-from atoll.algorithms.optimizer_hooks import StepHooks
-from atoll.errors import UsageError, public_api
-from atoll.tensors.arrays import require_model
+from atoll.errors import UsageError
 from atoll.tensors.module_tensors import gradients_of
 
 
@@ -97,27 +94,6 @@ class _Proximal(Correction):
                 norm = torch.linalg.vector_norm(moved, dtype=torch.promote_types(moved.dtype, torch.float32))
                 term = term.to(norm.device) + norm.square()
         return term * (self._mu / 2)
-
-
-@public_api
-class FedProx(ByHand):
-    """FedProx (arXiv 1812.06127) for one round of a hand-written loop: g ← g + μ·(w − w_t).
-
-    Args:
-        model: the model, with the values of the downloaded version. FedProx copies its trainable parameters as w_t.
-        mu: weight of the proximal term, μ ≥ 0.
-    """
-
-    @public_api
-    def __init__(self, model: nn.Module, mu: float) -> None:
-        if type(mu) not in (int, float) or not 0 <= mu < float("inf"):
-            raise UsageError(f"mu is {mu!r}.", "Use a finite number, at least 0.")
-        require_model(model, mapping=False)
-        super().__init__(StepHooks(model, "FedProx", ProximalTerm(mu)))
-
-    def finish(self) -> None:
-        """Stop correcting the optimizer. Idempotent."""
-        self._hooks.close()
 
 
 fedprox = Algorithm(

@@ -29,16 +29,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from atoll.algorithms.base import Algorithm, ChangeReader, Correction, ElementReader, LocalContext, LocalRule
-from atoll.algorithms.by_hand import ByHand, require_tensors
-from atoll.algorithms.optimizer_hooks import StepHooks
-from atoll.errors import UsageError, public_api
-from atoll.tensors.arrays import Arrays, require_model
-from atoll.tensors.chunks import run_of
-from atoll.tensors.module_tensors import named_parameters
-from atoll.tensors.schema import extra_name
+from atoll.errors import UsageError
 
 CONTROL = "control"
 
@@ -99,72 +93,6 @@ class _Shifted(Correction):
             return delta
 
         return {CONTROL: difference}
-
-
-@public_api
-class Scaffold(ByHand):
-    """SCAFFOLD (arXiv 1910.06378, option II) for one round of a hand-written loop: y ← y − η·(c − c_i) after each step.
-
-    Args:
-        model: the model, with the values of the downloaded version. Scaffold copies its parameters to the CPU as x.
-        global_controls: c, the run's control variates (`fl_round.global_state("control")`): parameter name → tensor of
-            the parameter's shape.
-        own_controls: c_i, the site's control variates (`fl_round.own_state("control")`), in the same form.
-
-    Raises:
-        UsageError: a control variate is missing, unknown, of another shape, not floating point or not finite. The
-            message names it.
-    """
-
-    @public_api
-    def __init__(self, model: nn.Module, global_controls: Arrays, own_controls: Arrays) -> None:
-        require_model(model, mapping=False)
-        self._y = {name: value for name, value in named_parameters(model).items() if value.is_floating_point()}
-        self._x = {name: value.detach().to("cpu", copy=True) for name, value in self._y.items()}
-        shapes = {name: tuple(value.shape) for name, value in self._y.items()}
-        c = _InMemory(require_tensors("global_controls", global_controls, shapes))
-        self._own = _InMemory(require_tensors("own_controls", own_controls, shapes))
-        super().__init__(StepHooks(model, "SCAFFOLD", ControlVariates(), c.read, self._own))
-
-    @property
-    def own_controls(self) -> dict[str, Tensor]:
-        """Before `finish`, the given c_i; afterwards c_i⁺, which becomes c_i if the server uses this round's update."""
-        return {name: self._own.after[extra_name(CONTROL, name)] for name in self._x}
-
-    @public_api
-    def finish(self) -> dict[str, Tensor]:
-        """Stop correcting the optimizer, and return Δc_i.
-
-        Returns:
-            Δc_i = c_i⁺ − c_i, as parameter name → CPU tensor of the parameter's shape: the update's tensors of the
-            group "control". Zeros for a parameter that was not trained.
-
-        Raises:
-            UsageError: there was no step, a step did not end, or no step had a learning rate above zero.
-        """
-        self._hooks.close()
-        with torch.no_grad():
-            difference = self._hooks.finish(self._moved)[CONTROL]
-            return {name: difference(name, 0, x.numel()).reshape(x.shape) for name, x in self._x.items()}
-
-    def _moved(self, name: str, start: int, stop: int) -> Tensor:
-        wide = torch.float64 if self._x[name].dtype == torch.float64 else torch.float32
-        x, y = run_of(self._x[name], start, stop), run_of(self._y[name].detach(), start, stop)
-        return x.to(wide) - y.to("cpu", wide)
-
-
-class _InMemory:
-    """SCAFFOLD's control variates in memory: the current ones (`before`) and the next ones (`after`)."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.before = {extra_name(CONTROL, name): value for name, value in tensors.items()}
-        self.after = {name: value.clone() for name, value in self.before.items()}
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        return run_of(self.before[name], start, stop).clone()
-
-    def write(self, name: str, start: int, values: Tensor) -> None:
-        self.after[name].reshape(-1)[start : start + values.numel()].copy_(values)
 
 
 scaffold = Algorithm(

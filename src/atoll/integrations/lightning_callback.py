@@ -25,7 +25,6 @@ from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.algorithms.resolve import local_rule
 from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import ConfigError, UsageError, public_api
-from atoll.format_text import counted
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone, value_of
 from atoll.registry import ReceivedName
 from atoll.runtime import ensure_lines
@@ -519,20 +518,14 @@ def the_optimizer(trainer: Any, module: Any, algorithm: str) -> Any:
         algorithm: the algorithm's name, for messages.
 
     Raises:
-        UsageError: the module uses manual optimization, or there is not exactly one optimizer.
+        UsageError: the module uses manual optimization.
     """
     if not module.automatic_optimization:
         raise UsageError(
             f"{type(module).__name__} uses manual optimization, but {algorithm} needs the Trainer's steps.",
-            "Set automatic_optimization = True, or use fedavg.",
+            "Set automatic_optimization = True, with one optimizer for all parameters, or use fedavg.",
         )
-    if len(trainer.optimizers) != 1:
-        raise UsageError(
-            f"{type(module).__name__} has {counted(len(trainer.optimizers), 'optimizer')}, but {algorithm} "
-            "supports only one.",
-            "Put all parameters into one optimizer, or use fedavg.",
-        )
-    return trainer.optimizers[0]
+    return trainer.optimizers[0]  # Lightning refuses several under automatic optimization
 
 
 def require_unscaled(trainer: Any, algorithm: str) -> None:

@@ -28,9 +28,9 @@ class One(nn.Module):
 
 
 @contextmanager
-def first_round(folder: Path, algorithm: str = "scaffold", model: Any = None) -> Iterator[Any]:
+def first_round(folder: Path, algorithm: str = "scaffold", model: Any = None, **settings: Any) -> Iterator[Any]:
     """The first of two rounds of a run of one site. What the worker refuses, the server does not hear of."""
-    with plain_server(folder, model or One(), algorithm=algorithm, sites=1, rounds=2) as server:
+    with plain_server(folder, model or One(), algorithm=algorithm, sites=1, rounds=2, **settings) as server:
         with atoll.join(server.url, site="a", folder=folder / "w") as worker:
             yield next(iter(worker))
         assert server.status().refused == 0

@@ -8,17 +8,20 @@ bf16 have 8 bits: 1 + 1/256 is 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 from kit import exported
+from kit.corrections import Scaffold, fedprox
 from kit.optimizers import ScheduleFree
 from kit.servers import plain_server
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import atoll
+from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
 
 SMALL = 1 / 1024
@@ -181,12 +184,18 @@ def controls(shift: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {name: torch.full((3,), shift) for name in "wb"}, {name: torch.zeros(3) for name in "wb"}
 
 
-def train(model: Any, corrected: Any, step: Callable[[], object], given: Any, gradient: float, steps: int = 3) -> None:
-    with corrected.correct(given):
+def train(
+    model: Any, hooks: AbstractContextManager[object], step: Callable[[], object], gradient: float, steps: int = 3
+) -> None:
+    with hooks:
         for _ in range(steps):
             for value in model.parameters():
                 value.grad = torch.full_like(value, gradient)
             step()
+
+
+def hooks_of(algorithm: str, model: nn.Module) -> StepHooks:
+    return fedprox(model, mu=0.5) if algorithm == "fedprox" else Scaffold(model, *controls(-0.25))
 
 
 def first(tensors: Iterable[Tensor]) -> list[float]:
@@ -205,7 +214,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 def test_fedprox_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) -> None:
     model = Two(dtype)
     optimizer = kind(model.parameters())
-    train(model, atoll.FedProx(model, mu=0.5), optimizer.step, optimizer, -0.25)
+    train(model, fedprox(model, mu=0.5).attach(optimizer), optimizer.step, -0.25)
     assert first(model.parameters()) == first(optimizer.copies()) == [1.4375, 2.4375]
 
 
@@ -216,10 +225,10 @@ def test_scaffold_reaches_masters_of_the_weights(kind: Any, dtype: torch.dtype) 
     """c − c_i = −1/4: each of 3 steps adds 1/4 + 1/4; Δc_i = (x − y)/3 − c = −1/2 + 1/4."""
     model = Two(dtype)
     optimizer = kind(model.parameters())
-    scaffold = atoll.Scaffold(model, *controls(-0.25))
-    train(model, scaffold, optimizer.step, optimizer, -0.25)
+    scaffold = Scaffold(model, *controls(-0.25))
+    train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
     assert first(model.parameters()) == first(optimizer.copies()) == [2.5, 3.5]
-    assert first(scaffold.finish().values()) == [-0.25, -0.25]
+    assert first(scaffold.difference().values()) == [-0.25, -0.25]
 
 
 class FromMainGrad(Optimizer):
@@ -240,22 +249,21 @@ class FromMainGrad(Optimizer):
 def test_corrects_steps_along_gradients_in_main_grad(algorithm: str, result: float, left_over: bool) -> None:
     model = Two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
-    by_hand: Any = atoll.FedProx(model, mu=0.5) if algorithm == "fedprox" else atoll.Scaffold(model, *controls(-0.25))
-    with by_hand.correct(optimizer):
+    with hooks_of(algorithm, model).attach(optimizer) as hooks:
         for _ in range(3):
             for value in model.parameters():
                 value.main_grad = torch.full_like(value, -0.25)  # type: ignore[attr-defined]
                 value.grad = torch.full_like(value, -0.25) if left_over else None
             optimizer.step()
     assert first(model.parameters()) == [result, result + 1]
-    assert by_hand.steps == 3
+    assert hooks.steps == 3
 
 
 @pytest.mark.covers("X11")
 def test_fedprox_adds_its_term_once_to_a_gradient_with_two_names() -> None:
     model = Two(torch.float32)
     optimizer = FromMainGrad(model.parameters())
-    with atoll.FedProx(model, mu=0.5).correct(optimizer):
+    with fedprox(model, mu=0.5).attach(optimizer):
         for _ in range(3):
             for value in model.parameters():
                 value.grad = torch.full_like(value, -0.25)
@@ -270,7 +278,7 @@ def test_masters_keep_corrections_that_bf16_would_lose(kind: Any) -> None:
     """8 steps of 1/1024, and gradients of 0: in bf16, 1 + 1/1024 is 1 again, and 1 + 8/1024 is the next number."""
     model = Two()
     optimizer = kind(model.parameters())
-    train(model, atoll.Scaffold(model, *controls(-SMALL)), optimizer.step, optimizer, 0.0, steps=8)
+    train(model, Scaffold(model, *controls(-SMALL)).attach(optimizer), optimizer.step, 0.0, steps=8)
     assert first(optimizer.copies()) == [1 + 8 * SMALL, 2 + 8 * SMALL]
     assert first(model.parameters()) == [1 + 8 * SMALL, 2.0]
     assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
@@ -281,7 +289,7 @@ def test_scaffold_leaves_what_no_step_starts_from() -> None:
     """3 steps of 1/4 + 1/4, of which the average sees the uncorrected end: 1.25, then (1.25 + 1.75)/2, then 1.875."""
     model = Two(torch.float32)
     optimizer = WithMoment(model.parameters(), lr=1.0)
-    train(model, atoll.Scaffold(model, *controls(-0.25)), optimizer.step, optimizer, -0.25)
+    train(model, Scaffold(model, *controls(-0.25)).attach(optimizer), optimizer.step, -0.25)
     assert first(model.parameters()) == [2.5, 3.5]
     state = optimizer.state[model.w]
     assert first([state["anchor"], state["ema"], state["m"]]) == [1.0, 1.875, -0.25]
@@ -294,9 +302,9 @@ def test_scaffold_leaves_what_no_step_starts_from() -> None:
 def test_scaffold_refuses_a_copy_that_follows_only_at_times(kind: Any, named: str) -> None:
     model = Two(torch.float32)
     optimizer = kind(model.parameters())
-    scaffold = atoll.Scaffold(model, *controls(-0.25))
-    with pytest.raises(UsageError, match=rf"a copy of the weights, {named}, .*SCAFFOLD changes .* undo a part"):
-        train(model, scaffold, optimizer.step, optimizer, -0.25)
+    scaffold = Scaffold(model, *controls(-0.25))
+    with pytest.raises(UsageError, match=rf"a copy of the weights, {named}, .*scaffold changes .* undo a part"):
+        train(model, scaffold.attach(optimizer), optimizer.step, -0.25)
 
 
 @pytest.mark.covers("X11")
@@ -304,7 +312,7 @@ def test_scaffold_corrects_the_optimizer_inside_of_lookahead() -> None:
     """Two steps of 1/4 + 1/4, of which half remains, and one more: 1 → 1.5 → 2 → 1.5 → 2."""
     model = Two(torch.float32)
     optimizer = Lookahead(model.parameters())
-    train(model, atoll.Scaffold(model, *controls(-0.25)), optimizer.step, optimizer.inner, -0.25)
+    train(model, Scaffold(model, *controls(-0.25)).attach(optimizer.inner), optimizer.step, -0.25)
     assert first(model.parameters()) == [2.0, 3.0]
 
 
@@ -319,7 +327,7 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
     """
     model = Two(torch.float32)
     optimizer = kind(model.parameters())
-    train(model, atoll.FedProx(model, mu=0.5), optimizer.step, optimizer, -0.25)
+    train(model, fedprox(model, mu=0.5).attach(optimizer), optimizer.step, -0.25)
     assert first(model.parameters()) == pytest.approx([result, result + 1])
 
 
@@ -327,32 +335,23 @@ def test_fedprox_pulls_lookahead_and_schedule_free_steps(kind: Any, result: floa
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
 def test_refuses_a_correction_of_an_optimizer_that_has_the_copies_alone(algorithm: str) -> None:
     model = Two()
-    optimizer = Outside(model.parameters())
-    corrected: Any = atoll.FedProx(model, mu=0.5) if algorithm == "fedprox" else atoll.Scaffold(model, *controls(0.0))
+    optimizer: Any = Outside(model.parameters())
     with pytest.raises(
         UsageError, match=r"SGD trains copies of the model's parameters, for example of 'b'.*in its state"
     ):
-        corrected.correct(optimizer)
+        hooks_of(algorithm, model).attach(optimizer)
 
 
 @pytest.mark.covers("X11")
 def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: Any) -> None:
     """Two rounds of three steps of 1/4, with one optimizer."""
     model = Two()
-    optimizer = Outside(model.parameters())
+    optimizer: Any = Outside(model.parameters())
     with plain_server(tmp_path, Two(), algorithm="fednova", sites=1, rounds=2) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
-                train(model, _OfRound(fl_round, model), optimizer.step, optimizer, -0.25)
+                train(model, fl_round.correct(model, optimizer), optimizer.step, -0.25)
                 fl_round.submit(model)
         server.run()
     assert first(exported(tmp_path)[name] for name in "wb") == [2.5, 3.5]
-
-
-class _OfRound:
-    def __init__(self, fl_round: Any, model: nn.Module) -> None:
-        self.fl_round, self.model = fl_round, model
-
-    def correct(self, optimizer: Any) -> Any:
-        return self.fl_round.correct(self.model, optimizer)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kit import build_model, exported, serve, tensors_digest
+from kit.corrections import Scaffold, fedprox
 from kit.servers import plain_server
 from scaffold_world import ETA, One, controls, first_round, sgd, train
 from torch import nn
@@ -22,46 +22,42 @@ import atoll
 from atoll.errors import UsageError
 
 
-def test_fedprox_by_hand_pulls_towards_where_it_began() -> None:
-    model = One(2.0)
-    optimizer = sgd(model)
-    prox = atoll.FedProx(model, mu=0.5)
-    prox.correct(optimizer)
-    train(model, optimizer, 1.0, steps=2)
-    prox.finish()
-    assert model.w.item() == pytest.approx(1.815)
-    train(model, optimizer, 1.0, steps=1)  # plain again
-    assert model.w.item() == pytest.approx(1.815 - 0.1 * 0.815)
-    assert prox.steps == 2
-    with pytest.raises(UsageError, match="mu is -1"):
-        atoll.FedProx(model, mu=-1)
+def test_fedprox_pulls_towards_where_it_began(tmp_path: Path) -> None:
+    with first_round(tmp_path, "fedprox", One(2.0), **{"algorithm.mu": 0.5}) as fl_round:
+        model = fl_round.load_into(One())
+        with fl_round.correct(model, optimizer := sgd(model)) as hooks:
+            train(model, optimizer, 1.0, steps=2)
+        assert model.w.item() == pytest.approx(1.815)
+        train(model, optimizer, 1.0, steps=1)  # plain again
+        assert model.w.item() == pytest.approx(1.815 - 0.1 * 0.815)
+        assert hooks.steps == 2
 
 
-def test_scaffold_takes_arrays_and_refuses_a_round_without_steps() -> None:
+def test_scaffold_steps_once_and_refuses_a_round_without_steps() -> None:
     """c = 0.5, c_i = 0.2, η = 0.1, target 1: y = 0 + 0.1·1 − 0.1·0.3 = 0.07; Δc = (0 − 0.07)/0.1 − 0.5 = −1.2."""
     model = One()
-    c, own = ({"w": np.array([value], np.float32), "frozen": np.zeros(2, np.float32)} for value in (0.5, 0.2))
+    c, own = controls(0.5), controls(0.2)
     with pytest.raises(UsageError, match="no optimizer step"):
-        atoll.Scaffold(model, c, own).finish()
-    scaffold = atoll.Scaffold(model, c, own)
-    with scaffold.correct(optimizer := sgd(model)):
+        Scaffold(model, c, own).difference()
+    scaffold = Scaffold(model, c, own)
+    with scaffold.attach(optimizer := sgd(model)):
         train(model, optimizer, 1.0, steps=1)
     assert model.w.item() == pytest.approx(0.07)
-    assert scaffold.finish()["w"].item() == pytest.approx(-1.2)
-    assert scaffold.own_controls["w"].item() == pytest.approx(-1.0)
+    assert scaffold.difference()["w"].item() == pytest.approx(-1.2)
+    assert scaffold.own.after["atoll.control.w"].item() == pytest.approx(-1.0)
     assert c["w"].item() == pytest.approx(0.5)
 
 
 def test_a_schedule_is_followed() -> None:
     """Rates 0, 0.1, 0.2: Δc = (x − y)/0.3; the warm-up step without a rate does no harm."""
     model = One()
-    scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
-    with scaffold.correct(optimizer := sgd(model, 0.0)):
+    scaffold = Scaffold(model, controls(0.0), controls(0.0))
+    with scaffold.attach(optimizer := sgd(model, 0.0)):
         for rate in (0.0, 0.1, 0.2):
             optimizer.param_groups[0]["lr"] = rate
             train(model, optimizer, 1.0, steps=1)
     assert scaffold.steps == 3
-    assert scaffold.finish()["w"].item() == pytest.approx(-(1 - 0.9 * 0.8) / 0.3)
+    assert scaffold.difference()["w"].item() == pytest.approx(-(1 - 0.9 * 0.8) / 0.3)
 
 
 def test_a_step_without_gradients_is_none() -> None:
@@ -70,14 +66,14 @@ def test_a_step_without_gradients_is_none() -> None:
     Δc = (0 − w)/η − c = 3/0.5 − 4: the first step adds no rate.
     """
     model = One()
-    scaffold = atoll.Scaffold(model, controls(4.0), controls(0.0))
-    with scaffold.correct(optimizer := sgd(model, 0.5)):
+    scaffold = Scaffold(model, controls(4.0), controls(0.0))
+    with scaffold.attach(optimizer := sgd(model, 0.5)):
         optimizer.step()
         assert (model.w.item(), scaffold.steps) == (0.0, 0)
         model.w.grad = torch.tensor([2.0])
         optimizer.step()
     assert (model.w.item(), scaffold.steps) == (-3.0, 1)  # 0 − 0.5·2 − 0.5·4
-    assert scaffold.finish()["w"].item() == pytest.approx(2.0)
+    assert scaffold.difference()["w"].item() == pytest.approx(2.0)
 
 
 # -- parameters without a gradient: a branch of the model that a step does not use
@@ -142,7 +138,7 @@ def test_fedprox_pulls_parameters_without_a_gradient(
     train_heads(expected, optimizers, term, thaw=thaw)
     model, optimizers = make()
     model.b.requires_grad_(not thaw)
-    with atoll.FedProx(model, mu=0.5).correct(optimizers) as correction:
+    with fedprox(model, mu=0.5).attach(optimizers) as correction:
         train_heads(model, optimizers, thaw=thaw)
     assert correction.steps == (8 if not thaw or len(optimizers) == 1 else 6)  # the last optimizer had nothing to step
     for w, expected_w in zip(model.parameters(), expected.parameters(), strict=True):
@@ -152,9 +148,9 @@ def test_fedprox_pulls_parameters_without_a_gradient(
 def test_fedprox_leaves_no_gradient_of_its_own_behind() -> None:
     """A loop that never clears gradients would add them up."""
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.ones(1)})
-    prox = atoll.FedProx(model, mu=0.5)
+    prox = fedprox(model, mu=0.5)
     nn.init.constant_(model["b"], 3.0)
-    with prox.correct(optimizer := SGD(model.parameters(), lr=0.1)):
+    with prox.attach(optimizer := SGD(model.parameters(), lr=0.1)):
         for value in (2.9, 2.805):  # 3 − 0.1·0.5·(3 − 1); 2.9 − 0.1·0.5·1.9
             model["a"].grad = torch.ones(1)
             optimizer.step()
@@ -166,13 +162,13 @@ def test_scaffold_shifts_parameters_without_a_gradient() -> None:
     """y ← y − η·(0 − c_i + c), twice: 1 − 2·0.1·(0.5 − 0.2) = 0.94; Δc = (1 − 0.94)/0.2 − 0.5 = −0.2."""
     model = nn.ParameterDict({"a": torch.zeros(1), "b": torch.ones(1)})
     c, own = ({name: torch.full((1,), value) for name in "ab"} for value in (0.5, 0.2))
-    scaffold = atoll.Scaffold(model, c, own)
-    with scaffold.correct(optimizer := SGD(model.parameters(), lr=0.1)):
+    scaffold = Scaffold(model, c, own)
+    with scaffold.attach(optimizer := SGD(model.parameters(), lr=0.1)):
         for _ in range(2):
             model["a"].grad = torch.ones(1)
             optimizer.step()
     assert model["b"].item() == pytest.approx(0.94)
-    assert scaffold.finish()["b"].item() == pytest.approx(-0.2, rel=1e-5)
+    assert scaffold.difference()["b"].item() == pytest.approx(-0.2, rel=1e-5)
 
 
 # -- steps in odd ways
@@ -245,9 +241,9 @@ def test_a_step_that_calls_its_parents_is_one_step(by_closure: bool) -> None:
     model = One(2.0)
     sgd(model)  # from here on torch's hooks are in the parent's step, too
     optimizer = Calls(model.parameters(), lr=ETA)
-    prox = atoll.FedProx(model, mu=0.5)
+    prox = fedprox(model, mu=0.5)
     closure = closure_of(model, optimizer, 1.0, lambda loss: loss)
-    with prox.correct(optimizer):
+    with prox.attach(optimizer):
         for number in range(2):
             if not by_closure:
                 closure()
@@ -266,7 +262,7 @@ def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(by_c
     """Whether weights have moved is not known until a step has ended again: w = 0 + 0.1 − 0.1·4, Δc = 0.3/0.1 − 4."""
     model = One()
     optimizer = BreaksOff(model.parameters(), lr=ETA)
-    scaffold = atoll.Scaffold(model, controls(4.0), controls(0.0))
+    scaffold = Scaffold(model, controls(4.0), controls(0.0))
     closure = closure_of(model, optimizer, 1.0, lambda loss: loss)
 
     def step() -> None:
@@ -274,32 +270,32 @@ def test_a_last_step_that_broke_off_is_refused_and_another_behind_it_is_not(by_c
             closure()
         optimizer.step(closure if by_closure else None)
 
-    scaffold.correct(optimizer)
+    scaffold.attach(optimizer)
     with pytest.raises(ValueError, match="no more records"):
         step()
     if refused:
         with pytest.raises(UsageError, match=r"has not returned, or has failed.*call correct\(\) and step\(\) again"):
-            scaffold.finish()
-        scaffold.correct(optimizer)
+            scaffold.difference()
+        scaffold.attach(optimizer)
     optimizer.broken = False
     step()
     assert (scaffold.steps, model.w.item()) == (1, pytest.approx(-0.3))
-    assert scaffold.finish()["w"].item() == pytest.approx(-1.0)
+    assert scaffold.difference()["w"].item() == pytest.approx(-1.0)
 
 
 @pytest.mark.covers("S8")
 def test_another_optimizer_may_take_the_place_of_one_with_a_failed_step() -> None:
     model = One()
-    scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
+    scaffold = Scaffold(model, controls(0.0), controls(0.0))
     broken = BreaksOff(model.parameters(), lr=ETA)
     closure_of(model, broken, 1.0, lambda loss: loss)()
-    with scaffold.correct(broken), pytest.raises(ValueError, match="no more records"):
+    with scaffold.attach(broken), pytest.raises(ValueError, match="no more records"):
         broken.step()
     optimizer = sgd(model)
-    scaffold.correct(optimizer)
+    scaffold.attach(optimizer)
     train(model, optimizer, 1.0, steps=1)
     assert scaffold.steps == 1
-    scaffold.finish()
+    scaffold.difference()
 
 
 @pytest.mark.covers("S8")
@@ -307,13 +303,13 @@ def test_a_step_is_none_if_its_closure_fails_before_it_gives_a_gradient() -> Non
     """As at the end of the data: no weight has moved."""
     model = One()
     optimizer = sgd(model)
-    scaffold = atoll.Scaffold(model, controls(0.0), controls(0.0))
-    scaffold.correct(optimizer)
+    scaffold = Scaffold(model, controls(0.0), controls(0.0))
+    scaffold.attach(optimizer)
     train(model, optimizer, 1.0, steps=1)
     with pytest.raises(ValueError, match="no more records"):
         optimizer.step(fails)  # type: ignore[arg-type]
     assert scaffold.steps == 1
-    assert scaffold.finish()["w"].item() == pytest.approx(-0.1 / 0.1)
+    assert scaffold.difference()["w"].item() == pytest.approx(-0.1 / 0.1)
 
 
 @pytest.mark.covers("S8")
@@ -352,12 +348,12 @@ def test_a_step_that_clears_its_gradients_inside_is_a_step() -> None:
     """At w + 0.5 = 0.5 towards 1 the gradient is −0.5: y = 0.1·0.5 − 0.1·(0.5 − 0.2); Δc = (0 − 0.02)/0.1 − 0.5."""
     model = One()
     optimizer = TwoSteps([model.w], lr=ETA)
-    scaffold = atoll.Scaffold(model, controls(0.5), controls(0.2))
-    with scaffold.correct(optimizer):
+    scaffold = Scaffold(model, controls(0.5), controls(0.2))
+    with scaffold.attach(optimizer):
         optimizer.step(closure_of(model, optimizer, 1.0, lambda loss: loss))
     assert scaffold.steps == 1
     assert model.w.item() == pytest.approx(0.02)
-    assert scaffold.finish()["w"].item() == pytest.approx(-0.7)
+    assert scaffold.difference()["w"].item() == pytest.approx(-0.7)
 
 
 def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> None:
@@ -371,7 +367,7 @@ def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> No
     assert plain.steps == 2
     assert model.w.item() == pytest.approx(0.19)
     model = One()
-    with atoll.Scaffold(model, controls(0.0), controls(0.0)).correct(optimizer := NoRate([model.w])):
+    with Scaffold(model, controls(0.0), controls(0.0)).attach(optimizer := NoRate([model.w])):
         with pytest.raises(UsageError, match=r"NoRate has no learning rate.*set lr"):
             train(model, optimizer, 1.0, steps=1)
     assert model.w.item() == 0.0
@@ -379,7 +375,7 @@ def test_an_optimizer_without_a_rate_is_followed_where_no_rate_is_needed() -> No
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     model = nn.Embedding(4, 2, sparse=True)
-    atoll.FedProx(model, mu=0.1).correct(optimizer := torch.optim.SparseAdam(model.parameters()))
+    fedprox(model, mu=0.1).attach(optimizer := torch.optim.SparseAdam(model.parameters()))
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(UsageError, match=r"'weight' is sparse.*sparse=False"):
         optimizer.step()
@@ -388,7 +384,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
 def test_an_optimizer_of_another_model_is_refused() -> None:
     """Guards against `load_into(Model())` behind an optimizer that trains the model before it."""
     with pytest.raises(UsageError, match="holds none of the model's parameters"):
-        atoll.FedProx(One(), mu=0.1).correct(sgd(One()))
+        fedprox(One(), mu=0.1).attach(sgd(One()))
 
 
 @pytest.mark.parametrize("algorithm", ["fedprox", "scaffold"])
@@ -427,10 +423,10 @@ def closure_of(model: One, optimizer: Optimizer, target: float, gives: Callable[
 def test_lbfgs_finds_where_fedprox_is_least(gives: Callable[[torch.Tensor], Any], search: str | None) -> None:
     """Every evaluation has to see the loss and the gradient of FedProx."""
     model = One(2.0)
-    prox = atoll.FedProx(model, mu=0.5)
+    prox = fedprox(model, mu=0.5)
     nn.init.constant_(model.w, -1.0)
     optimizer = torch.optim.LBFGS([model.w], line_search_fn=search)
-    with prox.correct(optimizer):
+    with prox.attach(optimizer):
         assert float(optimizer.step(closure_of(model, optimizer, -1.0, gives))) == pytest.approx(2.25)
     assert model.w.item() == pytest.approx(0.0, abs=1e-6)
     assert prox.steps == 1
@@ -440,7 +436,7 @@ def test_lbfgs_finds_where_fedprox_is_least(gives: Callable[[torch.Tensor], Any]
 
 def test_what_a_closure_returns_beside_a_loss_stays_as_it_is() -> None:
     model = One(2.0)
-    with atoll.FedProx(model, mu=0.5).correct(optimizer := sgd(model)):
+    with fedprox(model, mu=0.5).attach(optimizer := sgd(model)):
         for given in (None, {"loss": 1.0}):
             assert optimizer.step(closure_of(model, optimizer, -1.0, lambda _, given=given: given)) == given
 

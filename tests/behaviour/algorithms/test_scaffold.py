@@ -24,8 +24,8 @@ import atoll
 from atoll.errors import UsageError
 
 
-def plainly(fl_round: Any, target: float) -> One:
-    """SCAFFOLD's worker without any helper: only what the round gives, and the paper's two lines."""
+def by_itself(fl_round: Any, target: float) -> One:
+    """A loop that does everything itself: the groups that the round gives, and the lines of the specification."""
     model = fl_round.load_into(One())
     c, own = fl_round.global_state("control")["w"], fl_round.own_state("control")["w"]
     x = model.w.detach().clone()
@@ -34,23 +34,6 @@ def plainly(fl_round: Any, target: float) -> One:
             model.w -= ETA * ((model.w - target) - own + c)
     plus = own - c + (x - model.w.detach()) / (STEPS * ETA)
     fl_round.submit(model, groups={"control": {"w": plus - own, "frozen": torch.zeros(2)}}, steps=STEPS)
-    return model
-
-
-def with_the_helper(fl_round: Any, target: float) -> One:
-    model = fl_round.load_into(One())
-    scaffold = atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
-    optimizer = torch.optim.SGD([model.w], lr=ETA)
-    with scaffold.correct(optimizer):
-        train(model, optimizer, target)
-    difference = scaffold.finish()
-    assert scaffold.steps == STEPS
-    assert difference["frozen"].tolist() == [0.0, 0.0]
-    next_own = fl_round.own_state("control")["w"] + difference["w"]
-    for _ in range(2):  # asked once more
-        assert torch.equal(scaffold.own_controls["w"], next_own)
-        assert torch.equal(scaffold.finish()["w"], difference["w"])
-    fl_round.submit(model, groups={"control": difference}, steps=scaffold.steps)
     return model
 
 
@@ -64,7 +47,7 @@ def with_the_round(fl_round: Any, target: float, **told: Any) -> One:
 
 
 @pytest.mark.covers("S10", "S12")
-@pytest.mark.parametrize("part", [plainly, with_the_helper, with_the_round])
+@pytest.mark.parametrize("part", [by_itself, with_the_round])
 def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> None:
     """Algorithm 1, option II, in Python's own numbers; two sites, both take part in every round.
 
@@ -90,7 +73,7 @@ def test_rounds_by_hand_are_those_of_the_paper(tmp_path: Path, part: Any) -> Non
 def test_the_update_carries_the_step_count_and_the_scripts_own_wins(tmp_path: Path) -> None:
     with plain_server(tmp_path, One(), algorithm="scaffold", sites=1, rounds=3) as server:
         sites = manual_sites(server, tmp_path, "a")
-        for part, told in ((with_the_helper, {}), (with_the_round, {}), (with_the_round, {"steps": 70})):
+        for part, told in ((by_itself, {}), (with_the_round, {}), (with_the_round, {"steps": 70})):
             sites["a"].next_round()
             part(sites["a"].round, 1.0, **told)
         finish(server, sites)
@@ -116,7 +99,7 @@ def test_alone_a_loop_written_for_scaffold_trains_plainly() -> None:
     """Rate 0.1 towards 1, three steps: w = 1 − 0.9³."""
     with atoll.join() as worker:
         for fl_round in worker:
-            assert with_the_helper(fl_round, 1.0).w.item() == pytest.approx(1 - 0.9**3)
+            assert by_itself(fl_round, 1.0).w.item() == pytest.approx(1 - 0.9**3)
 
 
 # -- weights define the objective, for model and controls alike
@@ -343,8 +326,6 @@ def test_a_run_without_controls_has_none_and_refuses_a_difference(tmp_path: Path
         assert fl_round.global_state("control") == fl_round.own_state("control") == {}
         with pytest.raises(UsageError, match="needs no tensors besides the model"):
             fl_round.submit(model, groups={"control": GOOD}, steps=1)
-        with pytest.raises(UsageError, match="global_controls has no entry for 'w'"):
-            atoll.Scaffold(model, fl_round.global_state("control"), fl_round.own_state("control"))
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ def train(model, *rest):
 """
 FEDAVG, SCAFFOLD = (SERVE.format(algorithm=name) + OWN_CODE for name in ("fedavg", "scaffold"))
 
+OWN_LOOP = """
+loader = [torch.randn(3, 4)] * 5
+loss_of = lambda model, batch: model(batch).square().mean()
+"""
+
 LIGHTNING = """\
 import os
 import torch
@@ -159,7 +164,9 @@ AROUND = {
     "sharded": SHARDED,
     "diloco": (DILOCO, END),
     **dict.fromkeys(("fedavg", "federated", "functional", "hello_pt", "measured", "quickstart_pytorch"), (FEDAVG, END)),
-    **dict.fromkeys(("corrected", "by_hand"), (SCAFFOLD, END)),
+    "corrected": (SCAFFOLD, END),
+    "proximal": (FEDAVG + OWN_LOOP, END),
+    "by_hand": (SCAFFOLD + OWN_LOOP, END),
     "fits": (LIGHTNING, END),
     "cosine": (LIGHTNING, COSINE_FITS + END),
 }

@@ -48,14 +48,8 @@ class TwoOptimizers(Manual):
         return [torch.optim.SGD([self.w], lr=0.1), torch.optim.SGD([self.frozen], lr=0.1)]
 
 
-class OneOfTwo(TwoOptimizers):
-    """Lightning refuses several under automatic optimization, so that is switched on behind its look at them."""
-
-    def on_fit_start(self) -> None:
-        self.automatic_optimization = True
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return Tiny.training_step(self, batch, batch_idx)
+class TwoAutomatic(Tiny):
+    configure_optimizers = TwoOptimizers.configure_optimizers
 
 
 class Unequal(Tiny):
@@ -112,7 +106,6 @@ RATE = r"finite learning rate, at least 0"
 REFUSED = {
     "manual": (Manual, "Manual uses manual optimization.*automatic_optimization = True"),
     "two optimizers": (TwoOptimizers, "TwoOptimizers uses manual optimization.*automatic_optimization = True"),
-    "one of two": (OneOfTwo, r"OneOfTwo has 2 optimizers, but scaffold supports only one\. Put all"),
     "unequal": (Unequal, "learning rates 0.1, 0.2.*the same learning rate for all parameter groups"),
     "negative": (lambda: Rate(0.1, -0.5, 0.1), f"learning rate is -0.5.*{RATE}"),
     "infinite": (lambda: Rate(0.1, float("inf"), 0.1), f"learning rate is inf.*{RATE}"),
@@ -130,6 +123,16 @@ def test_scaffold_refuses_it_and_a_better_fit_takes_its_place(tmp_path: Path, mo
         with pytest.raises(UsageError, match=f"(?s){words}"):
             patched(server, tmp_path).fit(module(), data())
         assert server.status().fragments[0].version == 0
+        require_a_next_fit_to_count(server, tmp_path)
+
+
+@pytest.mark.covers("S8")
+@pytest.mark.parametrize("algorithm", ["scaffold", "diloco"])
+def test_lightning_refuses_two_optimizers(tmp_path: Path, algorithm: str) -> None:
+    """Under automatic optimization, before it trains; the round is not lost."""
+    with serve(tmp_path, algorithm, rounds=1) as server:
+        with pytest.raises(RuntimeError, match="multiple optimizers is only supported with manual optimization"):
+            patched(server, tmp_path).fit(TwoAutomatic(), data())
         require_a_next_fit_to_count(server, tmp_path)
 
 

@@ -56,8 +56,6 @@ def loop(**options: Any) -> atoll.DiLoCo:
         (lambda: atoll.Settings.build(5), "values is 5"),
         (lambda: atoll.Simulation(MODEL, FEDAVG, script=5), "script is 5"),
         (lambda: atoll.Simulation(MODEL, FEDAVG, script="a.py", sites=2, processes="2"), "processes is '2'"),
-        (lambda: atoll.FedProx(5, 0.1), "The model is of type int"),
-        (lambda: atoll.Scaffold(5, {}, {}), "The model is of type int"),
         (lambda: atoll.tasks(5), "server is 5"),
         (lambda: atoll.functional.init(require_server="no"), "require_server is 'no'"),
         (lambda: atoll.objects.publish({}, expires_s="60"), "expires_s is '60'. Give a number"),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kit import exported
+from kit.corrections import Scaffold, fedprox
 from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import train_diloco_alone
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ def test_scaffold_looks_at_the_whole_state_in_its_first_two_steps() -> None:
     optimizer = WithMoment(model.parameters())
     zeros = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     State.looks = 0
-    with atoll.Scaffold(model, zeros, zeros).correct(optimizer):
+    with Scaffold(model, zeros, zeros).attach(optimizer):
         step(model, optimizer, 70)
     assert 2 * 40 <= State.looks <= 2 * 40 + 70
 
@@ -176,7 +177,7 @@ def test_fedprox_calls_few_functions_for_each_gradient() -> None:
     model = build(100)
     optimizer = SGD(model.parameters(), lr=1.0)
     own = calls(lambda: step(model, optimizer, 10))
-    with atoll.FedProx(model, mu=0.5).correct(optimizer):
+    with fedprox(model, mu=0.5).attach(optimizer):
         step(model, optimizer, 5)
         assert calls(lambda: step(model, optimizer, 10)) <= own + 10 * (4 * 100 + 100)
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from kit import exported
+from kit.corrections import Scaffold, fedprox
 from kit.servers import PLAIN_DILOCO, plain_server, state_of
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -231,15 +232,15 @@ def test_a_round_refuses_an_optimizer_that_replaces_another(
 
 
 @pytest.mark.covers("X11")
-def test_a_correction_by_hand_refuses_a_replacement() -> None:
+def test_fedprox_corrects_a_replacement_that_correct_gets() -> None:
     """μ = 1/2: the second step has the gradient −1 + 1/2·1, whichever optimizer makes it."""
     model = Two()
-    prox = atoll.FedProx(model, mu=0.5)
-    with prox.correct(optimizer := sgd(model)):
+    prox = fedprox(model, mu=0.5)
+    with prox.attach(optimizer := sgd(model)):
         step(model, optimizer)
         with pytest.raises(UsageError, match=NOT_CORRECTED):
             step(model, sgd(model))
-    with prox.correct(new := sgd(model)):
+    with prox.attach(new := sgd(model)):
         step(model, new)
     assert model.w.tolist() == [1.5] * 3
 
@@ -382,8 +383,8 @@ def test_goes_on_with_an_optimizer_that_is_not_replaced(tmp_path: Path, kind: st
         assert exported(tmp_path)["w"].tolist() == [6.0] * 3
         return
     none = {"w": torch.zeros(3), "b": torch.zeros(2)}
-    by_hand: Any = atoll.FedProx(model, mu=0.5) if kind == "fedprox" else atoll.Scaffold(model, none, none)
-    with by_hand.correct(optimizer := sgd(model)) as hooks:
+    corrected = fedprox(model, mu=0.5) if kind == "fedprox" else Scaffold(model, none, none)
+    with corrected.attach(optimizer := sgd(model)) as hooks:
         step(model, optimizer)
         optimizer = change(model, optimizer)
         for _ in range(2):

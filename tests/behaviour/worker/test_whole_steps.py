@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit import exported
+from kit.corrections import fedprox
 from kit.servers import PLAIN_DILOCO, plain_server
 from torch import nn
 from torch.optim import SGD
@@ -275,7 +276,7 @@ def test_counts_steps_of_an_optimizer_inside_that_other_methods_step(
             server.run()
         assert exported(tmp_path)["w"].tolist() == [4.0] * 3
         return
-    with atoll.FedProx(model, mu=0.5).correct(optimizer) as hooks:
+    with fedprox(model, mu=0.5).attach(optimizer) as hooks:
         for _ in range(4):
             step()
     assert hooks.steps == 4

@@ -24,7 +24,6 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from atoll.algorithms.base import ChangeReader, ElementReader, LocalRule
-from atoll.algorithms.by_hand import Shapes
 from atoll.codecs import build_codecs, encoded_layout
 from atoll.codecs.base import Codec
 from atoll.codecs.version_difference import Downlink
@@ -45,6 +44,9 @@ from atoll.tensors.schema import FIRST, PARAMS, Schema, extra_name
 from atoll.worker.exchange.base_and_outbox import TensorFile, name_of
 from atoll.worker.exchange.local_state import AlgorithmState, KeptTensors, LocalState, Owner, Residuals
 from atoll.worker.log_lines import LOG, error_text
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Name of a tensor → its shape."""
 
 # -- A site's filters: between the model and the outbox, or between an answer to a task and its file. Each range of
 # elements passes through all filters in their order.

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from atoll.algorithms.by_hand import given_groups
 from atoll.algorithms.optimizer_hooks import (
     ALL_CORRECTED,
     ALL_IN_ONE,
@@ -50,6 +49,7 @@ from atoll.worker.session.session import OF_LOST_STEPS, OF_WEIGHT_COPIES, Sessio
 from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
 from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
+from atoll.worker.training.submitted_groups import given_groups
 
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 
