@@ -158,7 +158,7 @@ LINES: dict[str, int] = {
     "testing": 468,
     "transport": 2988,
     "worker": 265,
-    "worker/exchange": 2347,
+    "worker/exchange": 2311,
     "worker/peer": 931,
     "worker/session": 885,
     "worker/tasks": 617,

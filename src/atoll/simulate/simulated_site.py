@@ -45,7 +45,7 @@ from atoll.tensors.schema import Schema
 from atoll.transport.http_client import Counters
 from atoll.worker.exchange import apply_version
 from atoll.worker.exchange.base_and_outbox import TensorFile
-from atoll.worker.exchange.encode_update import EncodingLosses, Finish, Layouts, LocalFragment
+from atoll.worker.exchange.encode_update import Finish, Layouts, LocalFragment, UpdateWarnings
 from atoll.worker.training.federated_loop import Worker, joined_as
 from atoll.worker.training.functional_loop import forget
 from atoll.worker.training.round_backends import Into, matching
@@ -64,7 +64,7 @@ class Shared:
         schema: the schema of the model.
         layouts: the file layouts of versions and updates, and the codec.
         inspection: checks that the values in the parts of an update are finite.
-        losses: warns about updates that are zero or become zero when encoded.
+        warnings: warns about updates that are zero, or become zero when encoded.
         rule: the algorithm's correction of local training; None: no correction.
     """
 
@@ -72,7 +72,7 @@ class Shared:
     schema: Schema
     layouts: Layouts
     inspection: Inspection
-    losses: EncodingLosses
+    warnings: UpdateWarnings
     rule: LocalRule | None
 
     @classmethod
@@ -80,9 +80,9 @@ class Shared:
         """Create the shared objects from the description of a run and from the schema, as a server sends them."""
         schema = message.to_split().schema
         layouts = Layouts.of(info, schema)
-        inspection, losses = Inspection(layouts.update, layouts.codecs), EncodingLosses("", layouts.codec, schema)
+        inspection, warnings = Inspection(layouts.update, layouts.codecs), UpdateWarnings("", layouts.codec, schema)
         rule = local_rule(info.algorithm, info.local, info.local_package)
-        return cls(info, schema.model, layouts, inspection, losses, rule)
+        return cls(info, schema.model, layouts, inspection, warnings, rule)
 
 
 _path = lru_cache(8)(Path)
@@ -147,9 +147,9 @@ class SimulatedSite:
         base.layout = layouts.version
         self._opened = ExitStack()
         self._opened.callback(base.close)
-        shared.losses.site = job.site
+        shared.warnings.site = job.site
         outcome_of = partial(_outcome_among, {outcome.ticket: outcome for outcome in job.outcomes})
-        self.local = LocalFragment(job.site, shared.info, layouts, base, outcome_of, shared.losses, shared.rule)
+        self.local = LocalFragment(job.site, shared.info, layouts, base, outcome_of, shared.warnings, shared.rule)
         self.global_state, self.own_state = self.local.global_state, self.local.own_state
         self.to_fill = self.local.to_fill
         try:

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.codecs import Bf16Codec, Codec, Int8Codec, NoneCodec, build_codecs, encoded_layout
+from atoll.codecs import Bf16Codec, Codec, NoneCodec, build_codecs, encoded_layout
 from atoll.errors import DiskFull, StateLocked, StoreError, UsageError
 from atoll.registry import OwnName
-from atoll.tensors.byte_runs import ByteRun, RunTable
+from atoll.tensors.byte_runs import RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
 from atoll.tensors.dtypes import accumulate_dtype
-from atoll.tensors.layout import TILE, Layout, Piece, Segment, update_layout, version_header, version_layout
+from atoll.tensors.layout import TILE, Layout, update_layout, version_header, version_layout
 from atoll.tensors.module_tensors import schema_of
 from atoll.tensors.schema import Schema, TensorSpec
 from atoll.worker.exchange.apply_version import advance_base_, load_, merge_, rebase_
 from atoll.worker.exchange.base_and_outbox import BaseFile, BaseNote, Outbox, OutboxNote, locked
-from atoll.worker.exchange.encode_update import EncodingLosses, Formed, UpdateFormer
+from atoll.worker.exchange.encode_update import Formed, UpdateFormer
 from atoll.worker.exchange.local_state import Owner, Residuals
 
 CODECS: dict[str, Codec] = {"none": NoneCodec(), "bf16": Bf16Codec()}
@@ -435,28 +435,27 @@ def test_merging_mixes_only_buffers_that_are_averaged(tmp_path: Path) -> None:
 # -- what encoding loses
 
 
-def run_through(schema: Schema, *names: str) -> ByteRun:
-    """Five elements of each of these tensors, in one run."""
-    specs = [spec for name in names for spec in schema.tensors if spec.name == name]
-    segments = [Segment(spec, "bf16", 10 * index, 10) for index, spec in enumerate(specs)]
-    return ByteRun.of([Piece(each, 0, 5, each.offset, each.nbytes) for each in segments], 2)
+class Counting(Bf16Codec):
+    """bf16 that counts the elements that it decodes."""
+
+    decoded = 0
+
+    def decode_(self, source: Tensor, target: Tensor, dtype: str) -> None:
+        Counting.decoded += target.numel()
+        super().decode_(source, target, dtype)
 
 
-def test_most_tensors_are_looked_at_once() -> None:
-    """As soon as something of one has come; and one of which nothing has, in every run."""
-    schema = Schema.build([TensorSpec("w", "F32", (10,)), TensorSpec("v", "F32", (10,))])
-    for codec in (Bf16Codec(), Int8Codec()):
-        losses = EncodingLosses("a", codec, schema)
-        losses.begin()
-        one, nothing = torch.ones(5), torch.zeros(5)
-        w, both = run_through(schema, "w"), run_through(schema, "w", "v")
-        assert losses.wants(w)
-        losses.add(w, one, nothing)
-        assert losses.wants(w)
-        losses.add(w, one, one)
-        assert not losses.wants(w)
-        assert losses.wants(both)
-        losses.end(False, 1, False)
-        assert losses.warnings == []
-        losses.begin()
-        assert losses.wants(w)
+def test_update_is_decoded_until_enough_arrives(tmp_path: Path) -> None:
+    """The first piece is lost, the second does not move, half of the third arrives: the fourth is not decoded."""
+    start = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}
+    codecs = CODECS | {"bf16": Counting()}
+    local = {"w": torch.zeros(4 * CHUNK_ELEMENTS)}
+    local["w"][:CHUNK_ELEMENTS] = 1e-42
+    base, outbox = base_with(tmp_path, start), Outbox(tmp_path, layout_of(start, "bf16"))
+    lost = form_update(outbox, base, local, codecs)
+    assert (lost.lost, lost.is_zero, Counting.decoded) == (1.0, False, 4 * CHUNK_ELEMENTS)
+    local["w"][2 * CHUNK_ELEMENTS :: 2] = 1.0
+    Counting.decoded = 0
+    arrives = form_update(outbox, base, local, codecs)
+    assert arrives.lost < 1e-40
+    assert Counting.decoded == 3 * CHUNK_ELEMENTS

@@ -5,7 +5,7 @@ model's buffers (`nn.Module.buffers()`) are sent as they are; those with the rul
 few blocks of memory of fixed size, whatever the model's size.
 
 The sections of this file, in order: a site's filters (`Filtered`, `AnswerFilters`), warnings about updates that are
-zero (`EncodingLosses`), the encoding itself (`UpdateFormer`), and one fragment at one site (`LocalFragment`).
+zero (`UpdateWarnings`), the encoding itself (`UpdateFormer`), and one fragment at one site (`LocalFragment`).
 """
 
 from __future__ import annotations
@@ -169,25 +169,18 @@ def _as_usage_error(call: Callable[[], T]) -> T:
 
 
 # -- Warnings about updates that are zero, or that become zero when they are encoded.
-#
-# Without error feedback, a tensor's change counts as lost if encoding removes more than `MOST` of its norm. With error
-# feedback, later updates send the rest. Then the change counts as lost only if nothing of it arrives in `PATIENCE`
-# updates in a row. As soon as one range of a tensor is found to arrive, the tensor's other ranges are not checked.
 
 
 MOST = 0.99
-"""Share of the norm of a tensor's change that encoding may lose without a warning."""
+"""Share of the norm of an update's change that encoding may lose without a warning."""
 PATIENCE = 3
-"""With error feedback: a warning is logged once this many updates in a row have lost a tensor's whole change."""
-NAMED = 5
+"""With error feedback: a warning is logged once this many updates in a row have lost their whole change."""
 
 
-def _names(run: ByteRun) -> list[str]:
-    return [piece.segment.spec.name for piece in run.pieces]
+class UpdateWarnings:
+    """Warns about updates without a change, and if encoding loses the change. One object is told of all updates.
 
-
-class EncodingLosses:
-    """Warns if encoding loses the change that training made to a tensor. One object checks all updates of a process.
+    Error feedback sends later what encoding loses, so then an update counts as lost only if nothing of it arrives.
 
     Attributes:
         site: the site's name; in a simulation, the name of the site that the process is now training.
@@ -201,76 +194,30 @@ class EncodingLosses:
     def __init__(self, site: str, codec: Codec, schema: Schema) -> None:
         self.site, self._codec = site, codec
         self._narrow = sorted({spec.dtype for spec in schema.tensors if spec.dtype in ("BF16", "F16")})
-        self._arrives: set[str] = set()
-        self._lost: dict[str, list[float]] = {}  # name → [Σ lost², Σ sent²] over the ranges checked
-        self._in_a_row: dict[str, int] = {}
-        self._told_zero = self._told_lost = ""
+        self._lost_in_a_row = 0
+        self._told_lost = ""
 
-    @property
-    def warnings(self) -> list[str]:
-        """The current warnings, to be shown in the server's status.
-
-        A warning about an all-zero update lasts until the next update. A warning about changes lost by encoding stays.
-        """
-        return [error_text(text) for text in (self._told_zero, self._told_lost) if text]
-
-    def begin(self) -> None:
-        """Forget what `add` recorded about the previous update."""
-        self._arrives.clear()
-        self._lost.clear()
-
-    def wants(self, run: ByteRun) -> bool:
-        """Return whether `add` has to check this byte run.
-
-        That is so if the codec is lossy and, for a tensor of the byte run, `add` has not yet seen enough of the change
-        survive the encoding.
-        """
-        return not self._codec.raw and any(name not in self._arrives for name in _names(run))
-
-    def add(self, run: ByteRun, delta: Tensor, decoded: Tensor) -> None:
-        """Record how much of the change of some elements survives encoding.
-
-        Args:
-            run: the consecutive bytes of the update that hold these n elements.
-            delta: the change before encoding, [n].
-            decoded: the change as the server decodes it, [n].
-        """
-        names = _names(run)
-        alone = len(names) == 1
-        if alone and self._codec.feedback and bool(decoded.any()):
-            self._arrives.add(names[0])
-            return
-        if not alone and int(torch.count_nonzero(delta)) == int(torch.count_nonzero(decoded)):
-            self._arrives.update(names)  # several small tensors, and no element became zero
-            return
-        for name, sent, received in zip(names, run.split(delta), run.split(decoded), strict=True):
-            whole, lost = (float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in (sent, sent - received))
-            if whole == 0 or not math.isfinite(lost):  # values that are not finite are refused by the server
-                continue
-            if bool(received.any()) if self._codec.feedback else not lost > MOST * whole:
-                self._arrives.add(name)
-            else:
-                sums = self._lost.setdefault(name, [0.0, 0.0])
-                sums[0], sums[1] = sums[0] + lost**2, sums[1] + whole**2
-
-    def end(self, is_zero: bool, steps: int, filters: bool) -> None:
-        """Log a warning if the complete update is all zero; also, once per process, if encoding has lost changes.
+    def about(self, is_zero: bool, steps: int, *, filters: bool, lost: float = 0.0) -> list[str]:
+        """Log a warning if an update's pseudo-gradient is all zero; also, once per process, if encoding has lost it.
 
         Args:
             is_zero: whether the pseudo-gradient was all zero before it was encoded.
             steps: number of local steps in the update; 0 if not known.
             filters: whether the pseudo-gradient passed through filters.
+            lost: the share of the norm of the update's change that encoding lost.
+
+        Returns:
+            The current warnings, to be shown in the server's status. A warning about an all-zero update lasts until the
+            next update. A warning about lost changes stays.
         """
-        self._told_zero = self._zero(steps, filters) if is_zero else ""
-        if is_zero:
-            LOG.warning("%s: %s", self.site, self._told_zero)
-        lost = {name: sums for name, sums in self._lost.items() if name not in self._arrives}
-        self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in lost}
-        patience = PATIENCE if self._codec.feedback else 1
-        silent = {name: sums for name, sums in lost.items() if self._in_a_row[name] >= patience}
-        if silent and not self._told_lost:
-            self._told_lost = self._few(silent, len(self._arrives | lost.keys()), patience)
+        told_zero = self._zero(steps, filters) if is_zero else ""
+        if told_zero:
+            LOG.warning("%s: %s", self.site, told_zero)
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost >= most_lost(self._codec) else 0
+        if not self._told_lost and self._lost_in_a_row == (PATIENCE if self._codec.feedback else 1):
+            self._told_lost = self._lost(lost)
             LOG.warning("%s: %s", self.site, self._told_lost)
+        return [error_text(text) for text in (told_zero, self._told_lost) if text]
 
     def _zero(self, steps: int, filters: bool) -> str:
         text = f"the pseudo-gradient is all zero{' after ' + counted(steps, 'step') if steps else ''}"
@@ -284,17 +231,18 @@ class EncodingLosses:
             )
         return text
 
-    def _few(self, lost: dict[str, list[float]], changed: int, patience: int) -> str:
-        names = ", ".join(list(lost)[:NAMED]) + (f" and {len(lost) - NAMED} more" if len(lost) > NAMED else "")
-        lost_norm, whole = (math.fsum(sums[index] for sums in lost.values()) for index in (0, 1))
-        share = math.sqrt(lost_norm / whole) if 0 < whole < math.inf else 1.0
-        rounds = f", {patience} times in a row" if patience > 1 else ""
+    def _lost(self, lost: float) -> str:
+        rounds = f", {PATIENCE} times in a row" if self._codec.feedback else ""
         return (
-            f"{len(lost)} of the {changed} tensors that training changed lose {100 * share:.3g} % of their "
-            f"change when encoded as {self._codec.name}{rounds}: {names}. The change is too small for this "
-            "codec. Use more local steps or a larger learning rate, or set aggregation.upload_codec.name = "
-            "'none'."
+            f"encoding as {self._codec.name} loses {100 * lost:.3g} % of the change that training made{rounds}. The "
+            "change is too small for this codec. Use more local steps or a larger learning rate, or set "
+            "aggregation.upload_codec.name = 'none'."
         )
+
+
+def most_lost(codec: Codec) -> float:
+    """Return the share of the norm of an update's change from which on the change counts as lost."""
+    return 1.0 if codec.feedback else MOST
 
 
 _BUFFER_BYTES = CHUNK_ELEMENTS * WIDEST_BYTES
@@ -303,11 +251,20 @@ _BUFFER_BYTES = CHUNK_ELEMENTS * WIDEST_BYTES
 
 @dataclass(frozen=True)
 class Formed:
-    """The result of forming an update: its digests, and whether its pseudo-gradient was zero everywhere."""
+    """The result of forming an update.
+
+    Attributes:
+        part_digests: the BLAKE3 digests of the update's parts.
+        digest: the update's digest.
+        is_zero: whether its pseudo-gradient was zero everywhere.
+        lost: the share of the norm of the parameters' change that encoding lost, over what was checked: the whole
+            update, or its beginning if enough of that arrives.
+    """
 
     part_digests: list[bytes]
     digest: str
     is_zero: bool
+    lost: float
 
 
 class UpdateTarget(Protocol):
@@ -335,8 +292,9 @@ class UpdateFormer:
         filtered: the filtered values that are sent in place of `tensors`; None: the site has no filters.
         residuals: the encoding errors of earlier updates, which are added to this one; None: the codec has no error
             feedback.
-        losses: checks whether encoding loses changes of tensors; None: no check.
         is_zero: whether the pseudo-gradient was zero everywhere so far.
+        sent, lost: norms of the change of the parameters checked so far, and of what encoding lost of it. Checking ends
+            as soon as enough arrives.
     """
 
     outbox: UpdateTarget
@@ -347,8 +305,9 @@ class UpdateFormer:
     extra: Mapping[str, ElementReader] = field(default_factory=dict)
     filtered: Filtered | None = None
     residuals: Residuals | None = None
-    losses: EncodingLosses | None = None
     is_zero: bool = True
+    sent: float = 0.0
+    lost: float = 0.0
 
     def form(self, on_part: Callable[[Part, bytes], None] | None = None) -> Formed:
         """Encode the whole update into the outbox.
@@ -372,15 +331,13 @@ class UpdateFormer:
         self.buffer = torch.empty(room, dtype=torch.uint8, device="cpu")
         self.view = bytes_of(self.buffer)
         self.scratch = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, device="cpu")
-        if self.losses is not None:
-            self.losses.begin()
         digests = []
         with torch.no_grad(), single_thread():
             for part in layout.parts:
                 digests.append(self.part(part))
                 if on_part is not None:
                     on_part(part, digests[-1])
-        return Formed(digests, layout.blob_id(digests), self.is_zero)
+        return Formed(digests, layout.blob_id(digests), self.is_zero, self.lost / self.sent if self.sent else 0.0)
 
     def part(self, part: Part) -> bytes:
         """Encode one part of the update into the outbox, and return the part's BLAKE3 digest."""
@@ -444,31 +401,26 @@ class UpdateFormer:
 
         With error feedback, first add the encoding error of earlier updates to `delta`, then store the new error.
         """
-        spec, codec, residuals = run.spec, self.codecs[run.codec], self.residuals
-        losses = self.losses if self.losses is not None and self.losses.wants(run) else None
-        if residuals is None or not codec.feedback:
-            codec.encode_(delta, target, spec.dtype)
-            if losses is not None:
-                delta = delta.cpu()
-                losses.add(run, delta, self._decoded(codec, target, delta, spec.dtype))
-            return
-        delta = delta.cpu()
-        run_values = run.split(delta)
-        for piece_values, piece in zip(run_values, run.pieces, strict=True):
-            piece_values.add_(residuals.read(piece.segment.spec.name, piece.start, piece.stop))
+        spec, codec = run.spec, self.codecs[run.codec]
+        residuals = self.residuals if codec.feedback else None
+        if residuals is not None:
+            delta = delta.cpu()
+            for piece_values, piece in zip(run.split(delta), run.pieces, strict=True):
+                piece_values.add_(residuals.read(piece.segment.spec.name, piece.start, piece.stop))
         codec.encode_(delta, target, spec.dtype)
-        decoded = self._decoded(codec, target, delta, spec.dtype)
-        if losses is not None:
-            losses.add(run, delta, decoded)
-        delta.sub_(decoded)
-        for piece_values, piece in zip(run_values, run.pieces, strict=True):
-            residuals.write(piece.segment.spec.name, piece.start, piece_values)
-
-    @staticmethod
-    def _decoded(codec: Codec, encoded: Tensor, like: Tensor, dtype: str) -> Tensor:
-        decoded = torch.empty_like(like)
-        codec.decode_(encoded, decoded, dtype)
-        return decoded
+        checked = not codec.raw and self.lost >= most_lost(codec) * self.sent
+        if not checked and residuals is None:
+            return
+        decoded = torch.empty_like(delta, device="cpu")
+        codec.decode_(target, decoded, spec.dtype)
+        error = delta.cpu()
+        sent = _norm(error) if checked else 0.0
+        error.sub_(decoded)
+        if checked and math.isfinite(lost := _norm(error)):  # the server refuses values that are not finite
+            self.sent, self.lost = math.hypot(self.sent, sent), math.hypot(self.lost, lost)
+        if residuals is not None:
+            for piece_values, piece in zip(run.split(error), run.pieces, strict=True):
+                residuals.write(piece.segment.spec.name, piece.start, piece_values)
 
     def _read_base(self, run: ByteRun, view: memoryview) -> None:
         """Read the base's values for the pieces of a byte run into `view`. Set the padding between pieces to zero."""
@@ -486,6 +438,10 @@ class UpdateFormer:
         data = self.view[: end - begin]
         hasher.update(data)
         self.outbox.write(begin, data)
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _is_zero(delta: Tensor) -> bool:
@@ -560,7 +516,7 @@ class LocalFragment:
         layouts: layouts and codecs of the fragment.
         base: the file of the version that the site trains from.
         outcome_of: returns the state of a ticket's update: accepted, counted, refused, sat out or expired.
-        losses: checks whether encoding loses changes of tensors.
+        warnings: warns about updates that are zero, or become zero when encoded.
         rule: the algorithm's correction of local training; None: no correction.
         number: the fragment's number; None: the run has one fragment.
         model: names of all tensors of the model if the run has several fragments, else empty.
@@ -579,7 +535,7 @@ class LocalFragment:
     layouts: Layouts
     base: TensorFile
     outcome_of: Callable[[int], messages.Outcome]
-    losses: EncodingLosses
+    warnings: UpdateWarnings
     rule: LocalRule | None = None
     number: int | None = None
     model: Collection[str] = ()
@@ -771,7 +727,7 @@ class LocalFragment:
         with torch.no_grad():
             extra = finish(read_change) if finish is not None else {}
         codecs, runs = self.layouts.codecs, self.layouts.runs
-        former = UpdateFormer(target, self.base, tensors, codecs, runs, extra, filtered, self.residuals, self.losses)
+        former = UpdateFormer(target, self.base, tensors, codecs, runs, extra, filtered, self.residuals)
         formed = former.form(on_part)
         whole = target.layout.rank is None
         self.state.belongs_to(ticket.id, ticket.base.number, formed.digest if whole else "")
@@ -784,8 +740,7 @@ class LocalFragment:
             formed: the update.
             steps: the number of local steps in the update.
         """
-        self.losses.end(formed.is_zero, steps, bool(self.filters))
-        return self.losses.warnings
+        return self.warnings.about(formed.is_zero, steps, filters=bool(self.filters), lost=formed.lost)
 
 
 def _read(group: str, shapes: Shapes, read: ElementReader) -> dict[str, Tensor]:

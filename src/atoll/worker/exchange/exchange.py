@@ -479,12 +479,14 @@ class Exchange:
         def own() -> dict[str, Any]:
             formed = self._write(ticket, shards, on_part, None, None)
             digests = [digest.hex() for digest in formed.part_digests]
-            return {"digests": digests, "indices": [each.index for each in layout.parts], "is_zero": formed.is_zero}
+            indices = [each.index for each in layout.parts]
+            return {"digests": digests, "indices": indices, "is_zero": formed.is_zero, "lost": formed.lost}
 
         shares = ranks.gather(own)
         digests = {index: text for each in shares for index, text in zip(each["indices"], each["digests"], strict=True)}
         every = [bytes.fromhex(digests[part.index]) for part in layout.all_parts]
-        return encode_update.Formed(every, layout.blob_id(every), all(each["is_zero"] for each in shares))
+        is_zero, lost = all(each["is_zero"] for each in shares), min(each["lost"] for each in shares)
+        return encode_update.Formed(every, layout.blob_id(every), is_zero, lost)
 
     def _write(
         self,

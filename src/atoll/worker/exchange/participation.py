@@ -21,7 +21,7 @@ from atoll.transport.http_client import Http, http_to
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.arguments import require_labels, takes_part_in_swarms
 from atoll.worker.exchange.base_and_outbox import DiskFiles, folder_of, locked, remove_earlier
-from atoll.worker.exchange.encode_update import EncodingLosses, Layouts, LocalFragment
+from atoll.worker.exchange.encode_update import Layouts, LocalFragment, UpdateWarnings
 from atoll.worker.exchange.exchange import Exchange
 from atoll.worker.exchange.upload_update import UpdateServer
 from atoll.worker.log_lines import LOG
@@ -248,7 +248,7 @@ def _open(
         layouts,
         files.base,
         session.require_outcome,
-        EncodingLosses(session.site, layouts.codec, layouts.schema),
+        UpdateWarnings(session.site, layouts.codec, layouts.schema),
         local_rule(info.algorithm, info.local, info.local_package),
         fragment,
         [] if fragment is None else [spec.name for spec in session.schema.model.tensors],

@@ -32,7 +32,7 @@ from atoll.tensors.chunks import is_sound, runs_of
 from atoll.tensors.module_tensors import Marked, Tensors, fits, named_parameters, named_tensors, schema_of, unwrapped
 from atoll.tensors.schema import PARAMS, Schema
 from atoll.transport.http_client import Counters
-from atoll.worker.exchange.encode_update import EncodingLosses, Finish, LocalFragment
+from atoll.worker.exchange.encode_update import Finish, LocalFragment, UpdateWarnings
 from atoll.worker.exchange.participation import Participation, federated_in_diloco
 from atoll.worker.log_lines import ALONE_ENDED, LOG, size
 from atoll.worker.session.leave_at_exit import last_words
@@ -406,8 +406,8 @@ class ScriptAlone:
     ) -> None:
         """Refuse an update that a server would refuse, else log its metrics. Forget the model. Nothing is sent."""
         require_finite(tensors, self.schema, self.site)
-        losses = EncodingLosses(self.site, NoneCodec(), self.schema)
-        losses.end(self._digest_of(tensors) == self._digest, info.steps, filters=False)
+        is_zero = self._digest_of(tensors) == self._digest
+        UpdateWarnings(self.site, NoneCodec(), self.schema).about(is_zero, info.steps, filters=False)
         metrics = numbers(info.metrics)
         LOG.info("%s: trained without a server%s", self.site, f" ({metrics})" if metrics else "")
         self._model = None
