@@ -149,7 +149,7 @@ LINES: dict[str, int] = {
     "rounds": 1079,
     "server": 1167,
     "server/coordinator": 3169,
-    "server/http": 588,
+    "server/http": 571,
     "server/swarm": 690,
     "server/tasks": 1434,
     "simulate": 1483,

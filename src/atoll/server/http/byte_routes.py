@@ -13,12 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.aggregation.check_arriving_parts import Inspection, PartChecker
+from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartStats
 from atoll.blobs.manifest import Cuts
 from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
@@ -31,8 +30,8 @@ from atoll.server.startup import initial_file
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
-from atoll.tensors.layout import Part
-from atoll.transport.request_body import Fill, Idle, PartSink, break_off, receive_part, require_part_bytes
+from atoll.tensors.layout import Layout
+from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import serve_file
 
 PARTS_PER_CONNECTION = 4
@@ -42,8 +41,6 @@ More than 1, because uploads over broken connections may still be open at the se
 """
 OBJECT_PARTS = 64
 """Maximum number of simultaneous uploads of object parts, by all publishers together."""
-SCRATCH_BYTES = 2**18
-"""Size of the buffer for a part of an object, in bytes."""
 
 
 class ByteRoutes:
@@ -250,6 +247,7 @@ class PartReceiver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, plan = coordinator, coordinator.plan
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
+        self._no_inspection = Inspection(Layout((), 0, 0, 1, {}), {})  # receivers of an object check its values
         self._uploads: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
@@ -280,12 +278,8 @@ class PartReceiver:
             spool, inspection = coordinator.store.tickets.spool(ticket), self._inspections[fragment]
             writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
             try:
-                check = PartChecker(inspection, planned, writer.write, spool.fd)
-                digest = await self._receive(request, check, lease.site)
-                stats = check.stats
-                assert stats is not None
-                if stats.digest != digest:
-                    raise PartCorrupt(f"Part {part} arrived damaged.", "Send this part again.")
+                arriving = PartChecker(inspection, planned, writer.write, spool.fd)
+                stats = await self._receive(request, arriving, f"Part {part}", lease.site)
                 coordinator.record_part(lease, ticket, part, stats, writer)
             finally:
                 writer.abandon()
@@ -318,16 +312,15 @@ class PartReceiver:
         with self._only_upload(key, "the publishers of objects", OBJECT_PARTS, request):
             before = self._writers.get(key)
             entry.digests.pop(part, None)
-            writer = self._writers[key] = _ObjectPart(coordinator.objects, entry, expected)
+            writer = self._writers[key] = _ObjectPart(coordinator.objects, entry, expected.start)
             try:
                 if before is not None:
                     await loop.run_in_executor(coordinator.io, before.end)
-                sent = await self._receive(request, writer)
-                if writer.hasher.digest() != sent:
-                    raise PartCorrupt(f"Part {part} of object {object[:8]} arrived damaged.", "Send this part again.")
+                arriving = PartChecker(self._no_inspection, expected, writer.write, -1)
+                stats = await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
                 if entry.removed.is_set():
                     raise Gone(f"Object {object[:8]} was withdrawn during its upload.", "Publish it again.")
-                entry.digests[part] = sent
+                entry.digests[part] = stats.digest
             finally:
                 if self._writers.get(key) is writer:
                     del self._writers[key]
@@ -362,7 +355,21 @@ class PartReceiver:
             if self._uploads.get(key) is upload:
                 del self._uploads[key]
 
-    async def _receive(self, request: web.Request, sink: PartSink, site: str = "") -> bytes:
+    async def _receive(self, request: web.Request, arriving: PartChecker, what: str, site: str = "") -> PartStats:
+        """Receive and write one part.
+
+        Args:
+            request: the request.
+            arriving: writes, hashes and checks the part.
+            what: the part, for messages.
+            site: the site that sends it; empty if it is no site's.
+
+        Returns:
+            What `arriving` found.
+
+        Raises:
+            PartCorrupt: the part does not match the digest that follows it.
+        """
         coordinator = self._coordinator
 
         def count(nbytes: int) -> None:
@@ -370,59 +377,37 @@ class PartReceiver:
             if site in coordinator.roster:
                 coordinator.roster[site].bytes_up += nbytes
 
-        return await receive_part(
+        digest = await receive_part(
             request,
-            sink,
+            arriving,
             pool=coordinator.io,
             idle_timeout_s=coordinator.settings.network.idle_timeout_s,
             on_bytes=count,
         )
+        stats = arriving.stats
+        assert stats is not None
+        if stats.digest != digest:
+            raise PartCorrupt(f"{what} arrived damaged.", "Send this part again.")
+        return stats
 
 
-@dataclass(eq=False)
 class _ObjectPart:
-    """Writes and hashes the bytes of one part of an object while they arrive, in pool threads.
+    """Writes the bytes of one part of an object while they arrive, in pool threads."""
 
-    Attributes:
-        objects: store of the objects.
-        entry: the object.
-        part: the part.
-        written: number of bytes written.
-        ended: whether `end` was called.
-    """
+    def __init__(self, objects: ObjectStore, entry: Entry, start: int) -> None:
+        self._objects, self._entry, self._offset = objects, entry, start
+        self._lock, self._ended = threading.Lock(), False
 
-    objects: ObjectStore
-    entry: Entry
-    part: Part
-    written: int = 0
-    ended: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        self.hasher = blake3()
-        self.scratch = memoryview(bytearray(min(SCRATCH_BYTES, self.part.nbytes)))
-
-    @property
-    def complete(self) -> bool:
-        """Whether all bytes of the part are written."""
-        return self.written == self.part.nbytes
-
-    def take(self, fill: Fill) -> None:
-        """Write the bytes that `fill` puts into a buffer. Repeat this until it puts none, or the part is complete."""
-        while not self.complete:
-            with self.lock:
-                count = fill(self.scratch[: self.part.nbytes - self.written])
-                if not count:
-                    return
-                if self.ended or self.entry.removed.is_set():
-                    raise ConnectionAbortedError("the part was sent again, or its object was removed")
-                self.entry.touched_s = time.monotonic()
-                run = self.scratch[:count]
-                self.objects.write(self.entry, run, self.part.start + self.written)
-                self.hasher.update(run)
-                self.written += count
+    def write(self, data: memoryview) -> None:
+        """Append bytes to the part."""
+        with self._lock:
+            if self._ended or self._entry.removed.is_set():
+                raise ConnectionAbortedError("the part was sent again, or its object was removed")
+            self._entry.touched_s = time.monotonic()
+            self._objects.write(self._entry, data, self._offset)
+            self._offset += len(data)
 
     def end(self) -> None:
         """Stop writing. After this call, no thread writes this part any more."""
-        with self.lock:
-            self.ended = True
+        with self._lock:
+            self._ended = True
