@@ -4,8 +4,9 @@
     python bench/silent_cut.py --seconds 300
 
 One site of two trains through a TCP proxy that stops forwarding without closing, while it trains, while it waits for
-the other site, or while it pulls a version. Printed: the gap between two of its optimizer steps that the cut made, and
-the gaps of later turns.
+the other site, or while it pulls a version. Its call ends with the timeout of 25 s, and one look for the server stays
+unanswered for 3 s: at the defaults, training stands still for less than 30 s. Printed: the gap between two of its
+optimizer steps that the cut made, and the gaps of later turns, which begin with a look.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ class ServerLost(TransferError):
 
 
 class TransferStalled(TransferError):
-    """No byte moved on a connection within the idle timeout, or the server answers neither a call nor heartbeats."""
+    """No byte moved on a connection within the timeout of the call or transfer."""
 
     code = "stalled"
 

@@ -61,7 +61,6 @@ AT_THE_BEGINNING = ("model.source", "model.args", "model.buffers", "run.seed")
 FOR_SITES = (
     "network.connections",
     "network.heartbeat_interval_s",
-    "network.waiting_heartbeat_s",
     "network.idle_timeout_s",
     "aggregation.max_weight",
     "aggregation.max_steps",
@@ -486,14 +485,11 @@ class Network(Group):
     heartbeat_timeout_s: float = Field(
         120.0, ge=0, description="Seconds without any request after which a worker is declared dead; 0: never."
     )
-    waiting_heartbeat_s: float = Field(
-        5.0,
-        gt=0,
-        description="Seconds between the heartbeats that a worker sends while a call is unanswered. The call ends "
-        "if two heartbeats in a row get no answer, or if one gets an answer after another got none.",
-    )
     idle_timeout_s: float = Field(
-        IDLE_TIMEOUT_S, gt=0, description="Seconds without a byte after which a transfer fails."
+        IDLE_TIMEOUT_S,
+        gt=0,
+        description="Seconds without a byte after which a transfer fails. A worker's first attempt at a part of an "
+        "update or a version fails after 25 s, so that a silent network is soon noticed.",
     )
     connections: int = Field(
         2, ge=1, le=MOST_CONNECTIONS, description="A worker's parallel connections for transferring tensors."

@@ -236,7 +236,6 @@ class RunInfo(Message):
         description="Seconds between two heartbeats; 0: no heartbeats."
     )
     heartbeat_timeout_s: Seconds
-    waiting_heartbeat_s: Interval = Field(5.0, description="Seconds between heartbeats while a call is unanswered.")
     idle_timeout_s: Interval
     needs_steps: bool = Field(False, description="Whether each update must report its local optimizer steps.")
     max_weight: float = Field(MAX_WEIGHT, gt=0, le=MAX_WEIGHT, description="Largest weight of an update.")

@@ -86,11 +86,13 @@ def answer_bytes(path: str) -> int:
     return next((most for route, most in _WITH_PARAMETERS if route.fullmatch(path)), CONTROL_BODY_BYTES)
 
 
-LONG_POLL_S = 20.0
-"""Maximum number of seconds that the server holds a ticket request before it answers "wait".
+LONG_POLL_S = 15.0
+"""Maximum number of seconds that the server holds a request before it answers "wait".
 
 Common proxies have a longer idle timeout.
 """
+CALL_TIMEOUT_S = LONG_POLL_S + 10.0
+"""Seconds without a byte after which a call fails: a server that waits answers in time, so the network is silent."""
 
 
 def parts_of(ticket: int) -> Callable[[int], str]:

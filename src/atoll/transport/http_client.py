@@ -14,12 +14,10 @@ import os
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import urllib3
 from pydantic import BaseModel
@@ -46,164 +44,6 @@ from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
 from atoll.transport.tls import client_context, read_token
-
-# -- A watch that ends calls on a network that silently drops packets. On such a network, a connection reports no error,
-# so without the watch a call would wait forever.
-#
-# While a call is unanswered, the watch sends heartbeats. If the server answers the heartbeats, the call may go on
-# waiting: the server waits for other sites. If two heartbeats in a row stay unanswered, the network is lost, and the
-# watch ends every call that has moved no byte since the first of the two.
-#
-# After one unanswered heartbeat, older connections may be dead, because a firewall may have forgotten them during the
-# outage. The server would then answer heartbeats on new connections, but never the old call. So when a later heartbeat
-# is answered, the watch ends every call that has moved no byte since the unanswered heartbeat. The caller tries again
-# on a new connection.
-
-
-class Call(Protocol):
-    """A request or a transfer that a `Watch` can end."""
-
-    @property
-    def moved_s(self) -> float:
-        """Time at which a transfer last sent or received a byte, by `time.monotonic`.
-
-        For a request, and for a transfer before its first byte, this is the time at which the call began.
-        """
-        ...
-
-    def give_up(self) -> None:
-        """End the call with an error. The watch calls this from its own thread."""
-        ...
-
-
-class Watch:
-    """Ends the running calls to one server when the network is lost. Does nothing until `begin` is called.
-
-    Attributes:
-        is_lost: whether two heartbeats in a row stayed unanswered, and the server has not answered any request since.
-        losses: number of unanswered heartbeats. If it has changed since a connection was used, the connection may be
-            dead.
-    """
-
-    def __init__(self) -> None:
-        self.is_lost, self.losses = False, 0
-        self._changed = threading.Condition()
-        self._calls: set[Call] = set()
-        self._heard_s = time.monotonic()
-        self._missed_s = -math.inf  # time of the last unanswered heartbeat
-        self._answers: Callable[[], bool] = lambda: True
-        self._every_s = 0.0
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def begin(self, answers: Callable[[], bool], every_s: float) -> None:
-        """Start the thread that watches the calls.
-
-        Args:
-            answers: function that sends a heartbeat, and returns within `every_s` seconds whether the server has
-                answered. If the server has not answered, the function also calls `missed`.
-            every_s: seconds that a call may stay unanswered before a heartbeat is sent.
-        """
-        if self._thread is None:
-            self._answers, self._every_s = answers, every_s
-            self._thread = threading.Thread(target=self._run, name="atoll-watch", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread, without waiting for its end."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-
-    def answered(self) -> None:
-        """Record that the server has answered a request."""
-        self._heard_s, self.is_lost = time.monotonic(), False
-
-    def missed(self) -> None:
-        """Record that a heartbeat stayed unanswered."""
-        with self._changed:
-            self._missed_s = time.monotonic()
-            self.losses += 1
-            self._changed.notify()
-
-    def is_back(self) -> bool:
-        """Return whether the network works. If it was lost, send one heartbeat to find out."""
-        if self.is_lost and self._answers():
-            self.answered()
-        return not self.is_lost
-
-    @contextmanager
-    def waiting(self, call: Call) -> Iterator[None]:
-        """Watch a call while the `with` block runs."""
-        with self._changed:
-            self._calls.add(call)
-            if len(self._calls) == 1:
-                self._changed.notify()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._calls.discard(call)
-
-    def _run(self) -> None:
-        while self._wait_for_quiet():
-            begin_s = time.monotonic()
-            if self._try(begin_s) or self._try(begin_s):
-                self._give_up(min(self._missed_s, time.monotonic() - self._every_s))
-                continue
-            self.is_lost = True
-            self._give_up(begin_s)
-
-    def _wait_for_quiet(self) -> bool:
-        """Wait until a call has moved no byte for `every_s` seconds, so that a heartbeat is due. Then return True.
-
-        Return False as soon as the watch is closed.
-        """
-        with self._changed:
-            while not self._closed:
-                if not self._calls:
-                    self._changed.wait()
-                    continue
-                since_s = min(call.moved_s for call in self._calls)
-                if since_s > self._missed_s:
-                    # only if all calls are newer than the last unanswered heartbeat: an older call's connection may be
-                    # dead, although the server answers on other connections
-                    since_s = max(self._heard_s, since_s)
-                left_s = since_s + self._every_s - time.monotonic()
-                if left_s <= 0:
-                    return True
-                self._changed.wait(left_s)
-        return False
-
-    def _try(self, begin_s: float) -> bool:
-        """Send a heartbeat.
-
-        Return True if the server has answered since `begin_s`, if every call has ended or moved a byte since then, or
-        if the watch is closed.
-        """
-        end_s = time.monotonic() + self._every_s
-        if self._answers():
-            self.answered()
-            return True
-        with self._changed:
-            # a heartbeat may fail at once, so wait for the rest of `every_s`
-            self._changed.wait_for(lambda: self._closed, max(0.0, end_s - time.monotonic()))
-            if self._closed:
-                return True
-        return self._heard_s > begin_s or not self._quiet_since(begin_s)
-
-    def _give_up(self, since_s: float) -> None:
-        """End the calls that have neither sent nor received a byte since `since_s`."""
-        calls = self._quiet_since(since_s)
-        with self._changed:
-            self._calls.difference_update(calls)  # a call that is still connecting ends only later
-        for call in calls:
-            call.give_up()
-
-    def _quiet_since(self, begin_s: float) -> list[Call]:
-        with self._changed:
-            return [call for call in self._calls if call.moved_s <= begin_s]
-
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Error = TypeVar("Error", bound=AtollError)
@@ -243,65 +83,14 @@ class Counters:
             self.retries += retries
 
 
-class _Waiting(threading.local):
-    """Thread-local storage of the call that a thread is waiting for; None if it waits for none."""
-
-    call: _Call | None = None
-
-
-_waiting = _Waiting()
-
-
-class _Call:
-    """A request that another thread can end by shutting down its socket.
+class _Connection(urllib3.connection.HTTPConnection):
+    """Opens its sockets through a proxy, if there is one. urllib3's own proxies use unlimited answers.
 
     Attributes:
-        moved_s: time at which the call began, by `time.monotonic`.
-        is_given_up: whether another thread has ended the call.
-        response: the answer, once it begins to arrive; None before.
+        answer: the last answer. Its body is read from here, past urllib3, which might decode it.
     """
 
-    def __init__(self) -> None:
-        self.moved_s = time.monotonic()
-        self.is_given_up = False
-        self.response: Response | None = None
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-
-    def set_socket(self, sock: socket.socket | None) -> None:
-        """Set the socket of the request; None after its end."""
-        with self._lock:
-            self._socket = sock
-            self._end()
-
-    def give_up(self) -> None:
-        with self._lock:
-            self.is_given_up = True
-            self._end()
-
-    def _end(self) -> None:
-        if self.is_given_up and self._socket is not None:
-            with suppress(OSError):
-                # the shutdown method of a TLS socket would drop TLS state that another thread is using
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-
-
-class _HeldResponse(Response):
-    """A response that passes itself and its socket to the current thread's `_Call`.
-
-    Another thread can then end the call. The caller reads the body from this response, past urllib3, which might decode
-    it.
-    """
-
-    def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
-        if _waiting.call is not None:
-            _waiting.call.response = self
-            _waiting.call.set_socket(sock)
-
-
-class _ThroughProxy(urllib3.connection.HTTPConnection):
-    """Opens its sockets through a proxy, if there is one. urllib3's own proxies use unlimited answers."""
+    answer: Response
 
     def __init__(
         self,
@@ -312,6 +101,14 @@ class _ThroughProxy(urllib3.connection.HTTPConnection):
     ) -> None:
         super().__init__(*args, **options)
         self._proxy_on_the_way, self._require_ip = proxy_on_the_way, require_ip
+
+    @property
+    def response_class(self) -> Callable[..., Response]:  # type: ignore[override]  # called as a class would be
+        return self._begin_answer
+
+    def _begin_answer(self, *args: Any, **options: Any) -> Response:
+        self.answer = Response(*args, **options)
+        return self.answer
 
     def _new_conn(self) -> socket.socket:
         if self._proxy_on_the_way is not None:
@@ -325,12 +122,8 @@ class _ThroughProxy(urllib3.connection.HTTPConnection):
         return sock
 
 
-class _Connection(_ThroughProxy):
-    response_class = _HeldResponse
-
-
-class _SecureConnection(_ThroughProxy, urllib3.connection.HTTPSConnection):
-    response_class = _HeldResponse
+class _SecureConnection(_Connection, urllib3.connection.HTTPSConnection):
+    """The same with TLS."""
 
 
 class Http:
@@ -356,7 +149,8 @@ class Http:
         counters: counts of bytes and retries.
         lease: text of the lease (the right to act for a site) to send with every request; empty if there is none.
         secret: secret of a published object to send with every request; empty if there is none.
-        watch: object that ends the client's calls when the network is lost.
+        losses: number of times that a connection has timed out. Connections that are older than the last time may be
+            dead, because a firewall may have forgotten them.
         patience_s: upper bound of every timeout of a call or a transfer, whatever the server asks for.
     """
 
@@ -388,18 +182,17 @@ class Http:
         self.counters = Counters()
         self.lease = self.secret = ""
         self.patience_s = math.inf
-        self.watch = Watch()
+        self.losses = 0
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pool = self._new_pool()
 
     def close(self) -> None:
-        """Stop the watch, and close the connections that are not in use. The others are closed when their calls end."""
-        self.watch.close()
+        """Close the connections that are not in use. The others are closed when their calls end."""
         self._pool.close()
 
     def drop_idle(self) -> None:
-        """Record an unanswered heartbeat, and use no idle connection any more: all of them may be dead."""
-        self.watch.missed()
+        """Record that a connection has timed out, and use no idle connection any more: all of them may be dead."""
+        self.losses += 1
         self._pool = self._new_pool()  # do not close the old pool: a call may be about to use it
 
     def _new_pool(self) -> urllib3.HTTPConnectionPool:
@@ -441,28 +234,28 @@ class Http:
             return self.proxy.refusal(status).error()
         return problem_of(status, body)
 
-    def get(self, path: str, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
+    def get(self, path: str, reply: type[Reply], *, timeout_s: float | None = None) -> Reply:
         """GET a path, and parse the answer as a message of class `reply`."""
         return self.fetch(path, partial(read_message, reply), reply.__name__, timeout_s=timeout_s)
 
-    def fetch(self, path: str, read: Callable[[bytearray], T], what: str, *, timeout_s: float = 30.0) -> T:
+    def fetch(self, path: str, read: Callable[[bytearray], T], what: str, *, timeout_s: float | None = None) -> T:
         """GET a path, and return what `read` makes of the body of the answer.
 
         Args:
             path: path of the request.
             read: reads the body; raises ValueError if the body is malformed.
             what: name of the message, for errors.
-            timeout_s: seconds to wait for the answer.
+            timeout_s: seconds without a byte after which the call fails; None: `routes.CALL_TIMEOUT_S`.
         """
         return self._parsed(self._request("GET", path, timeout_s=timeout_s), read, what)
 
-    def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float = 30.0) -> Reply:
+    def post(self, path: str, message: BaseModel, reply: type[Reply], *, timeout_s: float | None = None) -> Reply:
         """POST a message, and parse the answer as a message of class `reply`."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         answer = self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
         return self._parsed(answer, partial(read_message, reply), reply.__name__)
 
-    def send(self, path: str, message: BaseModel, *, timeout_s: float = 30.0) -> None:
+    def send(self, path: str, message: BaseModel, *, timeout_s: float | None = None) -> None:
         """POST a message, and ignore the body of the answer."""
         body = message.model_dump_json(exclude_defaults=True).encode()
         self._request("POST", path, body=body, timeout_s=timeout_s, headers=_JSON)
@@ -474,7 +267,7 @@ class Http:
         """
         self._request("GET", path, timeout_s=timeout_s)
 
-    def delete(self, path: str, *, timeout_s: float = 30.0) -> None:
+    def delete(self, path: str, *, timeout_s: float | None = None) -> None:
         """DELETE the resource at a path."""
         self._request("DELETE", path, timeout_s=timeout_s)
 
@@ -484,25 +277,17 @@ class Http:
         path: str,
         *,
         body: bytes | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float | None = None,
         headers: dict[str, str] | None = None,
     ) -> bytearray:
         """Make a request, and return the body of the answer. If the answer is an error, raise it."""
-        timeout_s = min(timeout_s, self.patience_s)
-        outer, call = _waiting.call, _Call()  # a finalizer, such as one that leaves a run, may run within a request
-        _waiting.call = call
+        timeout_s = min(timeout_s or routes.CALL_TIMEOUT_S, self.patience_s)
         try:
-            with self.watch.waiting(call):
-                status, answer = self._answer(call, method, path, body, headers, timeout_s)
+            status, answer = self._answer(method, path, body, headers, timeout_s)
         except NETWORK_ERRORS as error:
-            if call.is_given_up:
-                raise unanswered(self.where) from error
-            if path in (routes.HEARTBEAT, routes.HEALTH):
+            if is_silence(error):
                 self.drop_idle()
             raise self._named(path, network_error(self.where, timeout_s, error)) from error
-        finally:
-            _waiting.call, call.response = outer, None
-            call.set_socket(None)
         is_passed_on = self.proxy is None or not self.proxy.answered_itself(status)
         if path in (routes.RUN, routes.STATUS) and is_passed_on:
             require_atoll(self.where, status, answer)
@@ -511,13 +296,7 @@ class Http:
         return answer
 
     def _answer(
-        self,
-        call: _Call,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str] | None,
-        timeout_s: float,
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None, timeout_s: float
     ) -> tuple[int, bytearray]:
         """Make a request, and return status and body of the answer. Keep the connection for later requests."""
         response = self._pool.request(
@@ -529,8 +308,10 @@ class Http:
             preload_content=False,
         )
         try:
-            assert call.response is not None
-            answer = call.response.body(routes.answer_bytes(path) if response.status < 400 else routes.PROBLEM_BYTES)
+            connection = response.connection
+            assert isinstance(connection, _Connection)
+            most_bytes = routes.answer_bytes(path) if response.status < 400 else routes.PROBLEM_BYTES
+            answer = connection.answer.body(most_bytes)
         except BaseException:
             response.close()
             raise
@@ -631,11 +412,6 @@ def problem_of(status: int, body: bytes | bytearray) -> AtollError:
     return error
 
 
-def unanswered(server: str) -> TransferStalled:
-    """Return the error for a call that was ended because the server answered neither the call nor heartbeats."""
-    return TransferStalled(f"{server} answers neither this call nor heartbeats.", "Check the network.")
-
-
 def network_error(server: str, timeout_s: float, error: Exception) -> AtollError:
     """Return the error to raise for a failed connection, or for an answer that no server of Atoll sends.
 
@@ -664,6 +440,11 @@ def network_error(server: str, timeout_s: float, error: Exception) -> AtollError
     ):
         return TransferStalled(f"No byte came from or went to {server} for {timeout_s:g} s.", "Check the network.")
     return unreachable(server, str(error), _plain(error))
+
+
+def is_silence(error: BaseException) -> bool:
+    """Return whether an error means that the network may drop packets: no byte came, not even a refusal, in time."""
+    return isinstance(error, TransferStalled) or any(isinstance(cause, TimeoutError) for cause in _chain(error))
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

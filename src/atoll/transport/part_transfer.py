@@ -12,6 +12,7 @@ of the file descriptor, so it never reads a file that was opened later and got t
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -27,7 +28,7 @@ from atoll.errors import AtollError, BadRequest, PartCorrupt, ServerUnreachable,
 from atoll.posix import Descriptor
 from atoll.runtime import failpoint
 from atoll.tensors.layout import Part
-from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, network_error, unanswered
+from atoll.transport.http_client import NETWORK_ERRORS, Http, damaged, is_silence, network_error
 from atoll.transport.part_connection import PartConnection
 
 P = ParamSpec("P")
@@ -50,13 +51,11 @@ class TransferPool:
 
     Attributes:
         ended: event. After it is set, no further part is begun.
-        is_given_up: whether the network was lost during the transfer.
         moved_s: time at which a byte was last sent or received, by `time.monotonic`.
     """
 
     def __init__(self, size: int) -> None:
         self.ended = threading.Event()
-        self.is_given_up = False
         self.moved_s = time.monotonic()
         self._pool = ThreadPoolExecutor(size, thread_name_prefix="atoll-part")
         self._futures: list[Future[Any]] = []
@@ -107,11 +106,6 @@ class TransferPool:
             self._cut = True
             for connection in self._in_use:
                 connection.cut()
-
-    def give_up(self) -> None:
-        """End the transfer, and record that the network is lost."""
-        self.is_given_up = True
-        self.break_off()
 
     def cut(self) -> None:
         """End the transfer, and wait until every thread has ended."""
@@ -282,16 +276,24 @@ class HttpTransfer:
         http: client with the server's address, the credentials and the counters.
         connections: maximum number of parallel connections.
         idle_timeout_s: seconds without a byte after which a transfer fails.
+        first_timeout_s: the same, if it is shorter, for a transfer that follows a complete one. A silent network is
+            then noticed soon, and behind a slow server or proxy, the next attempt still has `idle_timeout_s`.
     """
 
-    def __init__(self, http: Http, connections: int, idle_timeout_s: float) -> None:
+    def __init__(self, http: Http, connections: int, idle_timeout_s: float, first_timeout_s: float = math.inf) -> None:
         self._http, self._connections = http, connections
         self._idle_timeout_s = min(idle_timeout_s, http.patience_s)
+        self._first_timeout_s = min(self._idle_timeout_s, first_timeout_s)
+        self._has_stalled = False
         self._idle: list[PartConnection] = []
         self._losses = 0
         self._pools: set[TransferPool] = set()
         self._broken = False
         self._lock = threading.Lock()
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._idle_timeout_s if self._has_stalled else self._first_timeout_s
 
     def break_off(self) -> None:
         """Make all running and later transfers raise `TransferAborted`. Call it from another thread."""
@@ -427,11 +429,8 @@ class HttpTransfer:
                 )
 
             pushing = Pushing(pool, send)
-            with self._http.watch.waiting(pool):
-                yield pushing
-                pool.wait()
-        if pool.is_given_up:
-            pushing.error = pushing.error or unanswered(self._http.where)
+            yield pushing
+            pool.wait()
 
     def _send(
         self,
@@ -493,19 +492,17 @@ class HttpTransfer:
 
     @contextmanager
     def _breakable(self, pool: TransferPool) -> Iterator[None]:
-        """During the `with` block, end the pool's transfers if `break_off` is called or the network is lost.
+        """During the `with` block, end the pool's transfers if `break_off` is called.
 
         Raises:
             TransferAborted: `break_off` was called.
-            TransferStalled: the network is lost.
         """
         with self._lock:
             self._pools.add(pool)
             if self._broken:
                 pool.break_off()
         try:
-            with self._http.watch.waiting(pool):
-                yield
+            yield
         except (ServerUnreachable, TransferStalled):
             if not self._broken:
                 raise
@@ -514,8 +511,6 @@ class HttpTransfer:
                 self._pools.discard(pool)
         if self._broken:
             raise TransferAborted(f"The transfer with {self._http.where} was aborted.")
-        if pool.is_given_up:
-            raise unanswered(self._http.where)
 
     def _attempt(self, work: Work, part: Part, pool: TransferPool) -> bool:
         """Transfer one part in at most `PART_ATTEMPTS` attempts.
@@ -543,8 +538,9 @@ class HttpTransfer:
                     return False
                 self._http.counters.add(retries=1)
                 is_stall = isinstance(error, TransferStalled)
-                if is_stall and pool.is_silent(self._idle_timeout_s):  # all connections stalled: end the transfer
+                if is_stall and pool.is_silent(self._timeout_s):  # all connections stalled: end the transfer
                     pool.break_off()
+                    self._has_stalled = True
                     raise
                 failures += 1
                 if failures == PART_ATTEMPTS:
@@ -558,12 +554,10 @@ class HttpTransfer:
 
     def _once(self, work: Work, part: Part, pool: TransferPool, on_move: Callable[[], None]) -> None:
         """Make one attempt to transfer a part. If it succeeds, keep the connection for later parts."""
-        connection, losses = self._idle_connection(), self._http.watch.losses
+        connection, losses, timeout_s = self._idle_connection(), self._http.losses, self._timeout_s
         if connection is None:
             http = self._http
-            connection = PartConnection(
-                http.host, http.port, http.secure, self._idle_timeout_s, http.proxy, http.require_ip
-            )
+            connection = PartConnection(http.host, http.port, http.secure, timeout_s, http.proxy, http.require_ip)
         try:
             connection.on_move = on_move
             with pool.using(connection):
@@ -571,11 +565,14 @@ class HttpTransfer:
             pool.moved()
         except NETWORK_ERRORS as error:
             connection.close()
-            raise network_error(self._http.where, self._idle_timeout_s, error) from error
+            if is_silence(error):
+                self._http.drop_idle()
+            raise network_error(self._http.where, timeout_s, error) from error
         except BaseException:
             connection.close()
             raise
-        if connection.is_cut or losses != self._http.watch.losses:
+        is_patient, self._has_stalled = self._has_stalled, False
+        if connection.is_cut or is_patient or losses != self._http.losses:
             connection.close()
             return
         with self._lock:
@@ -584,10 +581,10 @@ class HttpTransfer:
     def _idle_connection(self) -> PartConnection | None:
         """Return a connection that is not in use; None if there is none.
 
-        If a heartbeat stayed unanswered since the last call, first close all unused connections: they may be dead.
+        If a connection to the server has timed out since the last call, first close all unused ones: they may be dead.
         """
         with self._lock:
-            losses, self._losses = self._losses, self._http.watch.losses
+            losses, self._losses = self._losses, self._http.losses
             if losses != self._losses:
                 for connection in self._idle:
                     connection.close()

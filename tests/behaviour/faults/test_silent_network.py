@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,29 @@ from safetensors.torch import load_file
 from torch import nn
 
 import atoll
+from atoll.protocol import routes
+from atoll.worker.session import session
 
-HEARTBEATS = {"heartbeat_interval_s": 2.0, "heartbeat_timeout_s": 0, "waiting_heartbeat_s": 0.4}
-SETTINGS: dict[str, Any] = {f"network.{name}": value for name, value in HEARTBEATS.items()}
-SETTINGS |= {"algorithm": "diloco", "H": 4, "rounds": 4, "codec": "none"}
+SETTINGS: dict[str, Any] = {
+    "network.heartbeat_interval_s": 2.0,
+    "network.heartbeat_timeout_s": 0,
+    "algorithm": "diloco",
+    "H": 4,
+    "rounds": 4,
+    "codec": "none",
+}
 FEDERATED: dict[str, Any] = {"algorithm": "fedavg", "H": None, "sites": 1}
 STREAMED = {"K": 2, "tau": 1, "alpha": 0.5}
 CALLS = "(GET|PUT|POST) /v1/(?!heartbeat)"
+LOOKS = f"GET {routes.HEALTH} "
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeouts with which training stands still for at most 30 s, all at a tenth; shares of them stay."""
+    monkeypatch.setattr(routes, "LONG_POLL_S", 1.5)
+    monkeypatch.setattr(routes, "CALL_TIMEOUT_S", 2.5)
+    monkeypatch.setattr(session, "LOOK_S", 0.3)
 
 
 @pytest.fixture
@@ -49,17 +67,22 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
 def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tries_once(
     tmp_path: Path, server: atoll.Server, proxy: Proxy
 ) -> None:
+    """It stands still for one call that times out and one look for the server: at the defaults, less than 30 s."""
+
     def during(site: str, step: int) -> None:
+        steps_s.append(time.monotonic())
         if step == 5 and not silent.is_set():  # after the first synchronisation
             proxy.silence()
             silent.set()
 
-    silent = threading.Event()
+    silent, steps_s = threading.Event(), list[float]()
     sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=20)  # would take minutes
     wait_for_skipped(sites, 2)
-    before = proxy.count(CALLS)
+    calls, looks = proxy.count(CALLS), proxy.count(LOOKS)
     wait_for_skipped(sites, 5)
-    assert proxy.count(CALLS) - before <= 3
+    assert proxy.count(CALLS) - calls <= 1
+    assert proxy.count(LOOKS) - looks <= 4
+    assert max(after - before for before, after in pairwise(steps_s)) < 2 * routes.CALL_TIMEOUT_S
     rounds = sites.loops["a"].rounds
     proxy.heal()
     run_to_end(server, sites)
@@ -72,13 +95,13 @@ def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tri
 def test_a_site_that_waits_for_another_notices_when_the_network_falls_silent_and_not_before(
     tmp_path: Path, server: atoll.Server, proxy: Proxy
 ) -> None:
-    """Heartbeats are answered meanwhile, many times the number that would end a call."""
+    """Its calls are answered meanwhile, though it waits for longer than one may take."""
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
     near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], during=lambda *_: healed.wait(60))
     wait_until(lambda: proxy.count("POST .*/complete "), "the first update")
-    before = proxy.count("/v1/heartbeat ")
-    wait_until(lambda: proxy.count("/v1/heartbeat ") >= before + 6, "heartbeats while it waits")
+    before = proxy.count("POST /v1/tickets ")
+    wait_until(lambda: proxy.count("POST /v1/tickets ") >= before + 3, "long polls that end")
     assert (far.loops["a"].skipped, far.loops["a"].sync_metrics["retries"]) == (0, 0)
     proxy.silence()
     wait_for_skipped(far, 2)
@@ -162,8 +185,7 @@ def test_a_federated_site_waits_through_a_silent_network(tmp_path: Path, server:
     silent = threading.Event()
     sites = FederatedSites(proxy.url, tmp_path, ["a"], during=during)
     assert silent.wait(30)
-    begin = proxy.count("/v1/heartbeat ")
-    wait_until(lambda: proxy.count("/v1/heartbeat ") >= begin + 6, "heartbeats that are not answered")
+    wait_until(lambda: proxy.count(LOOKS) >= 3, "questions for the server that are not answered")
     proxy.heal()
     run_to_end(server, sites)
     assert sites.trained == {("a", 1): 1, ("a", 2): 1}
@@ -192,7 +214,7 @@ def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
 ) -> None:
     """The network is back with its old connections dead, as a firewall has forgotten them.
 
-    Without heartbeats the call would wait for its own timeout, 60 to 90 s.
+    The call ends with its timeout, and all later ones have new connections.
     """
     faults: list[Fault] = []
 

@@ -405,7 +405,6 @@ TIMES = [-1.0, 1e-300, 1e308]
 FIELDS: list[tuple[type[BaseModel], dict[str, object], str, list[object]]] = [
     (messages.RunInfo, RUN_INFO, "heartbeat_interval_s", TIMES),
     (messages.RunInfo, RUN_INFO, "heartbeat_timeout_s", [-1.0, 1e308]),
-    (messages.RunInfo, RUN_INFO, "waiting_heartbeat_s", [0.0, *TIMES]),
     (messages.RunInfo, RUN_INFO, "idle_timeout_s", [0.0, *TIMES]),
     (messages.RunInfo, RUN_INFO, "connections", [0, 2**40]),
     (messages.RunInfo, RUN_INFO, "part_bytes", [1, 2**40]),

@@ -11,7 +11,6 @@ import signal
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +38,7 @@ from atoll.tensors.layout import Layout, Part, update_layout
 from atoll.tensors.schema import TensorSpec
 from atoll.transport import answer, part_transfer
 from atoll.transport.answer import TooSlow
-from atoll.transport.http_client import Http, Watch
+from atoll.transport.http_client import Http
 from atoll.transport.object_server import unnamed_file_error
 from atoll.transport.part_connection import PartConnection
 from atoll.transport.part_transfer import PART_ATTEMPTS, HttpTransfer, Pushing, TransferPool, transfer_pool
@@ -214,10 +213,10 @@ def test_a_connection_that_was_cut_is_not_kept(writer: Writer) -> None:
         assert len(writer.parts._idle) == 1
 
 
-def test_a_connection_during_which_a_heartbeat_stayed_unanswered_is_not_kept(writer: Writer) -> None:
+def test_a_connection_during_which_another_timed_out_is_not_kept(writer: Writer) -> None:
     """The network may have lost the connection although the part's answer came: the next part would wait for it."""
     with transfer_pool(1) as pool:
-        writer.parts._once(lambda connection, _: writer.http.watch.missed(), LAYOUT.parts[0], pool, lambda: None)
+        writer.parts._once(lambda connection, _: writer.http.drop_idle(), LAYOUT.parts[0], pool, lambda: None)
         assert writer.parts._idle == []
 
 
@@ -551,47 +550,45 @@ def test_a_descriptor_names_its_file_while_it_is_in_use(tmp_path: Path) -> None:
         os.fstat(fd)
 
 
-# -- unanswered heartbeats
+# -- calls that time out
 
 
-class Waits:
-    """A call that nothing answers."""
+def test_after_a_timeout_a_call_has_a_new_connection() -> None:
+    """A firewall may have forgotten all older ones: a call on each of them would time out, too."""
+    both = threading.Barrier(2)
 
-    def __init__(self) -> None:
-        self.moved_s = time.monotonic()
-        self.ended = threading.Event()
+    def answer(connection: Connection, request: Request) -> None:
+        if request.path == "/both":
+            both.wait(60)
+        if request.path == "/silent":
+            peer.ended.wait(60)
+        connection.answer(200, b"{}")
 
-    def give_up(self) -> None:
-        self.ended.set()
-
-
-@pytest.mark.parametrize("second_is_answered", [True, False])
-def test_an_unanswered_heartbeat_ends_older_calls_and_two_in_a_row_are_a_loss(second_is_answered: bool) -> None:
-    watch, call, answers = Watch(), Waits(), [False, second_is_answered]
-
-    def heartbeat() -> bool:
-        answered = answers.pop(0)
-        if not answered:
-            watch.missed()
-        return answered
-
-    with watch.waiting(call):
-        watch.begin(heartbeat, every_s=0.05)
-        assert call.ended.wait(60)
-        assert watch.is_lost is not second_is_answered
-    watch.close()
-    assert answers == []
+    with Peer.answering(answer) as peer, contextlib.closing(Http(peer.url)) as http:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda _: http.reach("/both", timeout_s=60.0), range(2)))
+        with pytest.raises(TransferStalled, match=r"No byte .* for 0\.2 s"):
+            http.reach("/silent", timeout_s=0.2)
+        assert len(peer.connections) == 2
+        http.reach(routes.HEALTH, timeout_s=10.0)
+        assert len(peer.connections) == 3
 
 
-def test_after_an_unanswered_heartbeat_a_call_has_a_new_connection() -> None:
-    with Peer.answering(lambda connection, _: connection.answer(200, b"{}")) as peer:
-        with contextlib.closing(Http(peer.url)) as http:
-            for _ in range(2):
-                http.reach(routes.HEALTH, timeout_s=10.0)
-            assert len(peer.connections) == 1
-            http.drop_idle()
-            http.reach(routes.HEALTH, timeout_s=10.0)
-            assert len(peer.connections) == 2
+def test_after_a_timeout_the_next_transfer_has_the_whole_idle_timeout_until_one_is_complete() -> None:
+    def answer(connection: Connection, request: Request) -> None:
+        if len(peer.requests) not in (1, 4):
+            peer.ended.wait(60)
+        connection.answer(200, b"{}")
+
+    with Peer.answering(answer) as peer, contextlib.closing(Http(peer.url)) as http:
+        with contextlib.closing(HttpTransfer(http, 1, idle_timeout_s=0.4, first_timeout_s=0.2)) as parts:
+            parts.read("/1", 9)
+            for seconds in ("0.2", "0.4"):
+                with pytest.raises(TransferStalled, match=rf"No byte .* for {seconds} s"):
+                    parts.read("/2", 9)
+            parts.read("/4", 9)
+            with pytest.raises(TransferStalled, match=r"No byte .* for 0\.2 s"):
+                parts.read("/5", 9)
 
 
 def test_the_error_of_a_call_has_the_network_error_as_its_cause() -> None:

@@ -71,7 +71,6 @@ def run_info(plan: Plan, run_id: str) -> messages.RunInfo:
             connections=settings.network.connections,
             heartbeat_interval_s=messages.bounded_s(settings.network.heartbeat_interval_s),
             heartbeat_timeout_s=messages.bounded_s(settings.network.heartbeat_timeout_s),
-            waiting_heartbeat_s=messages.bounded_s(settings.network.waiting_heartbeat_s),
             idle_timeout_s=messages.bounded_s(settings.network.idle_timeout_s),
         )
     except ValidationError as error:

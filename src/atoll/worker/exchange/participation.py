@@ -121,7 +121,7 @@ def take_part(
         if info.placement == "swarm" and not may_swarm:
             raise _no_swarm(session)
         _check(session, loop)
-        transfer = HttpTransfer(http, info.connections, info.idle_timeout_s)
+        transfer = HttpTransfer(http, info.connections, info.idle_timeout_s, routes.CALL_TIMEOUT_S)
         opened.callback(transfer.close)
         share = (terms.ranks.rank, terms.ranks.size) if terms.shards is not None else None
         named = (folder or Path(os.environ.get("ATOLL_DIR", ".atoll"))).absolute()  # a script may change folders

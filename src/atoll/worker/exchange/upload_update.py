@@ -24,7 +24,7 @@ from atoll.worker.exchange.base_and_outbox import Outbox, OutboxNote
 from atoll.worker.exchange.pull_version import Sources
 from atoll.worker.log_lines import LOG, TransferProgress, progress
 from atoll.worker.session.ranks import keep_ranks_waiting
-from atoll.worker.session.session import POLL_MARGIN_S, Repeats, Session
+from atoll.worker.session.session import Repeats, Session
 
 AGAIN_S = 1.0
 """In a swarm: seconds to wait after another worker could not pull an update, before the update is offered again."""
@@ -136,7 +136,7 @@ class UpdateUpload:
         def complete() -> messages.Receipt:
             if not self.session.ranks.is_distributed:
                 push()
-            return self._complete(note.ticket, _message(note), 30.0)
+            return self._complete(note.ticket, _message(note))
 
         for conflicts in range(MAX_CONFLICTS + 1):
             if self.session.ranks.is_distributed:
@@ -151,9 +151,9 @@ class UpdateUpload:
                 LOG.debug("%s: %s", self.session.site, error)
         raise AssertionError("the last conflict is raised")
 
-    def _complete(self, ticket: int, message: messages.Complete, timeout_s: float) -> messages.Receipt:
+    def _complete(self, ticket: int, message: messages.Complete) -> messages.Receipt:
         path = routes.COMPLETE.format(ticket=ticket)
-        return self.session.http.post(path, message, messages.Receipt, timeout_s=timeout_s)
+        return self.session.http.post(path, message, messages.Receipt)
 
     def _offer(
         self, server: UpdateServer, note: OutboxNote, bar: TransferProgress, retries: int | None
@@ -166,7 +166,7 @@ class UpdateUpload:
         message, early = offered(), Repeats(self.session)
         while True:
             asked_s = time.monotonic()
-            ask = partial(self._complete, note.ticket, message, routes.LONG_POLL_S + POLL_MARGIN_S)
+            ask = partial(self._complete, note.ticket, message)
             receipt = self.session.call(ask, "submit", retries=retries, kind=messages.Receipt)
             if isinstance(receipt, Lost) or receipt.accepted:
                 return receipt

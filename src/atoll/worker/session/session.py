@@ -41,7 +41,7 @@ from atoll.protocol.status_messages import Status
 from atoll.protocol.values import Lost, Next, next_of, require
 from atoll.runtime import OWN_RANDOM, Latch
 from atoll.tensors.fragments import Split
-from atoll.transport.http_client import Http, unanswered
+from atoll.transport.http_client import Http, is_silence
 from atoll.worker.log_lines import LOG, error_text, in_wait
 from atoll.worker.session.leave_at_exit import (
     GOODBYE_S,
@@ -60,8 +60,9 @@ GIVE_UP_S = 86400.0
 """Default of `ATOLL_GIVE_UP_S`: one day, so that a server may be repaired the next morning."""
 LEAST_PATIENCE_S = 1.0
 """Shortest timeout of a call: with a lower `ATOLL_GIVE_UP_S`, a call still has this much time."""
-POLL_MARGIN_S = 10.0
-"""Seconds by which the timeout of a long poll exceeds the longest wait at the server."""
+LOOK_S = 3.0
+"""Seconds in which a server has to answer that it is there, after a call that has timed out. With `CALL_TIMEOUT_S` and
+a pause, training stands still for less than 30 s when the network falls silent."""
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 8.0
 BRIEF_S = 1.0
@@ -350,6 +351,7 @@ class Session:
         self._closing = Latch()  # no `threading.Event`: a signal in its `wait` could block `leave`
         self._join_lock = threading.Lock()
         self._beat: threading.Thread | None = None
+        self._is_silent = False  # whether a call has timed out since the last answer
         self._fatal: AtollError | None = None
         self.read_run()
 
@@ -470,7 +472,7 @@ class Session:
             self._news.clear()
             answered = self.beat()
 
-    def _send_heartbeat(self, most_s: float = 30.0, timeout_s: float | None = None) -> None:
+    def _send_heartbeat(self, most_s: float = 30.0) -> None:
         counters = self.counters
         message = self.heartbeat.model_copy(
             update={
@@ -480,7 +482,7 @@ class Session:
                 "bytes_down": counters.bytes_down,
             }
         )
-        timeout_s = timeout_s or min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
+        timeout_s = min(most_s, max(1.0, self.info.heartbeat_interval_s / 2))
         reply = self.http.post(routes.HEARTBEAT, message, messages.HeartbeatReply, timeout_s=timeout_s)
         self.finished = self.finished or reply.finished
         self.durable_versions = dict(enumerate(reply.durable_versions))
@@ -497,38 +499,14 @@ class Session:
                 differs from the run's.
         """
         self._sync_every, self._num_fragments = sync_every, num_fragments
-        every_s = self.info.waiting_heartbeat_s
         if not self.ranks.is_first:  # rank 0 joins for all, and sends the heartbeats
             self.http.lease = self.ranks.from_rank0(lambda: "")
-            self._watch_calls(partial(self.http.reach, routes.HEALTH, timeout_s=every_s), every_s)
             return
         self.ranks.from_rank0(self._join)
         watch_exit(self)
-        self._watch_calls(partial(self._send_heartbeat, every_s, every_s), every_s)
         if self.info.heartbeat_interval_s:
             self._beat = threading.Thread(target=self._heartbeats, name="atoll-heartbeat", daemon=True)
             self._beat.start()
-
-    def _watch_calls(self, ask: Callable[[], object], every_s: float) -> None:
-        """Start the thread that ends waiting calls if the server no longer answers.
-
-        Args:
-            ask: a call with which the thread finds out whether the server answers.
-            every_s: seconds between two such calls.
-        """
-        self.http.watch.begin(lambda: self._is_answered(ask), every_s)
-
-    def _is_answered(self, ask: Callable[[], object]) -> bool:
-        """Make a call, and return whether the server answered it; an answer that is an error counts, too."""
-        try:
-            ask()
-        except (ServerUnreachable, TransferStalled):
-            return False
-        except FATAL as error:  # a failed server may end before another request of this site
-            self.ends_by(error)
-        except AtollError as error:  # for example a lost lease; the waiting calls get the same error
-            LOG.debug("%s: %s", self.http.server, error)
-        return True
 
     def _join(self, max_retries: int | None = None) -> str:
         """Join the run, or join it again. Return the new lease: the text with which this process acts for its site.
@@ -752,8 +730,7 @@ class Session:
                 **self.state_fields(),
                 shapes={name: list(shape) for name, shape in shapes.items()},
             )
-            timeout_s = routes.LONG_POLL_S + POLL_MARGIN_S
-            ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply, timeout_s=timeout_s)
+            ask = partial(self.http.post, routes.TICKETS, request, messages.TicketReply)
             asked_s = time.monotonic()
             reply = self.patiently(ask, retries, "ask for the next round")
             if reply.ticket is not None:
@@ -870,10 +847,27 @@ class Session:
             self.silence.failed(error)
         else:
             self._answered()
+        self._is_silent = self._is_silent or is_silence(error)
 
     def _answered(self) -> None:
         self.silence.answered()
-        self.http.watch.answered()
+        self._is_silent = False
+
+    def look_for_server(self) -> None:
+        """If the last call has timed out, ask on a new connection whether the server is there; any answer will do.
+
+        Raises:
+            ServerUnreachable, TransferStalled: the server does not answer.
+        """
+        if not self._is_silent:
+            return
+        try:
+            self.http.reach(routes.HEALTH, timeout_s=LOOK_S)
+        except (ServerUnreachable, TransferStalled):
+            raise
+        except AtollError as error:
+            LOG.debug("%s: %s", self.http.server, error)
+        self._answered()
 
 
 class _Attempts:
@@ -893,6 +887,7 @@ class _Attempts:
         self._since_s = 0.0  # time of the first failure; 0: none yet
         self._lease = self._stale = ""  # lease of the attempt; lease that is no longer valid
         self._error: AtollError | None = None
+        self._is_silent = False  # whether the server was looked for in vain, after a call that has timed out
         self._told = False  # whether the log has had a line about a failure
 
     def begin(self) -> str:
@@ -912,15 +907,14 @@ class _Attempts:
             if session._fatal is not None:
                 raise session._fatal
             try:
-                if not session.http.watch.is_back():
-                    raise unanswered(session.http.where)
+                session.look_for_server()
                 if self._stale:
                     session.rejoin(self._stale)
                     self._stale = ""
                 self._lease = session.http.lease
                 return self._lease
             except TRANSIENT as error:
-                self._error = error
+                self._error, self._is_silent = error, is_silence(error)
 
     def failed(self, error: AtollError) -> None:
         """Record that an attempt failed with this error. The next call of `begin` waits, or raises the error.
@@ -976,8 +970,8 @@ class _Attempts:
     def _require_hope(self, error: AtollError) -> None:
         """Raise the error, or `ServerLost`, if there is to be no further attempt."""
         silence = self._session.silence
-        if self._most is not None and (self._count > self._most or self._session.http.watch.is_lost):
-            raise error  # if the watch broke the call off, the call has taken as long as all retries together
+        if self._most is not None and (self._count > self._most or self._is_silent):
+            raise error  # a call that times out has taken as long as all retries together
         self._damaged = self._damaged + 1 if error.is_damaged else 0
         if self._damaged >= (DAMAGED_LATER if silence.was_answered else DAMAGED_FIRST):
             raise error

@@ -150,7 +150,7 @@ class TaskPrefetcher:
                 request = tm.TaskRequest(wait_s=http.poll_s, besides=self._in_hand)
             asked_s = time.monotonic()
             try:
-                reply = http.post(routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0)
+                reply = http.post(routes.TASKS, request, tm.TaskReply)
             except AtollError as error:
                 LOG.debug("%s: cannot ask for the next task: %s", self._connection.site, error)
                 self._pause()
@@ -527,9 +527,7 @@ class TaskWorker:
             return
         session, lost, stalled = self._session, "", ""
         request = tm.TaskRequest(wait_s=session.http.poll_s, rounds=rounds)
-        ask = functools.partial(
-            session.http.post, routes.TASKS, request, tm.TaskReply, timeout_s=routes.LONG_POLL_S + 10.0
-        )
+        ask = functools.partial(session.http.post, routes.TASKS, request, tm.TaskReply)
         while True:
             session.tell(state="waiting for a task")
             keep_ranks_waiting()
