@@ -156,7 +156,7 @@ LINES: dict[str, int] = {
     "store": 2994,
     "tensors": 2229,
     "testing": 468,
-    "transport": 2858,
+    "transport": 2861,
     "worker": 265,
     "worker/exchange": 2311,
     "worker/peer": 931,

@@ -151,6 +151,7 @@ class Http:
         secret: secret of a published object to send with every request; empty if there is none.
         losses: number of times that a connection has timed out. Connections that are older than the last time may be
             dead, because a firewall may have forgotten them.
+        on_problem: called with the error of every answer that is one, also of a part, before the error is raised.
         patience_s: upper bound of every timeout of a call or a transfer, whatever the server asks for.
     """
 
@@ -183,6 +184,7 @@ class Http:
         self.lease = self.secret = ""
         self.patience_s = math.inf
         self.losses = 0
+        self.on_problem: Callable[[AtollError], None] = lambda _: None
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pool = self._new_pool()
 
@@ -232,7 +234,9 @@ class Http:
         """Return the error to raise for an answer with an error status, of the server or of the proxy before it."""
         if self.proxy is not None and self.proxy.answered_itself(status) and not _is_problem(body):
             return self.proxy.refusal(status).error()
-        return problem_of(status, body)
+        error = problem_of(status, body)
+        self.on_problem(error)
+        return error
 
     def get(self, path: str, reply: type[Reply], *, timeout_s: float | None = None) -> Reply:
         """GET a path, and parse the answer as a message of class `reply`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -12,14 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.processes import wait_until
 from kit import serve
 from kit.peers import Connection, Peer, Request
 from torch import nn
 
 import atoll
 from atoll.cli.main import main
-from atoll.errors import AtollError, PartCorrupt, PeerError, ServerLost, ServerUnreachable, VersionSkew
+from atoll.errors import (
+    AtollError,
+    PartCorrupt,
+    PeerError,
+    ServerFailed,
+    ServerLost,
+    ServerUnreachable,
+    Superseded,
+    VersionSkew,
+)
 from atoll.worker.session import session
+from atoll.worker.training.federated_loop import Worker
 
 pytestmark = pytest.mark.covers("X9")
 
@@ -86,6 +98,12 @@ def train(url: str, folder: Path) -> int:
             fl_round.submit(model)
             count += 1
     return count
+
+
+def train_once(worker: Worker) -> None:
+    fl_round = worker.next_round()
+    assert fl_round is not None
+    fl_round.submit(fl_round.load_into(nn.Linear(3, 2)))
 
 
 def always(path: str, status: int, **body: Any) -> Callable[[Connection, Request, Answer], Answer]:
@@ -231,6 +249,42 @@ def test_a_server_that_never_answers_well_ends_the_site_by_its_patience(
     assert type(caught.value) is kind
     assert str(caught.value).isprintable()
     assert len(lying.peer.requests) < MOST_REQUESTS
+
+
+WAYS = {
+    "a heartbeat": "/v1/heartbeat",
+    "a request for a ticket": "/v1/tickets",
+    "a part of the model": "/v1/fragments/0/versions/0/",
+    "a part of an update": "/parts/",
+    "the end of an update": "/complete",
+}
+"""Request → a text in its path."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("error", [ServerFailed, Superseded, ServerLost], ids=lambda error: error.code)
+def test_an_answer_that_ends_a_site_counts_whichever_request_gets_it(
+    lying: LyingServer, tmp_path: Path, way: str, error: type[AtollError]
+) -> None:
+    """One answer says so, and all others are good: each later call raises the error, and asks no more."""
+    told = threading.Event()
+
+    def lie(_: Connection, request: Request, answer: Answer) -> Answer:
+        if WAYS[way] not in request.path or told.is_set():
+            return answer
+        told.set()
+        return 409, json.dumps({"code": error.code, "message": "It is over."}).encode()
+
+    lying.lie = lie
+    with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
+        if way == "a heartbeat":
+            wait_until(lambda: worker._session.closing_wait(0.0), "its answer")
+        with pytest.raises(error, match="It is over"):
+            train_once(worker)
+        asked = len(lying.peer.requests)
+        with pytest.raises(error, match="It is over"):
+            train_once(worker)
+    assert lying.peer.requests[asked:] == []
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ class SwarmPeer:
     def __init__(self, session: Session, peer_server: PeerServer, plan: AggregationPlan, folder: Path) -> None:
         self.site, self._http, self._peer_server, self._plan = session.site, session.http, peer_server, plan
         self._idle_timeout_s, self._rejoin = session.info.idle_timeout_s, session.rejoin
-        self._has_ended, self._ends_by = partial(session.closing_wait, 0.0), session.ends_by
+        self._has_ended = partial(session.closing_wait, 0.0)
         assert session.peer_proof is not None
         self._proof = session.peer_proof
         self._store = PeerStore(plan, folder, session.info.run, peer_server)
@@ -361,11 +361,7 @@ class SwarmPeer:
         else:
             self._hurried.reset()
         asked_s = time.monotonic()
-        try:
-            work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
-        except (Superseded, ServerFailed) as error:  # a failed server may end before another request of this site
-            self._ends_by(error)
-            raise
+        work = self._http.post(routes.SWARM, report, PeerWork, timeout_s=wait_s + ANSWER_S)
         self._told = told
         if wait_s and time.monotonic() - asked_s >= wait_s / 2:  # it was a long poll
             self._hurried.reset()

@@ -85,8 +85,8 @@ WORK_S = 60.0
 REMEMBERED = 16
 """Number of updates, versions and tasks that count as progress only once."""
 
-FATAL = (Superseded, ServerFailed)
-"""Errors that end a worker, whichever of its requests gets them first."""
+FATAL = (Superseded, ServerFailed, ServerLost)
+"""Answers that end a worker, whichever of its requests gets them first: a failed server may end before another one."""
 
 SAY_EVERY_S = 15.0
 """Seconds between two log lines while the worker waits for a round."""
@@ -334,6 +334,7 @@ class Session:
         self.site, self.http, self.ranks = site, http, ranks
         self.silence, self.counters = OutageTimer(http.where), http.counters
         http.patience_s = max(LEAST_PATIENCE_S, self.silence.most_s)
+        http.on_problem = self._on_problem
         self.reconnections, self.answers_tasks, self.evaluates, self.due = 0, False, False, 0
         self.heartbeat, self._news, self._telling = messages.Heartbeat(), threading.Event(), threading.RLock()
         self._warnings: dict[int, list[str]] = {}
@@ -391,14 +392,15 @@ class Session:
         if self._closing.is_set():
             raise self._fatal or ServerUnreachable("This worker has left the run.", "Join again.")
 
-    def ends_by(self, error: AtollError) -> None:
-        """Let every later call and step of this worker raise an error, and end the heartbeats."""
-        self._fatal = error
-        self._closing.set()
-        print_interrupt_in_a_line()  # a loop over rounds or tasks is a generator, and no public function raises for it
+    def _on_problem(self, error: AtollError) -> None:
+        """If an answer ends this worker, let every later call and step raise its error, and end the heartbeats."""
+        if isinstance(error, FATAL):
+            self._fatal = error
+            self._closing.set()
+            print_interrupt_in_a_line()  # a loop over rounds or tasks is a generator: no public function raises for it
 
     def require_sound(self) -> None:
-        """Raise the error that a heartbeat got and that ends this worker, if there is one."""
+        """Raise the error of the answer that ends this worker, if there is one."""
         if self._fatal is not None:
             raise self._fatal
 
@@ -442,8 +444,6 @@ class Session:
             self._send_heartbeat()
             self._answered()
             return True
-        except FATAL as error:
-            self.ends_by(error)
         except LeaseLost:
             if not self._closing.is_set():
                 with contextlib.suppress(AtollError):
@@ -562,11 +562,7 @@ class Session:
             if self._fatal is None and self.http.lease == lost:
                 self.reconnections += 1
                 LOG.info("%s: the server no longer knows this worker; joining again", self.site)
-                try:
-                    self._join(0)
-                except ServerLost as error:
-                    self.ends_by(error)
-                    raise
+                self._join(0)
 
     def leave(self, error: str | None = None) -> None:
         """Leave the run: stop the heartbeats and tell the server. Wait only a few seconds for an answer. Idempotent.
@@ -921,8 +917,6 @@ class _Attempts:
 
         If a further attempt cannot help, raise the error at once.
         """
-        if isinstance(error, FATAL):
-            self._session.ends_by(error)
         if not isinstance(error, (LeaseLost, *TRANSIENT)) and not error.is_damaged:
             raise error
         self._error = error
