@@ -6,8 +6,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from async_world import LR, MOMENTUM, SITES, START, Clients, gradient, nesterov, wait_until_durable
 from harness.processes import wait_until
 from harness.proxy import Fault, Proxy
 from kit import joined, post, serve
@@ -23,7 +21,8 @@ from kit.manual_site import ManualSite
 from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import diloco, together
 from kit.wire import WireSite
-from torch import nn
+from kit.world import World, require_close
+from torch import Tensor, nn
 
 from atoll.errors import ConfigError, Gone
 from atoll.filters import NormClip
@@ -36,15 +35,51 @@ def halved(s: int) -> float:
     return 0.5**s
 
 
+START = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)
+LR, MOMENTUM = 0.5, 0.5
+RATES = {"algorithm.outer_optimizer": {"name": "sgd", "lr": LR, "momentum": MOMENTUM, "nesterov": True}}
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[Callable[..., Clients]]:
-    """Starts a run."""
-    with ExitStack() as stack:
-        yield lambda **settings: Clients(tmp_path, stack, **settings)
+def world(tmp_path: Path) -> Iterator[World]:
+    """An asynchronous run of one fp64 weight and three sites, to be started."""
+    world = World(tmp_path, {"weight": START}, "abc", codec="none", **RATES, **{"async.enabled": True})
+    yield world
+    world.close()
 
 
-WORLD = Callable[..., Clients]
+def gradient(seed: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 G = [gradient(number) for number in range(4)]
+
+
+def nesterov(gradients: list[Tensor]) -> dict[str, Tensor]:
+    theta, m = START.clone(), torch.zeros_like(START)
+    for g in gradients:
+        m = MOMENTUM * m + g
+        theta = theta - LR * (g + MOMENTUM * m)
+    return {"weight": theta}
+
+
+def advance(world: World, site: str, *seeds: int) -> None:
+    """The site submits a gradient for each seed, and pulls what comes of it."""
+    for seed in seeds:
+        world.submit(site, -gradient(seed))
+        world.pull(site)
+
+
+def one_by_one(world: World) -> None:
+    """All pull version 0; b, c, and a come in, then b, which is at version 1: 0, 1, 2 and 2 versions behind."""
+    world.pull()
+    for number, site in enumerate("bca"):
+        world.submit(site, -G[number])
+        world.wait(number + 1)
+        if site == "b":
+            world.pull("b")
+    world.submit("b", -G[3])
+    world.wait(4)
 
 
 @pytest.mark.covers("L3", "L5", "D10")
@@ -58,28 +93,28 @@ G = [gradient(number) for number in range(4)]
     ids=["constant", "inverse_sqrt", "own"],
 )
 def test_updates_are_applied_one_by_one_to_whatever_is_the_head(
-    world: WORLD, weight: str, scales: tuple[float, ...]
+    world: World, weight: str, scales: tuple[float, ...]
 ) -> None:
     """Their staleness may be a weight."""
-    run = world(**{"async.staleness_weight": weight})
-    run.one_by_one()
-    assert run.staleness() == [("b", 0), ("c", 1), ("a", 2), ("b", 2)]
-    run.require_weight(nesterov([scale * g for scale, g in zip(scales, G, strict=True)]))
-    status = run.server.status()
+    world.start(**{"async.staleness_weight": weight})
+    one_by_one(world)
+    assert world.staleness == [("b", 0), ("c", 1), ("a", 2), ("b", 2)]
+    require_close(world.model, nesterov([scale * g for scale, g in zip(scales, G, strict=True)]))
+    status = world.status
     assert (status.policy, status.outer) == ("async", "sgd(lr=0.5, momentum=0.5, nesterov=True)")
     assert status.staleness == {"0": 1, "1": 1, "2": 2}
 
 
 @pytest.mark.covers("L3", "L6")
-def test_delayed_nesterov(world: WORLD) -> None:
-    run = world(**{"async.momentum_every": 2})
-    run.one_by_one()
+def test_delayed_nesterov(world: World) -> None:
+    world.start(**{"async.momentum_every": 2})
+    one_by_one(world)
     theta, m = START.clone(), torch.zeros_like(START)
     for first, second in ((G[0], G[1]), (G[2], G[3])):
         theta = theta - LR * first / 2
         m = MOMENTUM * m + (first + second) / 2
         theta = theta - LR * (MOMENTUM * m + second / 2)
-    run.require_weight(theta)
+    require_close(world.model, {"weight": theta})
 
 
 def above_one(s: int) -> float:
@@ -95,62 +130,62 @@ def test_a_weight_of_staleness_that_is_none_is_refused() -> None:
 
 
 @pytest.mark.covers("L5")
-def test_an_update_too_far_behind_does_not_count(world: WORLD, caplog: pytest.LogCaptureFixture) -> None:
-    run = world(**{"async.max_staleness": 1})
-    run.pull("a", "b", "c")
-    run.submit("b", gradient(0))
-    run.wait(1)
-    run.submit("c", gradient(1))
-    run.wait(2)
-    run.submit("a", gradient(2))  # 2 behind: the site is told, and goes on from the head
+def test_an_update_too_far_behind_does_not_count(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.start(**{"async.max_staleness": 1})
+    world.pull()
+    world.submit("b", -G[0])
+    world.wait(1)
+    world.submit("c", -G[1])
+    world.wait(2)
+    world.submit("a", -G[2])  # 2 behind: the site is told, and goes on from the head
     assert " is over: its base is more than async.max_staleness = 1 behind version 2." in caplog.text
     assert "has replaced it" not in caplog.text
-    run.pull("a")
-    run.submit("a", gradient(3))
-    run.wait(3)
-    assert run.staleness() == [("b", 0), ("c", 1), ("a", 0)]
-    run.require_weight(nesterov([G[0], G[1], G[3]]))
+    world.pull("a")
+    world.submit("a", -G[3])
+    world.wait(3)
+    assert world.staleness == [("b", 0), ("c", 1), ("a", 0)]
+    require_close(world.model, nesterov([G[0], G[1], G[3]]))
 
 
-def test_a_buffer_takes_the_mean_of_so_many(world: WORLD) -> None:
-    run = world(**{"async.buffer_size": 2})
-    run.pull("a", "b", "c")
-    run.submit("c", gradient(0), weight=3.0)
-    assert run.server.status().fragments[0].version == 0
-    run.submit("a", gradient(1), weight=1.0)
-    run.wait(1)
-    assert run.server.status().history[0].workers == ["a", "c"]
-    run.require_weight(nesterov([0.75 * G[0] + 0.25 * G[1]]))
+def test_a_buffer_takes_the_mean_of_so_many(world: World) -> None:
+    world.start(**{"async.buffer_size": 2})
+    world.pull()
+    world.submit("c", -G[0], weight=3.0)
+    assert world.status.fragments[0].version == 0
+    world.submit("a", -G[1], weight=1.0)
+    world.wait(1)
+    assert world.status.history[0].workers == ["a", "c"]
+    require_close(world.model, nesterov([0.75 * G[0] + 0.25 * G[1]]))
 
 
 @pytest.mark.covers("L5")
-def test_a_buffer_of_old_and_new_updates_weighs_each_by_its_own_staleness(world: WORLD) -> None:
+def test_a_buffer_of_old_and_new_updates_weighs_each_by_its_own_staleness(world: World) -> None:
     """The second step has the update of a, 1 version behind, with weight 3/4, and b's, which is new, with 1/4.
 
     The staleness halves a's: the step's gradient is 3/4 · 1/2 · g_a + 1/4 · g_b = 0.375 g_a + 0.25 g_b.
     """
-    run = world(**{"async.buffer_size": 2, "async.staleness_weight": f"{__name__}:halved"})
-    run.pull("a", "b", "c")
-    run.submit("b", G[0])
-    run.submit("c", G[1])
-    run.wait(1)
-    run.pull("b")
-    run.submit("a", G[2], weight=3.0)
-    run.submit("b", G[3], weight=1.0)
-    run.wait(2)
-    assert run.staleness() == [("b", 0), ("c", 0), ("a", 1), ("b", 0)]
-    run.require_weight(nesterov([0.5 * G[0] + 0.5 * G[1], 0.375 * G[2] + 0.25 * G[3]]))
+    world.start(**{"async.buffer_size": 2, "async.staleness_weight": f"{__name__}:halved"})
+    world.pull()
+    world.submit("b", -G[0])
+    world.submit("c", -G[1])
+    world.wait(1)
+    world.pull("b")
+    world.submit("a", -G[2], weight=3.0)
+    world.submit("b", -G[3], weight=1.0)
+    world.wait(2)
+    assert world.staleness == [("b", 0), ("c", 0), ("a", 1), ("b", 0)]
+    require_close(world.model, nesterov([0.5 * G[0] + 0.5 * G[1], 0.375 * G[2] + 0.25 * G[3]]))
 
 
 @pytest.mark.covers("L26")
-def test_an_update_more_than_five_versions_old_is_warned_of(world: WORLD, caplog: pytest.LogCaptureFixture) -> None:
-    run = world()
-    run.pull("a", "b")
-    run.advance("b", *range(6))
-    run.submit("a", gradient(7))
-    run.wait(7)
+def test_an_update_more_than_five_versions_old_is_warned_of(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.start()
+    world.pull("a", "b")
+    advance(world, "b", *range(6))
+    world.submit("a", -gradient(7))
+    world.wait(7)
     assert "an update of a was 6 versions old" in caplog.text
-    assert "diloco.dynamic_local_steps = true" in run.server.status().warnings[-1]
+    assert "diloco.dynamic_local_steps = true" in world.status.warnings[-1]
 
 
 @pytest.mark.covers("L3")
@@ -158,35 +193,36 @@ def test_an_update_more_than_five_versions_old_is_warned_of(world: WORLD, caplog
 def test_an_infinite_grace_has_the_bits_of_a_synchronous_run(tmp_path: Path, delayed: int) -> None:
     weights = []
     for enabled in (False, True):
-        with ExitStack() as stack:
-            settings = {"async.enabled": enabled, "async.momentum_every": delayed}
-            settings |= {"async.grace_s": math.inf} if enabled else {}
-            run = Clients(tmp_path / str(enabled), stack, **settings)
+        settings = {"async.enabled": enabled, "async.momentum_every": delayed}
+        settings |= {"async.grace_s": math.inf} if enabled else {}
+        weighted = {"a": 2.0, "b": 3.0, "c": 1.0}
+        folder = tmp_path / str(enabled)
+        with World(folder, {"weight": START}, weighted, codec="none", **RATES, **settings) as world:
             for number in range(3):
-                run.pull("a", "b", "c")
-                for index, site in enumerate(("c", "a", "b")):
-                    run.submit(site, gradient(3 * number + index), weight=1.0 + index)
-                run.wait(number + 1)
-            weights.append(run.weight())
+                world.pull()
+                for index, site in enumerate("cab"):
+                    world.submit(site, -gradient(3 * number + index))
+                world.wait(number + 1)
+            weights.append(world.model["weight"])
     assert torch.equal(*weights)
 
 
 @pytest.mark.covers("L6")
-def test_synchronous_rounds_first(world: WORLD, caplog: pytest.LogCaptureFixture) -> None:
+def test_synchronous_rounds_first(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "atoll")
-    run = world(**{"async.sync_rounds_first": 1, "async.momentum_every": 2})
-    run.pull("a", "b", "c")
-    for number, site in enumerate(SITES):
-        assert run.server.status().fragments[0].version == 0
-        run.submit(site, gradient(number))
-    run.wait(1)
-    run.pull("a")
-    run.submit("a", gradient(3))
-    run.wait(2)
+    world.start(**{"async.sync_rounds_first": 1, "async.momentum_every": 2})
+    world.pull()
+    for number, site in enumerate("abc"):
+        assert world.status.fragments[0].version == 0
+        world.submit(site, -gradient(number))
+    world.wait(1)
+    world.pull("a")
+    world.submit("a", -G[3])
+    world.wait(2)
     # the mean of the first round makes a whole step of Nesterov's, what follows half a step without momentum
     g = (G[0] + G[1] + G[2]) / 3
-    run.require_weight(START - LR * (g + MOMENTUM * g) - LR * G[3] / 2)
-    assert "1 synchronous rounds first" in run.server.status().policy
+    require_close(world.model, {"weight": START - LR * (g + MOMENTUM * g) - LR * G[3] / 2})
+    assert "1 synchronous rounds first" in world.status.policy
     assert caplog.text.count("round 1 was the last synchronous round") == 1
 
 
@@ -291,83 +327,83 @@ def test_settings_that_an_asynchronous_run_does_not_have_are_refused(
 
 
 @pytest.mark.covers("L5")
-def test_keeps_a_version_that_a_worker_is_to_pull(world: WORLD) -> None:
+def test_keeps_a_version_that_a_worker_is_to_pull(world: World) -> None:
     """Two versions are kept in any case; a has a ticket of version 0, and pulls it when the head is at 4."""
-    run = world()
-    assert run.sites["a"].next_round() == 1
-    run.pull("b")
-    run.advance("b", 0, 1, 2, 3)
-    assert torch.equal(run.sites["a"].pull()["weight"], START)
-    run.wait(4)
+    world.start()
+    assert world.sites["a"].next_round() == 1
+    world.pull("b")
+    advance(world, "b", 0, 1, 2, 3)
+    assert torch.equal(world.sites["a"].pull()["weight"], START)
+    world.wait(4)
 
 
-def test_a_version_that_its_site_trains_from_is_kept_no_longer(world: WORLD) -> None:
+def test_a_version_that_its_site_trains_from_is_kept_no_longer(world: World) -> None:
     """a has pulled version 1 and says so; when b has brought the run on, no site is to pull it any more."""
-    run = world(**{"disk.keep_versions": 1, "network.heartbeat_interval_s": 0.1})
-    run.pull("a", "b")
-    run.submit("a", gradient(0))
-    run.wait(1)
-    run.pull("a")
-    server = run.server._run
+    world.start(**{"disk.keep_versions": 1, "network.heartbeat_interval_s": 0.1})
+    world.pull("a", "b")
+    world.submit("a", -G[0])
+    world.wait(1)
+    world.pull("a")
+    server = world.server._run
     assert server is not None
     wait_until(lambda: server.roster["a"].beat.version == 1, "the heartbeat that says so")
-    run.advance("b", 1, 2)
+    advance(world, "b", 1, 2)
     wait_until(lambda: [row.version for row in server.store.versions.kept()] == [3], "that 1 and 2 are dropped")
-    run.submit("a", gradient(3))  # and it counts, all the same
-    run.wait(4)
-    assert run.staleness()[-1] == ("a", 2)
+    world.submit("a", -G[3])  # and it counts, all the same
+    world.wait(4)
+    assert world.staleness[-1] == ("a", 2)
 
 
-def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: WORLD) -> None:
-    run = world(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
-    assert run.sites["a"].next_round() == 1
-    assert run.sites["c"].next_round() == 1
-    run.pull("b")
-    run.advance("b", 0, 1, 2)
-    run.sites["c"].next_round()  # of version 3, so that version 0 is no longer among the newest that are wanted
-    run.advance("b", 3)
-    pulled = run.sites["a"].pull()["weight"]
-    assert torch.allclose(pulled, nesterov([gradient(n) for n in range(4)]), rtol=0, atol=1e-12)
+def test_a_worker_too_late_for_a_version_gets_a_newer_one(world: World) -> None:
+    world.start(**{"disk.max_pinned_versions": 1, "disk.keep_versions": 1})
+    assert world.sites["a"].next_round() == 1
+    assert world.sites["c"].next_round() == 1
+    world.pull("b")
+    advance(world, "b", 0, 1, 2)
+    world.sites["c"].next_round()  # of version 3, so that version 0 is no longer among the newest that are wanted
+    advance(world, "b", 3)
+    pulled = world.sites["a"].pull()["weight"]
+    require_close({"weight": pulled}, nesterov(G))
 
 
 @pytest.mark.covers("L3")
-def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: WORLD) -> None:
+def test_a_version_that_the_end_of_the_run_took_away_is_no_error(world: World) -> None:
     """a was promised version 0; before it pulls, the run ends with b's update, and keeps its result alone."""
-    run = world(rounds=1, **{"disk.keep_versions": 1})
-    assert run.sites["a"].next_round() is not None
-    run.pull("b")
-    run.submit("b", gradient(0))
-    wait_until_durable(run.server, 1)
-    pulled = run.sites["a"].pull()["weight"]
-    assert torch.equal(pulled, run.weight())
-    run.sites["a"].submit({"weight": pulled - gradient(1)})  # in vain, and no error
-    assert run.sites["a"].next_round() is None
-    assert run.staleness() == [("b", 0)]
+    world.start(rounds=1, **{"disk.keep_versions": 1})
+    assert world.sites["a"].next_round() is not None
+    world.pull("b")
+    world.submit("b", -G[0])
+    world.wait_until_durable(1)
+    pulled = world.sites["a"].pull()["weight"]
+    assert torch.equal(pulled, world.model["weight"])
+    world.sites["a"].submit({"weight": pulled - G[1]})  # in vain, and no error
+    assert world.sites["a"].next_round() is None
+    assert world.staleness == [("b", 0)]
 
 
 @pytest.mark.covers("L3")
-def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(world: WORLD) -> None:
+def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(world: World) -> None:
     """a looks while it trains from version 0, when b has brought the run to version 1: its update counts, 1 behind."""
-    run = world()
-    run.pull("a", "b")
-    run.submit("b", gradient(0))
-    run.wait(1)
-    newest = run.sites["a"].worker.load_into({"weight": torch.zeros_like(START)})
-    assert torch.equal(newest["weight"], run.weight())
-    run.submit("a", gradient(1))
-    run.wait(2)
-    assert run.staleness() == [("b", 0), ("a", 1)]
+    world.start()
+    world.pull("a", "b")
+    world.submit("b", -G[0])
+    world.wait(1)
+    newest = world.sites["a"].worker.load_into({"weight": torch.zeros_like(START)})
+    assert torch.equal(newest["weight"], world.model["weight"])
+    world.submit("a", -G[1])
+    world.wait(2)
+    assert world.staleness == [("b", 0), ("a", 1)]
 
 
 def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
-    world: WORLD, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """b's step is in the journal, and the machine hears of it only after a has asked."""
     from atoll.rounds.events import TicketRequested, VersionCommitted
     from atoll.server.coordinator.coordinator import Coordinator
 
-    run = world()
-    run.pull("a", "b")
+    world.start()
+    world.pull("a", "b")
     apply, committed, held = Coordinator.apply, threading.Event(), list[Any]()
 
     def late(self: Coordinator, event: Any) -> Any:
@@ -381,9 +417,9 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
         return effects
 
     monkeypatch.setattr(Coordinator, "apply", late)
-    run.submit("b", gradient(0))
+    world.submit("b", -G[0])
     assert committed.wait(30)
-    place = run.sites["a"]._place
+    place = world.sites["a"]._place
     assert place is not None
     reply = place.exchange.ask(wait_s=0.0)
     assert reply.ticket is not None
@@ -392,7 +428,7 @@ def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
 
 
 def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(
-    world: WORLD, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from atoll.server.coordinator.background_writes import Exports
 
@@ -400,10 +436,10 @@ def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durab
         raise Gone("Version 1 is no longer kept.")
 
     monkeypatch.setattr(Exports, "save", overtaken)
-    run = world(**{"disk.export_every": 1})
-    run.pull("a")
-    run.submit("a", gradient(0))
-    wait_until_durable(run.server, 1)
+    world.start(**{"disk.export_every": 1})
+    world.pull("a")
+    world.submit("a", -G[0])
+    world.wait_until_durable(1)
 
 
 @pytest.mark.covers("L3")
@@ -441,93 +477,70 @@ SIZE = 200
 PULL = r"GET .*/versions/\d+/[0-9a-f]{64} "
 
 
-class Breaking(Clients):
-    """An asynchronous run that adds updates up; b brings it on, and the line to a breaks in the midst of a pull.
-
-    Args:
-        algorithm: that of the run.
-
-    Attributes:
-        moved: how far down every weight of the run should have moved.
-    """
-
-    def __init__(self, folder: Path, stack: ExitStack, algorithm: str) -> None:
-        settings: dict[str, Any] = PLAIN_DILOCO | {
-            "algorithm.name": algorithm,
-            "algorithm.outer_optimizer.nesterov": False,
-            "rounds.sites": 2,
-            "diloco.sync_every": 1,
-            "disk.keep_versions": 1,
-            "network.part_bytes": 2**16,
-            "network.connections": 1,
-        }
-        super().__init__(folder, stack, sites="", start=torch.randn(SIZE, SIZE, dtype=torch.float64), **settings)
-        self.moved, self.b = 0.0, WireSite(self.server.url, "b")
-        self.line = stack.enter_context(Proxy(self.options["network.port"]))
-
-    def break_the_next_pull(self) -> Fault:
-        """Some of it has come when b has brought the run on by four versions, and the server has started again."""
-        fault = Fault(PULL, "down", at=1000, action="reset", wait=self._forget)
-        self.line.faults.append(fault)
-        return fault
-
-    def _forget(self) -> None:
-        at = self.server.status().version
-        for further in range(1, 5):
-            self.b.train(-0.25).submit()
-            self.moved += 0.25
-            self.wait(at + further)
-        self.restart()
-
-    def submit_less(self, client: ManualSite, state: dict[str, torch.Tensor], by: float) -> None:
-        client.submit({"weight": state["weight"] - by})
-        self.moved += by
-
-    @property
-    def expected(self) -> torch.Tensor:
-        return self.start - self.moved
-
-
 @pytest.fixture
-def breaking(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Breaking]:
-    with ExitStack() as stack:
-        yield Breaking(tmp_path, stack, request.param)
+def added(tmp_path: Path) -> Iterator[World]:
+    """An asynchronous run that adds updates up, to be started; its version takes five parts."""
+    settings = {"diloco.sync_every": 1, "disk.keep_versions": 1, "network.part_bytes": 2**16, "network.connections": 1}
+    settings |= PLAIN_DILOCO | {"async.enabled": True, "algorithm.outer_optimizer.nesterov": False}
+    world = World(tmp_path, {"weight": torch.zeros(SIZE, SIZE, dtype=torch.float64)}, "ab", **settings)
+    yield world
+    world.close()
+
+
+def break_the_next_pull(world: World, b: WireSite, line: Proxy) -> Fault:
+    """Some of it has come when b has taken 1 from all weights in four versions, and the server has started again."""
+
+    def forget() -> None:
+        for _ in range(4):
+            at = world.version
+            b.train(-0.25).submit()
+            world.wait(at + 1)
+        world.restart()
+
+    fault = Fault(PULL, "down", at=1000, action="reset", wait=forget)
+    line.faults.append(fault)
+    return fault
+
+
+def require_at(state: Mapping[str, Tensor], value: float) -> None:
+    """Every weight has this value."""
+    require_close(state, {"weight": torch.full((SIZE, SIZE), value, dtype=torch.float64)})
 
 
 @pytest.mark.covers("L3", "L10")
-@pytest.mark.parametrize("breaking", ["fedavg"], indirect=True)
-def test_a_federated_site_pulls_the_head_instead(breaking: Breaking) -> None:
-    broken = breaking.break_the_next_pull()
-    with ManualSite(breaking.line.url, site="a", folder=breaking.folder / "w") as a:
+def test_a_federated_site_pulls_the_head_instead(added: World) -> None:
+    added.start(algorithm="fedavg")
+    with Proxy(added.server.port) as line, ManualSite(line.url, site="a", folder=added.workers) as a:
+        broken = break_the_next_pull(added, WireSite(added.url, "b"), line)
         assert a.next_round() is not None
         state = a.pull()
         assert broken.reached.is_set()
-        assert torch.allclose(state["weight"], breaking.expected, rtol=0, atol=1e-12)
-        breaking.submit_less(a, state, 1.0)
-        breaking.wait(5)
-    assert breaking.staleness()[-1] == ("a", 0)
-    breaking.require_weight(breaking.expected)
+        require_at(state, -1.0)
+        a.submit({"weight": state["weight"] - 1.0})
+        added.wait(5)
+    assert added.staleness[-1] == ("a", 0)
+    require_at(added.model, -2.0)
 
 
 @pytest.mark.covers("L3", "L10")
-@pytest.mark.parametrize("breaking", ["diloco"], indirect=True)
-def test_a_loop_that_pulls_after_its_update_loses_no_step(breaking: Breaking) -> None:
+def test_a_loop_that_pulls_after_its_update_loses_no_step(added: World) -> None:
     """Each step takes 1 from every weight; none is lost or counted twice when the server ends."""
     model = nn.Linear(SIZE, SIZE, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
 
     def step() -> None:
         model.weight.grad = torch.ones_like(model.weight)
-        breaking.moved += 1.0
         optimizer.step()
 
-    with diloco(breaking.line.url, breaking.folder, "a", model, optimizer) as loop:
+    added.start()
+    b = WireSite(added.url, "b")
+    with Proxy(added.server.port) as line, diloco(line.url, added.folder, "a", model, optimizer) as loop:
         step()
-        broken = breaking.break_the_next_pull()
+        broken = break_the_next_pull(added, b, line)
         step()
         assert broken.reached.is_set()
-        assert torch.allclose(model.weight, breaking.expected, rtol=0, atol=1e-12)
+        require_at(model.state_dict(), -3.0)
         step()
         assert (loop.rounds, loop.skipped) == (3, 0)
-    breaking.wait(7)
-    breaking.require_weight(breaking.expected)
+    added.wait(7)
+    require_at(added.model, -4.0)

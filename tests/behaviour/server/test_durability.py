@@ -6,32 +6,26 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from async_world import START, Clients, gradient, wait_until_durable
 from harness.process_figures import memory_files_bytes
-from harness.processes import free_port, wait_until
+from harness.processes import wait_until
 from kit import FederatedSites, ask_journal, flip_bit, serve
 from kit.manual_site import ManualSite
 from kit.models import wide_model
-from kit.servers import PLAIN_DILOCO, new_server, plain_server
+from kit.servers import PLAIN_DILOCO, plain_server
 from kit.wire import WireSite
+from kit.world import World, require_close
 from torch import nn
 
 import atoll
 from atoll.errors import ConfigError
 from atoll.store.journal import Journal
 from atoll.store.versions import Versions
-
-
-def begun_at(folder: Path) -> dict[str, Any]:
-    """Settings of a run of three rounds whose server is started again at the same port."""
-    where = {"network.port": free_port(), "disk.state_dir": folder / "state"}
-    return {"algorithm.name": "fedavg", "rounds.total": 3} | where
 
 
 @pytest.mark.covers("F42")
@@ -98,16 +92,14 @@ def slow_disk(newest: int) -> Iterator[None]:
         yield
 
 
-def lose_power(server: atoll.Server, model: Any, options: dict[str, Any]) -> atoll.Server:
+def lose_power(world: World) -> None:
     """End the server, lose its version 2, and start it again."""
-    server.stop()
-    state = options["disk.state_dir"]
-    ((slot,),) = ask_journal(state.parent, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
-    (path,) = (state / "slots").glob(f"version-*-{slot}.safetensors")
+    world.stop()
+    ((slot,),) = ask_journal(world.folder, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
+    (path,) = (world.folder / "state" / "slots").glob(f"version-*-{slot}.safetensors")
     flip_bit(path, -1)  # as a page that never reached the disk would be
-    server = new_server(model, **options).start()
-    assert server.status().fragments[0].version == 1
-    return server
+    world.start()
+    assert world.version == 1
 
 
 @pytest.mark.covers("F41")
@@ -119,25 +111,23 @@ def test_a_diloco_worker_submits_again_what_was_not_durable_and_trains_nothing_a
 
     H = 2 and steps of −1: 8 → 6 → 4 → 2. The power is lost in the middle of round 3, when version 2 is not durable.
     """
-    options = begun_at(tmp_path) | PLAIN_DILOCO | {"diloco.sync_every": 2}
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 8.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     seen: list[float] = []
-    with slow_disk(newest=1):
-        server = new_server(model, **options).start()
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w") as diloco:
+    with slow_disk(newest=1), World(tmp_path, model, "a", rounds=3, H=2, **PLAIN_DILOCO) as world:
+        with atoll.DiLoCo(model, optimizer, server=world.url, site="a", folder=world.workers) as diloco:
             for step in range(1, 7):
                 optimizer.zero_grad()
                 model.weight.sum().backward()
                 optimizer.step()
                 seen.append(model.weight.item())
                 if step == 2:
-                    wait_until_durable(server, 1)
+                    world.wait_until_durable(1)
                 if step == 5 and disturbed:
-                    server = lose_power(server, model, options)
+                    lose_power(world)
             assert (diloco.finished, diloco.rounds, diloco.skipped) == (True, 3, 0)
-        server.run()
+        world.server.run()
     assert seen == [7.0, 6.0, 5.0, 4.0, 3.0, 2.0]
 
 
@@ -147,13 +137,11 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
 
     A number of a version is never used again, that of a round is.
     """
-    options = begun_at(tmp_path)
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 0.0)
     trained: list[tuple[float, float]] = []
-    with slow_disk(newest=1):
-        server = new_server(model, **options).start()
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    with slow_disk(newest=1), World(tmp_path, model, "a", rounds=3) as world:
+        with atoll.join(world.url, site="a", folder=world.workers) as worker:
             for fl_round in worker:
                 fl_round.load_into(model)
                 before = model.weight.item()
@@ -161,40 +149,38 @@ def test_a_round_from_a_lost_version_leaves_the_outbox_as_it_is(tmp_path: Path) 
                     model.weight.add_(1.0 if trained else 16.0)
                 trained.append((before, model.weight.item()))
                 if len(trained) == 2:
-                    wait_until_durable(server, 1)
+                    world.wait_until_durable(1)
                 if len(trained) == 3:
-                    server = lose_power(server, model, options)
+                    lose_power(world)
                 fl_round.submit(model)
             assert worker.load_into(model).weight.item() == 18.0
-        server.run()
-    assert [(row.round, row.version) for row in server.status().history] == [(1, 1), (2, 3), (3, 4)]
+        world.server.run()
+    assert [(row.round, row.version) for row in world.status.history] == [(1, 1), (2, 3), (3, 4)]
     assert trained == [(0.0, 16.0), (16.0, 17.0), (17.0, 18.0), (17.0, 18.0)]  # round 2 only once
-    with new_server(None, **options) as server:  # it still knows that three rounds are done, not four
-        assert (server.status().finished, server.status().version) == (True, 4)
-        assert [(each.version, each.staleness) for each in server.status().workers] == [(3, 1)]
-    with new_server(None, **options | {"rounds.total": 4}) as server:
-        assert not server.status().finished
+    with world:  # the server still knows that three rounds are done, not four
+        assert (world.status.finished, world.status.version) == (True, 4)
+        assert [(each.version, each.staleness) for each in world.status.workers] == [(3, 1)]
+    assert not world.start(rounds=4).status.finished
+    world.stop()
 
 
 @pytest.mark.covers("L3", "F41")
 def test_a_lost_version_loses_no_update(tmp_path: Path) -> None:
     """a is at version 1 when version 2, of b's update, is lost; b has gone on from it, and sends it again."""
-    with slow_disk(newest=1), ExitStack() as stack:
-        plain = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
-        run = Clients(tmp_path, stack, **{f"algorithm.outer_optimizer.{key}": value for key, value in plain.items()})
-        run.pull("a", "b")
-        run.submit("a", gradient(0))
-        wait_until_durable(run.server, 1)
-        run.pull("a")
-        run.submit("b", gradient(1))
-        run.pull("b")
-        run.server = lose_power(run.server, {"weight": START}, run.options)
-        run.pull("b")  # sends again first
-        run.pull("a")  # its ticket was of a version that may have been lost, too
-        run.submit("a", gradient(2))
-        wait_until(lambda: len(run.server.status().history) == 3, "three updates")
-        expected = START - gradient(0) - gradient(1) - gradient(2)
-        run.require_weight(expected)
+    settings = PLAIN_DILOCO | {"algorithm.name": "fedavg", "async.enabled": True}
+    with slow_disk(newest=1), World(tmp_path, {"w": torch.zeros(6)}, "abc", **settings) as world:
+        world.pull("a", "b")
+        world.submit("a", 0.125)
+        world.wait_until_durable(1)
+        world.pull("a")
+        world.submit("b", 0.25)
+        world.pull("b")
+        lose_power(world)
+        world.pull("b")  # sends again first
+        world.pull("a")  # its ticket was of a version that may have been lost, too
+        world.submit("a", 0.5)
+        wait_until(lambda: len(world.status.history) == 3, "three updates")
+        require_close(world.model, {"w": torch.full((6,), 0.125 + 0.25 + 0.5)})
 
 
 IN_MEMORY: dict[str, Any] = {"disk.in_files": False}
