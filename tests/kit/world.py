@@ -5,7 +5,7 @@ world.run()                                                 # a server, and the 
 assert world.counted == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 with World(tmp_path, {"w": torch.zeros(3)}, {"a": 1.0, "b": 3.0}, rounds=1) as world:
-    world.round(1.0)                                        # or one by one: ask, pull, submit
+    world.rounds(1.0, 1)  # or one by one: ask, pull, submit
     assert world.finish()["w"].tolist() == [1.0, 1.0, 1.0]
 """
 
@@ -30,11 +30,11 @@ from kit.servers import PLAIN, long, new_server
 from kit.sites import DiLoCoSites, FederatedSites, finish, run_to_end
 
 State = dict[str, Tensor]
-Change = float | Tensor | Callable[[str, State], Mapping[str, Tensor]]
-"""What a site adds to every tensor, or a function: site, what it pulled → what it trained."""
+Change = float | Tensor | Callable[[str, int, State], Any]
+"""What a site adds to every tensor, or a function: site, number of the round, what it pulled → what it submits."""
 
 
-class World(logging.Handler):
+class World:
     """A run: its settings, a server in this process, and its sites.
 
     The server keeps its port and its state directory from one start to the next. Leaving a `with` block ends the sites
@@ -56,7 +56,6 @@ class World(logging.Handler):
             model: the initial model.
             sites: their names; or name → weight of its updates, 1 by default.
         """
-        super().__init__(logging.INFO)
         self.folder, self.workers = folder, folder / "workers"
         self.weights = dict(sites) if isinstance(sites, Mapping) else dict.fromkeys(sites, 1.0)
         where = {"network.port": free_port(), "disk.state_dir": folder / "state", "rounds.sites": len(self.weights)}
@@ -71,10 +70,10 @@ class World(logging.Handler):
         """Start a server; with other settings than before, if any are given."""
         self._settings |= long(changes)
         with contextlib.ExitStack() as logged:
-            logger = logging.getLogger("atoll")
-            logged.callback(logger.removeHandler, self)
+            logger, handler = logging.getLogger("atoll"), _Handler(self.log)
+            logged.callback(logger.removeHandler, handler)
             logged.callback(logger.setLevel, logger.level)
-            logger.addHandler(self)
+            logger.addHandler(handler)
             logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
             self.server = new_server(self._model, **self._settings).start()
             self._logged = logged.pop_all()
@@ -115,30 +114,44 @@ class World(logging.Handler):
             run_to_end(self.server, sites)
         return sites
 
+    def join(self, *names: str, **options: Any) -> None:
+        """These sites, by default all, join, so that the test can move them; `options` go to `atoll.join`."""
+        for name in names or self.weights:
+            self.sites[name] = ManualSite(self.url, site=name, folder=self.workers, **options).join()
+
     def ask(self, *names: str, number: int | None = None) -> None:
         """These sites, by default all, get a ticket, of this round if a number is given."""
-        for name in names or self.weights:
+        for name in names or self.sites.all():
             given = self.sites[name].next_round()
             assert given is not None
             assert number in (None, given)
 
-    def pull(self, *names: str) -> None:
-        """These sites, by default all, get a ticket and pull its version."""
-        for name in names or self.weights:
-            self.ask(name)
+    def pull(self, *names: str, number: int | None = None) -> None:
+        """These sites, by default all, get a ticket, and then pull its version."""
+        self.ask(*names, number=number)
+        for name in names or self.sites.all():
             self._pulled[name] = self.sites[name].pull()
 
     def submit(self, name: str, change: Change, **about: Any) -> None:
         """The site submits what it makes of what it pulled last, with its weight; `about` goes to `submit`."""
-        state = self._pulled[name]
-        trained = change(name, state) if callable(change) else {key: value + change for key, value in state.items()}
-        self.sites[name].submit(trained, **{"weight": self.weights.get(name, 1.0)} | about)
+        site, state = self.sites[name], self._pulled[name]
+        if callable(change):
+            trained = change(name, site.round.number, state)
+        else:
+            trained = {key: value + change for key, value in state.items()}
+        site.submit(trained, **{"weight": self.weights.get(name, 1.0)} | about)
 
-    def round(self, change: Change, *names: str, **about: Any) -> None:
-        """A round of these sites, by default of all: all pull its version before one submits."""
-        self.pull(*names)
-        for name in names or self.weights:
-            self.submit(name, change, **about)
+    def move(self, name: str, number: int, change: Change, **about: Any) -> None:
+        """This site's part in the round with this number."""
+        self.pull(name, number=number)
+        self.submit(name, change, **about)
+
+    def rounds(self, change: Change, *numbers: int, **about: Any) -> None:
+        """Rounds with these numbers: all sites pull its version, and then each submits."""
+        for number in numbers:
+            self.pull(number=number)
+            for name in self.sites.all():
+                self.submit(name, change, **about)
 
     def wait(self, version: int) -> None:
         """Wait until this is the newest version."""
@@ -198,9 +211,16 @@ class World(logging.Handler):
         """The log as one text."""
         return "\n".join(self.log)
 
+
+class _Handler(logging.Handler):
+    """Keeps the lines of a log."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.INFO)
+        self._lines = lines
+
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line of the log."""
-        self.log.append(record.getMessage())
+        self._lines.append(record.getMessage())
 
 
 class _Sites(dict[str, ManualSite]):
@@ -211,9 +231,17 @@ class _Sites(dict[str, ManualSite]):
         self._world = world
 
     def __missing__(self, name: str) -> ManualSite:
-        for each in (name,) if self else dict.fromkeys((*self._world.weights, name)):
-            self[each] = ManualSite(self._world.url, site=each, folder=self._world.workers).join()
+        if not self:
+            self._world.join()
+        if name not in self:
+            self._world.join(name)
         return self[name]
+
+    def all(self) -> list[str]:
+        """The names of those that are there."""
+        if not self:
+            self._world.join()
+        return list(self)
 
 
 def require_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

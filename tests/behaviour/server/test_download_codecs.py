@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,9 +16,8 @@ from kit import flip_bit
 from kit.aggregators import MEAN
 from kit.manual_site import ManualSite
 from kit.processes import export
-from kit.results import saved_model
-from kit.servers import PLAIN_DILOCO, long, plain_server
-from kit.sites import finish, manual_sites, train_round
+from kit.servers import PLAIN_DILOCO
+from kit.world import World, require_equal
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -30,6 +28,7 @@ from atoll.filters import NormClip
 from atoll.registry import OwnName
 
 WEIGHTS = {"a": 1.0, "b": 2.5}
+PART_BYTES = 2**16
 BUFFERS = {"bn.*": "mean"}
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """dtype → its name in safetensors."""
@@ -59,18 +58,13 @@ def mixed() -> dict[str, Tensor]:
     return more | start()
 
 
-def codec_server(folder: Path, model: dict[str, Tensor] | None = None, **options: Any) -> atoll.Server:
-    settings = {
-        "rounds.sites": 2,
-        "rounds.total": 4,
-        "network.part_bytes": 2**16,
-        "model.buffers": BUFFERS,
-        "aggregation.download_codec.name": "int8",
-    }
-    return plain_server(folder, model or start(), **(settings | long(options)))
+def coded(folder: Path, model: Any = None, sites: Any = WEIGHTS, **options: Any) -> World:
+    """A run of four rounds that begins with this model, by default with `start()`."""
+    settings = {"rounds": 4, "network.part_bytes": PART_BYTES, "model.buffers": BUFFERS}
+    return World(folder, model or start(), sites, **settings | {"aggregation.download_codec.name": "int8"} | options)
 
 
-def trained(number: int, site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def trained(site: str, number: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a site makes of what it pulled."""
     moved = {}
     for name, tensor in state.items():
@@ -117,7 +111,7 @@ class Reference:
 
     def round(self, number: int, sites: str = "ab") -> None:
         weights = [WEIGHTS[site] / sum(WEIGHTS[each] for each in sites) for site in sites]
-        states = [trained(number, site, self.held) for site in sites]
+        states = [trained(site, number, self.held) for site in sites]
         after = {}
         for name, held in self.held.items():
             rows = [state[name] for state in states]
@@ -167,77 +161,32 @@ def through(codec: Any, values: Tensor, dtype: torch.dtype) -> Tensor:
     return flat.view(values.shape)
 
 
-def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
-
-
 def down_bytes(client: ManualSite) -> int:
     """Of tensors, that this client's process has received so far."""
     received: int = client.worker.bytes_down
     return received
 
 
-class Run:
-    """A server and two sites, of which every one holds in each round what the reference says.
+def follow(world: World, reference: Reference, *numbers: int, **about: Any) -> None:
+    """Rounds in which every site holds what the reference says."""
 
-    Args:
-        reference: of an earlier run in this folder, which goes on.
-        options: of the server. The codecs of both ways are the reference's, too.
-    """
+    def train(site: str, number: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        require_equal(state, reference.held)
+        return trained(site, number, state)
 
-    def __init__(
-        self, folder: Path, model: dict[str, Tensor] | None = None, reference: Reference | None = None, **options: Any
-    ) -> None:
-        up, down = (options.get(f"aggregation.{way}load_codec.name") for way in ("up", "down"))
-        self.folder = folder
-        self.reference = reference or Reference(
-            model or start(), up or "none", down or "int8", options.get("aggregation.download_codec")
-        )
-        self.server = codec_server(folder, model, **options)
-
-    def __enter__(self) -> Run:
-        self.server.start()
-        self.sites = manual_sites(self.server, self.folder)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for client in self.sites.values():
-            client.close()
-        self.server.stop()
-
-    def run_rounds(self, *numbers: int, **about: Any) -> None:
-        """`about` goes to `submit`."""
-        for number in numbers:
-            train_round(self.sites, number, partial(self._train, number), WEIGHTS, **about)
-            self.reference.round(number, "".join(self.sites))
-
-    def _train(self, number: int, site: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        require_equal(state, self.reference.held)
-        return trained(number, site, state)
-
-    def begin(self, number: int) -> None:
-        """Every site has a ticket of this round, and has pulled nothing."""
-        for client in self.sites.values():
-            assert client.next_round() == number
-
-    def received(self) -> list[int]:
-        """Bytes of tensors that each site has received."""
-        return [down_bytes(client) for client in self.sites.values()]
-
-    def finish(self) -> None:
-        """The run is over, and what it exports is θ."""
-        require_equal(finish(self.server, self.sites), self.reference.exported)
+    for number in numbers:
+        world.rounds(train, number, **about)
+        reference.round(number, "".join(world.sites))
 
 
-PART_BYTES = 2**16
+def received(world: World) -> list[int]:
+    """Bytes of tensors that each site has received."""
+    return [down_bytes(client) for client in world.sites.values()]
 
 
 def whole_bytes(folder: Path) -> int:
     """Of a version: a safetensors file, as the sites keep it."""
-    return next((folder / "w").rglob("base.safetensors")).stat().st_size
+    return next((folder / "workers").rglob("base.safetensors")).stat().st_size
 
 
 def delta_bytes(codec: str, options: dict[str, Any] | None = None) -> int:
@@ -270,15 +219,15 @@ def test_every_site_holds_what_the_formula_says_bit_for_bit(
     codecs = {"upload_codec.name": up, "download_codec.name": down, "download_codec": options}
     in_files = down != "bf16"  # without a disk the bits are the same
     settings = {f"aggregation.{key}": value for key, value in codecs.items()}
-    with Run(tmp_path, **settings, **{"disk.in_files": in_files}) as run:
-        run.run_rounds(1, 2, 3, 4)
-        received = run.received()
-        assert received == 2 * [whole_bytes(tmp_path) + 3 * delta_bytes(down, options)]
-        status = run.server.status()
-        assert status.bytes_down == sum(received)
-        assert [worker.bytes_down for worker in status.workers] == received
-        run.finish()
-    reference = run.reference
+    reference = Reference(start(), up, down, options)
+    with coded(tmp_path, **settings, **{"disk.in_files": in_files}) as world:
+        follow(world, reference, 1, 2, 3, 4)
+        came = received(world)
+        assert came == 2 * [whole_bytes(tmp_path) + 3 * delta_bytes(down, options)]
+        status = world.status
+        assert status.bytes_down == sum(came)
+        assert [worker.bytes_down for worker in status.workers] == came
+        require_equal(world.finish(), reference.exported)
     assert not torch.equal(reference.held["large"], reference.exported["large"])  # something was lost on the way
 
 
@@ -303,30 +252,31 @@ def test_all_dtypes_under_other_outer_optimizers(
         "aggregation.download_codec.name": down,
         "algorithm.outer_optimizer": {"path" if ":" in name else "name": name, **options},
     }
-    with Run(tmp_path, model, rounds=3, **settings) as run:
-        run.reference.outer(optimizer, **options)
-        run.run_rounds(1, 2, 3)
-        run.finish()
+    reference = Reference(model, down=down).outer(optimizer, **options)
+    with coded(tmp_path, model, rounds=3, **settings) as world:
+        follow(world, reference, 1, 2, 3)
+        require_equal(world.finish(), reference.exported)
 
 
 def test_a_late_worker_applies_the_kept_differences_in_between(tmp_path: Path) -> None:
     """With keep_versions = 2 that is two differences; a site further behind pulls whole."""
-    with Run(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as run:
+    reference = Reference(start())
+    with coded(tmp_path, rounds=0, **{"rounds.min_sites": 1}) as world:
 
         def pulled_anew() -> int:
             """Another process of b pulls the head; how many bytes came."""
-            with ManualSite(run.server.url, site="b", folder=tmp_path / "w") as client:
-                found = client.worker.load_into({n: torch.zeros_like(t) for n, t in run.reference.held.items()})
-                require_equal(found, run.reference.held)
+            with ManualSite(world.server.url, site="b", folder=world.workers) as client:
+                found = client.worker.load_into({n: torch.zeros_like(t) for n, t in reference.held.items()})
+                require_equal(found, reference.held)
                 return down_bytes(client)
 
-        run.run_rounds(1)
-        run.sites.pop("b").close()  # its base file has version 0
-        run.run_rounds(2)
-        run.begin(3)
+        follow(world, reference, 1)
+        world.sites.pop("b").close()  # its base file has version 0
+        follow(world, reference, 2)
+        world.ask(number=3)
         assert pulled_anew() == 2 * delta_bytes("int8")
-        run.run_rounds(3, 4, 5)
-        run.begin(6)
+        follow(world, reference, 3, 4, 5)
+        world.ask(number=6)
         assert pulled_anew() == whole_bytes(tmp_path)
 
 
@@ -336,10 +286,11 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
     from atoll.tensors.module_tensors import schema_of
 
     (first, *_) = version_layout(schema_of(start(), ("bn.*",)), PART_BYTES).parts
-    with Run(tmp_path) as run:
-        run.run_rounds(1)
-        run.begin(2)
-        client = run.sites["a"]
+    reference = Reference(start())
+    with coded(tmp_path) as world:
+        follow(world, reference, 1)
+        world.ask(number=2)
+        client = world.sites["a"]
         place = client._place
         before, received = place.exchange.base.digest(first), down_bytes(client)
         head = place.exchange.ask(wait_s=0.0)
@@ -348,20 +299,21 @@ def test_a_base_beside_the_one_in_use_is_made_of_it(tmp_path: Path) -> None:
         assert place.exchange.base.digest(first) == before
         assert down_bytes(client) - received == delta_bytes("int8")
         assert moved.holds(place.session.info.run, head.head.digest)
-        require_equal(load_file(moved.path), run.reference.held)
+        require_equal(load_file(moved.path), reference.held)
 
 
 def test_a_base_that_was_damaged_meanwhile_is_mended_by_the_part(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What a difference is added to is not what it was: the digests tell, and that part alone is pulled whole."""
-    with Run(tmp_path) as run:
-        run.run_rounds(1)
-        (base,) = (tmp_path / "w" / "a").rglob("base.safetensors")
+    reference = Reference(start())
+    with coded(tmp_path) as world:
+        follow(world, reference, 1)
+        (base,) = (tmp_path / "workers" / "a").rglob("base.safetensors")
         flip_bit(base, PART_BYTES * 3 // 2)  # within the second part
-        received = down_bytes(run.sites["a"])
-        run.run_rounds(2)
-        assert 0 < down_bytes(run.sites["a"]) - received - delta_bytes("int8") <= PART_BYTES
+        received = down_bytes(world.sites["a"])
+        follow(world, reference, 2)
+        assert 0 < down_bytes(world.sites["a"]) - received - delta_bytes("int8") <= PART_BYTES
     assert "after the downloaded difference was added, 1 of 4 parts of version 1 are not as expected" in caplog.text
 
 
@@ -375,23 +327,24 @@ def test_a_delta_that_is_damaged_is_not_needed(
 ) -> None:
     """Version 1 is there, and no site has pulled it; a start drops what is damaged."""
     caplog.set_level(logging.INFO)
-    with Run(tmp_path) as run:
-        run.run_rounds(1)
-        run.begin(2)
+    reference = Reference(start())
+    with coded(tmp_path) as world:
+        follow(world, reference, 1)
+        world.ask(number=2)
         if not restarted:
             flip_bit(newest_slot(tmp_path, "delta"), 1000)
-            received = down_bytes(run.sites["a"])
-            run.run_rounds(2)
-            assert down_bytes(run.sites["a"]) - received >= whole_bytes(tmp_path)
-            run.run_rounds(3, 4)
-            run.finish()
+            received = down_bytes(world.sites["a"])
+            follow(world, reference, 2)
+            assert down_bytes(world.sites["a"]) - received >= whole_bytes(tmp_path)
+            follow(world, reference, 3, 4)
+            require_equal(world.finish(), reference.exported)
     if restarted:
         flip_bit(newest_slot(tmp_path, "delta"), 0)
-        with Run(tmp_path, reference=run.reference) as run:
-            run.run_rounds(2)
-            assert down_bytes(run.sites["a"]) == whole_bytes(tmp_path)
-            run.run_rounds(3, 4)
-            run.finish()
+        with world:
+            follow(world, reference, 2)
+            assert down_bytes(world.sites["a"]) == whole_bytes(tmp_path)
+            follow(world, reference, 3, 4)
+            require_equal(world.finish(), reference.exported)
     assert ("a: version 1 is downloaded in full, not as a difference: Part 0 from" in caplog.text) == (not restarted)
 
 
@@ -412,12 +365,13 @@ def test_exports_the_best_version_and_a_persistor_get_the_master_parameters(tmp_
     theta = [mixed()]
     Saved.states.clear()
     settings = {"rounds.best_metric": "loss", "rounds.best_mode": "min", "disk.export_every": 1}
-    with Run(tmp_path, mixed(), rounds=3, **settings, **{"model.persistor.path": f"{__name__}:Saved"}) as run:
+    reference = Reference(mixed())
+    with coded(tmp_path, mixed(), rounds=3, **settings, **{"model.persistor.path": f"{__name__}:Saved"}) as world:
         for number, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
-            run.run_rounds(number, metrics={"loss": loss})
-            theta.append(run.reference.exported)
-        run.finish()
-        exports = run.server.exports
+            follow(world, reference, number, metrics={"loss": loss})
+            theta.append(reference.exported)
+        require_equal(world.finish(), reference.exported)
+        exports = world.server.exports
     for number in (1, 2, 3):
         path = exports / f"model-{number:06d}.safetensors"
         if path.exists() or number == 3:  # one that was overtaken is not written
@@ -432,9 +386,10 @@ def test_an_aggregators_result_steps_the_master_of_versions_downloaded_as_differ
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mine.py").write_text(MEAN)
-    with Run(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as run:
-        run.run_rounds(1, 2, 3)
-        run.finish()
+    reference = Reference(start())
+    with coded(tmp_path, rounds=3, **{"aggregation.aggregator.path": f"{tmp_path}/mine.py:mean"}) as world:
+        follow(world, reference, 1, 2, 3)
+        require_equal(world.finish(), reference.exported)
 
 
 def test_differences_that_save_nothing_are_reported_and_versions_are_pulled_whole(
@@ -442,47 +397,51 @@ def test_differences_that_save_nothing_are_reported_and_versions_are_pulled_whol
 ) -> None:
     """A block of 256 values takes 260 bytes, one of 3 as many; the three are 12."""
     model = {f"layer.{index}": torch.full((3,), float(index)) for index in range(100)}
-    with Run(tmp_path, model, rounds=3) as run:
-        run.run_rounds(1, 2, 3)
-        assert run.received() == 2 * [3 * whole_bytes(tmp_path)]
-        run.finish()
+    reference = Reference(model)
+    with coded(tmp_path, model, rounds=3) as world:
+        follow(world, reference, 1, 2, 3)
+        assert received(world) == 2 * [3 * whole_bytes(tmp_path)]
+        require_equal(world.finish(), reference.exported)
     told = "aggregation.download_codec 'int8' saves nothing: the difference between versions would take 32.0 kB"
     assert told in caplog.text
 
 
 def test_files_of_downloaded_differences_go_with_those_of_an_earlier_run(tmp_path: Path) -> None:
-    with Run(tmp_path) as run:
-        run.run_rounds(1, 2, 3)
-    (earlier,) = (tmp_path / "w" / "a").iterdir()
+    reference = Reference(start())
+    with coded(tmp_path) as world:
+        follow(world, reference, 1, 2, 3)
+    (earlier,) = (tmp_path / "workers" / "a").iterdir()
     assert {"delta.bin", "delta.json"} < {path.name for path in earlier.iterdir()}
-    with Run(tmp_path, **{"disk.state_dir": tmp_path / "another"}):
+    with coded(tmp_path, **{"disk.state_dir": tmp_path / "another"}) as world:
+        world.join()
         assert not earlier.exists()
 
 
 def test_after_a_fall_back_no_worker_trains_from_a_lost_version(tmp_path: Path) -> None:
     """Version 2 is damaged while the server is down: sites that have it pull version 1 whole, and go on from there."""
-    with Run(tmp_path, **{"rounds.min_sites": 2}) as run:
-        run.run_rounds(1)
-        reference = deepcopy(run.reference)
-        run.run_rounds(2)
-        run.begin(3)
-        for client in run.sites.values():
-            require_equal(client.pull(), run.reference.held)
+    reference = Reference(start())
+    with coded(tmp_path, **{"rounds.min_sites": 2}) as world:
+        follow(world, reference, 1)
+        before = deepcopy(reference)
+        follow(world, reference, 2)
+        world.ask(number=3)
+        for client in world.sites.values():
+            require_equal(client.pull(), reference.held)
     flip_bit(newest_slot(tmp_path, "version"), -8)
-    for note in (tmp_path / "w").glob("*/*/outbox.json"):  # else round 2 would be served from it
+    for note in (tmp_path / "workers").glob("*/*/outbox.json"):  # else round 2 would be served from it
         note.unlink()
-    with Run(tmp_path, reference=reference, **{"rounds.min_sites": 2}) as run:
-        run.run_rounds(2, 3, 4)
+    with world:
+        follow(world, before, 2, 3, 4)
         # version 3 has the bits that version 2 had, and what makes it of version 1 is still there
-        assert run.received() == 2 * [whole_bytes(tmp_path) + delta_bytes("int8")]
-        run.finish()
+        assert received(world) == 2 * [whole_bytes(tmp_path) + delta_bytes("int8")]
+        require_equal(world.finish(), before.exported)
 
 
-def whole_pull(server: atoll.Server, folder: Path, model: Any) -> tuple[dict[str, Tensor], int]:
+def whole_pull(world: World, model: Any) -> tuple[dict[str, Tensor], int]:
     """What a new site gets, with what its file has beside the model; and its bytes."""
-    client = ManualSite(server.url, site="joiner", folder=folder / "joiner").join()
+    client = ManualSite(world.url, site="joiner", folder=(folder := world.folder / "joiner")).join()
     client.worker.load_into(model)
-    (base,) = (folder / "joiner").rglob("base.safetensors")
+    (base,) = folder.rglob("base.safetensors")
     state, nbytes = load_file(base), down_bytes(client)
     client.close()
     return state, nbytes
@@ -498,35 +457,29 @@ def whole_pull(server: atoll.Server, folder: Path, model: Any) -> tuple[dict[str
     ids=["median", "clipped-mean", "server-filter"],
 )
 def test_differences_and_whole_pulls_lead_to_the_same_model(tmp_path: Path, options: dict[str, Any]) -> None:
-    with codec_server(tmp_path, **{"rounds.min_sites": 1}, **options) as server:
-        sites = manual_sites(server, tmp_path)
-        for number in (1, 2, 3):
-            train_round(sites, number, partial(trained, number))
-        for client in sites.values():
-            assert client.next_round() == 4
-        held, nbytes = whole_pull(server, tmp_path, start())
-        for client in sites.values():
+    with coded(tmp_path, sites="ab", **{"rounds.min_sites": 1}, **options) as world:
+        world.rounds(trained, 1, 2, 3)
+        world.ask(number=4)
+        held, nbytes = whole_pull(world, start())
+        for client in world.sites.values():
             require_equal({name: client.pull()[name] for name in held}, held)
             assert down_bytes(client) < 2 * nbytes  # three differences are less than a version
-            client.close()
 
 
 def test_controls_travel_as_they_are_beside_the_differences(tmp_path: Path) -> None:
     model = dict(nn.Linear(90, 60).state_dict())
-    with codec_server(tmp_path, model, algorithm="scaffold", **{"rounds.min_sites": 1, "model.buffers": {}}) as server:
-        sites = manual_sites(server, tmp_path)
+    rules = {"rounds.min_sites": 1, "model.buffers": {}}
+    with coded(tmp_path, model, "ab", algorithm="scaffold", **rules) as world:
         for number in (1, 2, 3):
             controls = {"control": {name: torch.full_like(tensor, 0.1 * number) for name, tensor in model.items()}}
-            train_round(sites, number, partial(trained, number), steps=1, groups=controls)
-        for client in sites.values():
-            assert client.next_round() == 4
-        held, nbytes = whole_pull(server, tmp_path, model)
-        for client in sites.values():
+            world.rounds(trained, number, steps=1, groups=controls)
+        world.ask(number=4)
+        held, nbytes = whole_pull(world, model)
+        for client in world.sites.values():
             require_equal(client.pull(), {name: held[name] for name in model})
             found = client.round.global_state("control")
             require_equal(found, {name: held[f"atoll.control.{name}"] for name in model})
             assert nbytes < down_bytes(client) < nbytes * (1 + 3 * 0.65)  # controls whole, parameters a quarter
-            client.close()
     assert found["weight"].any()
 
 
@@ -540,8 +493,8 @@ def test_diloco_trains_from_what_it_downloaded_and_submits_against_it(tmp_path: 
     scale = torch.linspace(0.1, 1.0, 9000)
     settings = PLAIN_DILOCO | {"aggregation.upload_codec.name": "bf16", "aggregation.download_codec.name": "int4"}
     settings["algorithm.outer_optimizer.lr"] = 0.5
-    with codec_server(tmp_path, start, sites=1, rounds=3, H=1, **settings) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+    with coded(tmp_path, start, "a", rounds=3, H=1, **settings) as world:
+        with atoll.DiLoCo(model, optimizer, server=world.url, site="a", folder=world.workers):
             for _ in range(3):
                 assert torch.equal(model.weight.data, held)
                 optimizer.zero_grad()
@@ -551,8 +504,8 @@ def test_diloco_trains_from_what_it_downloaded_and_submits_against_it(tmp_path: 
                 theta.add_(update * 1.0, alpha=-0.5)
                 held = held + through(down, theta - held, torch.float32)
         assert torch.equal(model.weight.data, held)
-        assert server.wait(60)
-        assert torch.equal(load_file(server.exports / "model.safetensors")["weight"], theta)
+        assert world.server.wait(60)
+        assert torch.equal(world.result["weight"], theta)
     assert not torch.equal(held, theta)
 
 
@@ -565,10 +518,9 @@ def test_masters_that_were_damaged_are_never_exported(
     tmp_path: Path, nursery: Nursery, options: dict[str, Any]
 ) -> None:
     out = tmp_path / "model.safetensors"
-    with codec_server(tmp_path, rounds=1, **{"algorithm.outer_optimizer": options}) as server:
-        sites = manual_sites(server, tmp_path)
-        train_round(sites, 1, partial(trained, 1))
-        exported = finish(server, sites)
+    with coded(tmp_path, sites="ab", rounds=1, **{"algorithm.outer_optimizer": options}) as world:
+        world.rounds(trained, 1)
+        exported = world.finish()
     state = str(tmp_path / "state")
     assert export(nursery, out, "--dir", state) == 1
     require_equal(load_file(out), exported)
@@ -585,14 +537,15 @@ def test_masters_that_were_damaged_are_never_exported(
 def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp_path: Path, nursery: Nursery) -> None:
     """θ, and the same file bit for bit as the server's own export: of the head, and of a version that is still kept."""
     theta, out = {}, tmp_path / "model.safetensors"
-    with Run(tmp_path, mixed()) as run, Proxy(run.server.port) as line:
-        url = run.server.url
+    reference = Reference(mixed())
+    with coded(tmp_path, mixed()) as world, Proxy(world.server.port) as line:
+        url = world.url
         assert export(nursery, out, "--server", url) == 0
         require_equal(load_file(out), mixed())  # the initial model is both
         for number in (1, 2):
-            run.run_rounds(number)
-            run.begin(number + 1)
-            theta[number] = run.reference.exported
+            follow(world, reference, number)
+            world.ask(number=number + 1)
+            theta[number] = reference.exported
         flipped = Fault(r"GET .*/model/1 ", "down", at=1000, action="flip")
         broken = Fault(r"GET .*/model/2 ", "down", at=5000, action="reset")
         line.faults += [flipped, broken]
@@ -601,9 +554,9 @@ def test_atoll_export_takes_the_masters_from_a_server_and_from_its_directory(tmp
         assert broken.reached.is_set()
         assert (line.count(r"GET .*/model/1 "), line.count(r"GET .*/model/3 ")) == (2, 1)  # they alone came again
         own = out.read_bytes()
-        require_equal(saved_model(run.server, tmp_path), load_file(out))
+        require_equal(world.model, load_file(out))
         require_equal(load_file(out), theta[2])
-        assert not torch.equal(theta[2]["large"], run.reference.held["large"])
+        assert not torch.equal(theta[2]["large"], reference.held["large"])
         assert export(nursery, out, "--server", url, "--version", "1") == 1
         require_equal(load_file(out), theta[1])
         refused = str(export(nursery, out, "--server", url, "--version", "9"))
@@ -616,12 +569,12 @@ def test_atoll_export_takes_the_masters_of_every_fragment_from_a_server(tmp_path
     model, out = nn.Sequential(nn.Linear(60, 70), nn.Linear(70, 80)), tmp_path / "model.safetensors"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"algorithm": "diloco", "K": 2, "H": 2, "model.buffers": {}}
-    with codec_server(tmp_path, model, sites=1, rounds=0, **options) as server:
-        with atoll.DiLoCo(model, optimizer, server=server.url, site="a", folder=tmp_path / "w"):
+    with coded(tmp_path, model, "a", rounds=0, **options) as world:
+        with atoll.DiLoCo(model, optimizer, server=world.url, site="a", folder=world.workers):
             for _ in range(6):
                 optimizer.zero_grad()
                 model(torch.ones(1, 60)).square().mean().backward()
                 optimizer.step()
-        assert {each.version for each in server.status().fragments} == {3}
-        assert export(nursery, out, "--server", server.url) == 3
-        require_equal(saved_model(server, tmp_path), load_file(out))
+        assert {each.version for each in world.status.fragments} == {3}
+        assert export(nursery, out, "--server", world.url) == 3
+        require_equal(world.model, load_file(out))

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import wait_until
-from kit.manual_site import ManualSite
-from kit.results import saved_model
-from kit.servers import plain_server
-from kit.sites import finish, manual_sites
+from kit.world import World, require_close
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -56,20 +52,23 @@ def gradients(number: int) -> dict[str, Tensor]:
     return {n: torch.randn(t.shape, dtype=t.dtype, generator=generator) for n, t in build().state_dict().items()}
 
 
-def outer_server(folder: Path, outer: str | Callable[..., Any] | None = None, **options: Any) -> atoll.Server:
-    return plain_server(folder, build(), outer_optimizer=outer, **({"rounds.total": ROUNDS} | options))
+def stepped(folder: Path, outer: Any = None, **options: Any) -> World:
+    """A run of one site under an outer optimizer."""
+    return World(folder, build(), "a", outer_optimizer=outer, **{"rounds": ROUNDS} | options)
 
 
-def run_rounds(server: atoll.Server, folder: Path, first: int = 1, last: int = ROUNDS) -> dict[str, Tensor]:
-    """These rounds of a run; the model after them."""
-    with server, ManualSite(server.url, site="a", folder=folder / "w") as client:
-        for number in range(first, last + 1):
-            assert client.next_round() == number
-            moved = gradients(number)
-            client.submit({name: tensor - moved[name] for name, tensor in client.pull().items()})
-        client.next_round(wait_s=10.0)  # answered once the last one is committed
-        wait_until(lambda: server.status().version == last, "the last round")
-        return saved_model(server, folder)
+def trained(_: str, number: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    moved = gradients(number)
+    return {name: tensor - moved[name] for name, tensor in state.items()}
+
+
+def after_rounds(world: World, *numbers: int) -> dict[str, Tensor]:
+    """The model after these rounds of a run."""
+    with world:
+        world.rounds(trained, *numbers)
+        world.sites["a"].next_round(wait_s=10.0)  # answered once the last one is committed
+        world.wait(numbers[-1])
+        return world.model
 
 
 def by_torch(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, rounds: int = ROUNDS) -> None:
@@ -78,12 +77,6 @@ def by_torch(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimiz
         for name, parameter in parameters.items():
             parameter.grad = moved[name]
         optimizer.step()
-
-
-def require_close(found: dict[str, Tensor], expected: dict[str, nn.Parameter]) -> None:
-    assert found.keys() == expected.keys()
-    for name, parameter in expected.items():
-        torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=1e-12)
 
 
 SGD = {f"algorithm.outer_optimizer.{key}": value for key, value in {"name": "sgd", "lr": 0.5, "momentum": 0.5}.items()}
@@ -111,9 +104,8 @@ def test_steps_each_parameter_by_the_first_matching_rate(
         {"params": [parameters["head.bias"]], "lr": 2.0},
     ]
     by_torch(parameters, make(groups))
-    require_close(
-        run_rounds(outer_server(tmp_path, **settings, **{"algorithm.outer_lr_of": RATES}), tmp_path), parameters
-    )
+    world = stepped(tmp_path, **settings, **{"algorithm.outer_lr_of": RATES})
+    require_close(after_rounds(world, 1, 2, 3, 4), parameters)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +121,7 @@ def test_steps_each_parameter_by_the_first_matching_rate(
 )
 def test_refuses_rates_that_cannot_be_meant(tmp_path: Path, rates: dict[str, float], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        outer_server(tmp_path, **{"algorithm.outer_lr_of": rates}).start()
+        stepped(tmp_path, **{"algorithm.outer_lr_of": rates}).start()
 
 
 @pytest.mark.covers("X3")
@@ -157,12 +149,12 @@ def test_refuses_rates_that_cannot_be_meant(tmp_path: Path, rates: dict[str, flo
 )
 def test_refuses_options_of_another_type(tmp_path: Path, key: str, table: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        outer_server(tmp_path, **{key: table}).start()
+        stepped(tmp_path, **{key: table}).start()
 
 
 def test_status_says_the_rates(tmp_path: Path) -> None:
-    with outer_server(tmp_path, **{"algorithm.outer_lr_of": RATES}) as server:
-        assert "lr of head.bias=2, lr of head.*=0.25" in server.status().outer
+    with stepped(tmp_path, **{"algorithm.outer_lr_of": RATES}) as world:
+        assert "lr of head.bias=2, lr of head.*=0.25" in world.status.outer
 
 
 @pytest.mark.covers("L21")
@@ -179,8 +171,9 @@ def test_an_own_optimizer_is_one_object_for_the_run_and_outlives_a_restart(tmp_p
     parameters = dict(build().named_parameters())
     plain = Fading(parameters.values(), 0.5)
     by_torch(parameters, plain)
-    run_rounds(outer_server(tmp_path, outer), tmp_path, last=2)
-    require_close(run_rounds(outer_server(tmp_path, outer), tmp_path, first=3), parameters)
+    world = stepped(tmp_path, outer)
+    after_rounds(world, 1, 2)
+    require_close(after_rounds(world, 3, 4), parameters)
     states = [load_file(path) for path in (tmp_path / "state" / "slots").glob("state-*")]
     newest = max(states, key=lambda state: state["head.bias.t"].item())
     assert newest.keys() == {f"{name}.{key}" for name in parameters for key in "tm"}
@@ -191,18 +184,18 @@ def test_an_own_optimizer_is_one_object_for_the_run_and_outlives_a_restart(tmp_p
 
 @pytest.mark.covers("L21")
 def test_an_own_optimizer_gets_the_options_of_the_run(tmp_path: Path) -> None:
-    server = outer_server(tmp_path, fading, rounds=1, **{"algorithm.outer_optimizer.lr": 0.25})
+    world = stepped(tmp_path, fading, rounds=1, **{"algorithm.outer_optimizer.lr": 0.25})
     parameters = dict(build().named_parameters())
     by_torch(parameters, Fading(parameters.values(), 0.25), rounds=1)
-    require_close(run_rounds(server, tmp_path, last=1), parameters)
-    assert server.status().outer == "fading(lr=0.25)"
+    require_close(after_rounds(world, 1), parameters)
+    assert world.status.outer == "fading(lr=0.25)"
 
 
 @pytest.mark.covers("L21", "X3")
 def test_another_own_optimizer_at_the_next_start_is_refused(tmp_path: Path) -> None:
-    run_rounds(outer_server(tmp_path, fading), tmp_path, last=1)
+    after_rounds(stepped(tmp_path, fading), 1)
     with pytest.raises(ConfigError, match=r"has algorithm.outer_optimizer = .*Fading"):
-        outer_server(tmp_path, torch.optim.Adagrad).start()
+        stepped(tmp_path, torch.optim.Adagrad).start()
 
 
 @pytest.mark.covers("L21", "X3")
@@ -211,9 +204,9 @@ def test_an_object_that_is_no_outer_optimizer_is_refused_by_name(tmp_path: Path)
         return [parameters]
 
     with pytest.raises(ConfigError, match=r"no_optimizer' .*no_optimizer' returned an object of type list"):
-        outer_server(tmp_path, no_optimizer).start()
+        stepped(tmp_path, no_optimizer).start()
     with pytest.raises(ConfigError, match=r"async.momentum_every is 2, but the outer optimizer is 'fading'"):
-        outer_server(tmp_path, fading, algorithm="diloco", **{"async.momentum_every": 2}).start()
+        stepped(tmp_path, fading, algorithm="diloco", **{"async.momentum_every": 2}).start()
     with pytest.raises(UsageError, match="got settings and also outer_optimizer"):
         atoll.Server(None, Settings(), outer_optimizer="adam")
 
@@ -235,22 +228,14 @@ DECAYING: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]
 
 def run_with_frozen_body(folder: Path, outer: dict[str, Any], trains_body: Callable[[str, int], bool]) -> Any:
     """The model after two sites with weights 1 and 3 have trained; the body only where `trains_body` says so."""
-    with plain_server(
-        folder, build(), **{"rounds.total": ROUNDS, "rounds.sites": 2, "algorithm.outer_optimizer": outer}
-    ) as server:
-        sites = manual_sites(server, folder, "ab")
-        for number in range(1, ROUNDS + 1):
-            for site, client in sites.items():
-                assert client.next_round() == number
-                moved = gradients(number)
-                for name in moved:
-                    if name.startswith("body") and not trains_body(site, number):
-                        moved[name].zero_()
-                pulled = client.pull()
-                client.submit(
-                    {name: value - moved[name] for name, value in pulled.items()}, weight=1.0 + 2 * (site == "b")
-                )
-        return finish(server, sites)
+
+    def train(site: str, number: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        frozen = () if trains_body(site, number) else ("body.weight", "body.bias")
+        return trained(site, number, state) | {name: state[name] for name in frozen}
+
+    with World(folder, build(), {"a": 1.0, "b": 3.0}, rounds=ROUNDS, **{"algorithm.outer_optimizer": outer}) as world:
+        world.rounds(train, 1, 2, 3, 4)
+        return world.finish()
 
 
 @pytest.mark.covers("L15")

@@ -11,11 +11,9 @@ import pytest
 import torch
 from harness.processes import wait_until
 from kit.folders import open_paths
-from kit.manual_site import ManualSite
 from kit.models import TiedHead
-from kit.servers import plain_server
-from kit.sites import federated, manual_sites
-from safetensors.torch import load_file
+from kit.sites import federated
+from kit.world import World
 from torch import Tensor, nn
 
 import atoll
@@ -51,31 +49,34 @@ def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.go.clear()
 
 
-def shelf_server(folder: Path, model: Any = None, **options: Any) -> atoll.Server:
-    settings = {"rounds.total": 2, "disk.export_every": 1, "model.persistor.path": f"{__name__}:Shelf"}
-    return plain_server(folder, model, **(settings | options))
+def shelved(folder: Path, model: Any = None, **options: Any) -> World:
+    """A run of two rounds of one site whose persistor is `Shelf`."""
+    settings = {"rounds": 2, "disk.export_every": 1, "model.persistor.path": f"{__name__}:Shelf"}
+    return World(folder, model, "a", **settings | options)
 
 
-def run_rounds(server: atoll.Server, folder: Path) -> None:
-    """One site that adds the round's number to every element."""
-    with atoll.join(server.url, site="a", folder=folder / "w") as worker:
-        for fl_round in worker:
-            moved = {name: tensor + fl_round.number for name, tensor in fl_round.state_dict().items()}
-            fl_round.submit(moved, metrics={"loss": 0.5})
-    server.run()
+def two_rounds(world: World) -> None:
+    """In each, every element grows by the number of the round."""
+    with world:
+        world.rounds(
+            lambda _, number, state: {name: value + number for name, value in state.items()},
+            1,
+            2,
+            metrics={"loss": 0.5},
+        )
+        world.finish()
+        world.server.run()
 
 
-def measure(client: ManualSite, *accuracies: float) -> None:
+def measure(world: World, first: int, *accuracies: float) -> None:
     """A round for each accuracy; every element grows by 1."""
-    for accuracy in accuracies:
-        assert client.next_round() is not None
-        client.submit({name: tensor + 1 for name, tensor in client.pull().items()}, metrics={"accuracy": accuracy})
+    for number, accuracy in enumerate(accuracies, first):
+        world.rounds(1, number, metrics={"accuracy": accuracy})
 
 
 @pytest.mark.covers("D14", "D11")
 def test_a_persistor_gives_the_initial_model_and_gets_every_version_as_real_tensors(tmp_path: Path) -> None:
-    with shelf_server(tmp_path) as server:
-        run_rounds(server, tmp_path)
+    two_rounds(shelved(tmp_path))
     assert Shelf.loads == 1
     told = [(info["version"], info["round"], info["final"], info["metrics"]) for _, info in Shelf.handed]
     assert told == [(0, 0, False, {}), (1, 1, False, {"loss": 0.5}), (2, 2, True, {"loss": 0.5})]
@@ -90,8 +91,8 @@ def test_a_persistor_gives_the_initial_model_and_gets_every_version_as_real_tens
 def test_tied_tensors_come_under_each_name_and_scaffolds_controls_do_not(tmp_path: Path) -> None:
     model = nn.ModuleDict({"one": nn.Linear(2, 2, bias=False), "two": nn.Linear(2, 2, bias=False)})
     model["two"].weight = model["one"].weight
-    with shelf_server(tmp_path, model, algorithm="scaffold") as server:
-        assert server.status().version == 0
+    with shelved(tmp_path, model, algorithm="scaffold") as world:
+        assert world.status.version == 0
         wait_until(lambda: Shelf.handed, "version 0")
     state, _ = Shelf.handed[-1]
     assert state.keys() == {"one.weight", "two.weight"}
@@ -113,14 +114,14 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
     Shelf.initial.pop(left_out, None)
     named = {"model": "kit.models:TiedHead", "rounds": 1}
     with failpoints("slot.create=enospc"), pytest.raises(DiskFull):
-        shelf_server(tmp_path, **named).start()
-    with shelf_server(tmp_path, **named) as server:
-        model = federated(server, tmp_path, lambda model: None, TiedHead)
+        shelved(tmp_path, **named).start()
+    with shelved(tmp_path, **named) as world:
+        model = federated(world.server, tmp_path, lambda model: None, TiedHead)
         assert torch.equal(model.head.weight, mine.head.weight)
         assert model.head.weight is model.table.weight
-        assert server.wait(30)
-    with shelf_server(tmp_path, **named) as server:
-        assert server.wait(30)
+        assert world.server.wait(30)
+    with world:
+        assert world.server.wait(30)
     assert Shelf.loads == 2  # again where the first start ended before its first version; the third found the run
 
 
@@ -128,14 +129,14 @@ def test_a_tied_tensor_may_come_as_two_where_the_runs_model_is_named(tmp_path: P
 def test_a_tied_tensor_that_comes_as_two_different_ones_is_refused(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(TiedHead()) | {"table.weight": torch.zeros(5, 2)}
     with pytest.raises(ConfigError, match=r"different values for 'head\.weight' and 'table\.weight', which are tied"):
-        shelf_server(tmp_path, model="kit.models:TiedHead").start()
+        shelved(tmp_path, model="kit.models:TiedHead").start()
     assert list(tmp_path.glob("state/slots/*")) == []
 
 
 @pytest.mark.covers("D14", "F30")
 def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_path: Path) -> None:
     Shelf.initial = as_a_file_has_it(TiedHead())
-    with shelf_server(tmp_path) as server, atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+    with shelved(tmp_path) as world, atoll.join(world.url, site="a", folder=world.workers) as worker:
         with pytest.raises(SchemaMismatch, match=r"a ties head\.weight to table\.weight, but the run has two"):
             next(iter(worker)).load_into(TiedHead())
 
@@ -147,15 +148,14 @@ def test_without_the_runs_model_a_worker_is_told_that_the_names_are_tied(tmp_pat
     ids=["raises", "exits"],
 )
 def test_a_persistor_that_fails_ends_its_own_call_and_not_the_server(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, told: str
 ) -> None:
     save = Mock(side_effect=error)
     monkeypatch.setattr(Shelf, "save", save)
-    with shelf_server(tmp_path) as server:
-        run_rounds(server, tmp_path)
+    two_rounds(world := shelved(tmp_path))
     assert save.call_count == 3
-    assert "save() of the persistor" in caplog.text
-    assert f"failed at version 2: {told}. The run continues." in caplog.text
+    assert "save() of the persistor" in world.text
+    assert f"failed at version 2: {told}. The run continues." in world.text
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_a_persistor_that_cannot_be_used_ends_the_start(
 ) -> None:
     Shelf.initial = initial
     with pytest.raises(ConfigError, match=words):
-        shelf_server(tmp_path, **options).start()
+        shelved(tmp_path, **options).start()
 
 
 def test_a_persistor_that_only_saves_leaves_the_initial_model_to_the_settings(tmp_path: Path) -> None:
     file = tmp_path / "only_saves.py"
     file.write_text("class Store:\n    def save(self, state, info): ...\n")
-    with plain_server(tmp_path, START, **{"model.persistor.path": f"{file}:Store"}) as server:
-        assert torch.equal(load_file(server.save_state(tmp_path / "now.safetensors"))["w"], START["w"])
+    with World(tmp_path, START, **{"model.persistor.path": f"{file}:Store"}) as world:
+        assert torch.equal(world.model["w"], START["w"])
 
 
 class Slow:
@@ -203,13 +203,9 @@ class Slow:
         Slow.busy -= 1
 
 
-def slow_server(folder: Path, rounds: int) -> atoll.Server:
-    named: dict[str, Any] = {
-        "model.persistor.path": f"{__name__}:Slow",
-        "rounds.best_metric": "accuracy",
-        "disk.export_every": 0,
-    }
-    return shelf_server(folder, START, rounds=rounds, **named)
+def slow(folder: Path, rounds: int) -> World:
+    settings = {"rounds.best_metric": "accuracy", "disk.export_every": 0}
+    return shelved(folder, START, rounds=rounds, **settings, **{"model.persistor.path": f"{__name__}:Slow"})
 
 
 @pytest.mark.covers("D14", "X41")
@@ -218,18 +214,18 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp
 
     When the turn of 2 comes, the run is at version 5 and keeps two.
     """
-    with slow_server(tmp_path, rounds=5) as server:
-        (client,) = manual_sites(server, tmp_path, "a").values()
-        measure(client, 0.5)
+    with slow(tmp_path, rounds=5) as world:
+        measure(world, 1, 0.5)
         assert Slow.begun.wait(30)
-        measure(client, 0.7, 0.9, 0.1, 0.1)
-        assert client.next_round() is None
-        client.close()
-        assert not server.finished
+        measure(world, 2, 0.7, 0.9, 0.1, 0.1)
+        site = world.sites.pop("a")
+        assert site.next_round() is None
+        site.close()
+        assert not world.server.finished
         assert Slow.handed == []
         Slow.go.set()
-        assert server.wait(30)
-        server.run()
+        assert world.server.wait(30)
+        world.server.run()
     assert Slow.handed == [(0, [0.0, 1.0, 2.0], {"accuracy": 0.5}), (2, [2.0, 3.0, 4.0], {"accuracy": 0.9})]
     assert [link for link in open_paths() if "best.safetensors" in link] == []  # nor that of the one passed over
 
@@ -237,18 +233,17 @@ def test_rounds_do_not_wait_for_a_slow_save_best_and_the_end_of_the_run_does(tmp
 @pytest.mark.covers("D14", "X41")
 def test_the_next_server_hands_over_a_best_version_that_was_due(tmp_path: Path) -> None:
     """The run has gone on meanwhile, and does not keep version 1 any more; `best.safetensors` does."""
-    with slow_server(tmp_path, rounds=9) as server:
-        with ManualSite(server.url, site="a", folder=tmp_path / "w") as client:
-            measure(client, 0.5)
-            assert Slow.begun.wait(30)
-            measure(client, 0.9, 0.1, 0.1, 0.1)
-        stopping = threading.Thread(target=server.stop)
-        stopping.start()
-        persistor = server._run.background.persistor  # type: ignore[union-attr]
-        wait_until(lambda: persistor._thread._shutdown, "that the server ends the persistor")
-        Slow.go.set()
-        stopping.join()
+    world = slow(tmp_path, rounds=9).start()
+    measure(world, 1, 0.5)
+    assert Slow.begun.wait(30)
+    measure(world, 2, 0.9, 0.1, 0.1, 0.1)
+    stopping = threading.Thread(target=world.close)
+    stopping.start()
+    persistor = world.server._run.background.persistor  # type: ignore[union-attr]
+    wait_until(lambda: persistor._thread._shutdown, "that the server ends the persistor")
+    Slow.go.set()
+    stopping.join()
     assert [version for version, _, _ in Slow.handed] == [0]
-    with slow_server(tmp_path, rounds=9):
+    with world:
         assert Slow.begun.wait(30)
     assert Slow.handed[1:] == [(1, [1.0, 2.0, 3.0], {"accuracy": 0.9})]

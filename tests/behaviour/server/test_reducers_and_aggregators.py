@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness.fork_server import fresh_processes
-from harness.processes import free_port, wait_until
+from harness.processes import wait_until
 from kit.aggregators import MEAN
 from kit.folders import open_paths
-from kit.manual_site import ManualSite
 from kit.servers import plain_server
-from kit.sites import finish, manual_sites, train_round
 from kit.wire import WireSite
-from safetensors.torch import load_file
+from kit.world import World, require_equal
 from torch import nn
 
 import atoll
@@ -40,21 +36,15 @@ def of_reducer(**options: Any) -> dict[str, Any]:
     return {f"aggregation.reducer.{key}": value for key, value in options.items()}
 
 
-def submit_value(client: ManualSite, value: float, **how: Any) -> None:
-    client.submit({name: torch.tensor([value]) for name in client.pull()}, **how)
-
-
 def after_one_round(
     folder: Path, values: dict[str, float], how: dict[str, dict[str, Any]] | None = None, **settings: Any
 ) -> tuple[float, float]:
     """What models of these values become together: a parameter and a buffer. `how` a site submits it."""
-    with plain_server(folder, ONE, **settings, sites=len(values), rounds=1) as server:
-        sites = manual_sites(server, folder, values)
-        for client in sites.values():
-            assert client.next_round() == 1
-        for site, client in sites.items():
-            submit_value(client, values[site], **(how or {}).get(site, {}))
-        model = finish(server, sites)
+    with World(folder, ONE, values.keys(), **settings, rounds=1) as world:
+        world.pull(number=1)
+        for site, value in values.items():
+            world.submit(site, value, **(how or {}).get(site, {}))
+        model = world.finish()
     return model["w"].item(), model["bn.running_mean"].item()
 
 
@@ -109,25 +99,24 @@ def test_the_normalised_mean_serves_other_algorithms(tmp_path: Path) -> None:
 )
 def test_a_wrong_reducer_ends_the_start_and_is_named(tmp_path: Path, settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        plain_server(tmp_path, ONE, **settings).start()
+        World(tmp_path, ONE, **settings).start()
 
 
 @pytest.mark.covers("X43")
 def test_an_update_without_steps_is_refused_and_the_round_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
-    caplog.set_level(logging.INFO, "atoll")
     settings = {"rounds.sites": 2, "rounds.total": 1, "rounds.min_sites": 1}
-    with plain_server(tmp_path, ONE, algorithm="fednova", **settings) as server:
-        (a,) = (sites := manual_sites(server, tmp_path, "a")).values()
-        b = WireSite(server.url, "b")
-        assert a.next_round() == 1
+    with World(tmp_path, ONE, "a", algorithm="fednova", **settings) as world:
+        world.join()
+        b = WireSite(world.url, "b")
+        world.pull(number=1)
         status, told = b.train(-100.0, steps=0).push().complete()
         assert (status, told["code"]) == (422, "update_refused")
-        submit_value(a, -4.0, steps=2)
-        assert finish(server, sites)["w"].item() == -4.0
-        assert (server.status().refused, server.status().history[-1].workers) == (1, ["a"])
-    assert "b: update refused: it reports no number of local steps" in caplog.text
+        world.submit("a", -4.0, steps=2)
+        assert world.finish()["w"].item() == -4.0
+        assert (world.status.refused, world.status.history[-1].workers) == (1, ["a"])
+    assert "b: update refused: it reports no number of local steps" in world.text
     assert "submit(model, steps=…)" in told["remedy"]
 
 
@@ -135,14 +124,13 @@ def test_an_update_without_steps_is_refused_and_the_round_goes_on(
 @pytest.mark.parametrize("settings", [{"algorithm": "fednova"}, of_reducer(name="normalised_mean")], ids=str)
 def test_a_site_hears_at_its_first_update_that_steps_are_needed(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Before it has trained further rounds in vain; and the round can be submitted after all."""
-    with plain_server(tmp_path, ONE, rounds=1, **settings) as server:
-        (a,) = (sites := manual_sites(server, tmp_path, "a")).values()
-        assert a.next_round() == 1
+    with World(tmp_path, ONE, "a", rounds=1, **settings) as world:
+        world.pull(number=1)
         with pytest.raises(UsageError, match=r"without a number of local steps.*submit\(model, steps=…\)"):
-            submit_value(a, -4.0)
-        submit_value(a, -4.0, steps=2)
-        assert finish(server, sites)["w"].item() == -4.0
-        assert server.status().refused == 0
+            world.submit("a", -4.0)
+        world.submit("a", -4.0, steps=2)
+        assert world.finish()["w"].item() == -4.0
+        assert world.status.refused == 0
 
 
 @pytest.mark.covers("X43", "X3")
@@ -160,34 +148,31 @@ def test_a_site_hears_at_its_first_update_that_a_number_is_above_the_limit(
 ) -> None:
     """A site with a number above the run's bound is not sent back to train again in vain."""
     value = most[limit.removeprefix("max_")]
-    with plain_server(tmp_path, ONE, rounds=1, algorithm=algorithm, **{f"aggregation.{limit}": value}) as server:
-        (a,) = (sites := manual_sites(server, tmp_path, "a")).values()
-        assert a.next_round() == 1
+    with World(tmp_path, ONE, "a", rounds=1, algorithm=algorithm, **{f"aggregation.{limit}": value}) as world:
+        world.pull(number=1)
         with pytest.raises(UsageError, match=f"above aggregation.{limit} of the run, {value:g}.*raise aggregation"):
-            submit_value(a, -4.0, **above)
-        submit_value(a, -4.0, **most)
-        assert finish(server, sites)["w"].item() == -4.0
-        assert server.status().refused == 0
+            world.submit("a", -4.0, **above)
+        world.submit("a", -4.0, **most)
+        assert world.finish()["w"].item() == -4.0
+        assert world.status.refused == 0
 
 
 @pytest.mark.covers("X43", "F31")
 @pytest.mark.parametrize("steps", [100_001, 10**6, 2**62 - 1])
-def test_steps_above_the_limit_are_refused_and_the_others_count(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int
-) -> None:
+def test_steps_above_the_limit_are_refused_and_the_others_count(tmp_path: Path, steps: int) -> None:
     """A site that does not compare its steps with the run's bound is refused by the server."""
     settings = {"rounds.sites": 3, "rounds.total": 1, "rounds.min_sites": 2}
-    with plain_server(tmp_path, ONE, algorithm="fednova", **settings) as server:
-        a, b = (sites := manual_sites(server, tmp_path, "ab")).values()
-        c = WireSite(server.url, "c")
-        assert {site.next_round() for site in (a, b)} == {1}
+    with World(tmp_path, ONE, "ab", algorithm="fednova", **settings) as world:
+        world.join()
+        c = WireSite(world.url, "c")
+        world.pull(number=1)
         status, told = c.train(-1.0, steps=steps).push().complete()
         assert (status, told["code"]) == (422, "update_refused")
-        submit_value(a, -1.0, steps=10)
-        submit_value(b, -3.0, steps=10)
-        assert finish(server, sites)["w"].item() == -2.0  # (−1 − 3) / 2
-        assert server.status().refused == 1
-    assert f"it reports {steps} local steps, above aggregation.max_steps 100000" in caplog.text
+        world.submit("a", -1.0, steps=10)
+        world.submit("b", -3.0, steps=10)
+        assert world.finish()["w"].item() == -2.0  # (−1 − 3) / 2
+        assert world.status.refused == 1
+    assert f"it reports {steps} local steps, above aggregation.max_steps 100000" in world.text
     assert "report the number of optimizer steps, not samples or tokens" in told["remedy"]
 
 
@@ -201,35 +186,29 @@ def test_steps_above_the_limit_are_refused_and_the_others_count(
     ],
     ids=str,
 )
-def test_warns_once_of_a_site_with_far_higher_numbers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: dict[str, Any], told: str
-) -> None:
+def test_warns_once_of_a_site_with_far_higher_numbers(tmp_path: Path, how: dict[str, Any], told: str) -> None:
     """The others report 9 and 11 steps, so their median is 10."""
-    with plain_server(tmp_path, ONE, algorithm="fednova", sites=3, rounds=0) as server:
-        sites = manual_sites(server, tmp_path, "abc")
+    with World(tmp_path, ONE, "abc", algorithm="fednova", rounds=0) as world:
         for number in (1, 2, 3):
-            assert {site.next_round() for site in sites.values()} == {number}
+            world.pull(number=number)
             for site, steps in (("c", 10), ("a", 9), ("b", 11)):
-                submit_value(sites[site], -float(number), **({"steps": steps} | (how if site == "c" else {})))
-        wait_until(lambda: server.status().fragments[0].version == 3, "three rounds")
-        assert [text[: len(told)] for text in server.status().warnings] == ([told] if told else [])
-        assert {site.next_round() for site in sites.values()} == {4}
-        for site in sites.values():  # the number of c is as the others' again
-            submit_value(site, -4.0, steps=10)
-        wait_until(lambda: server.status().fragments[0].version == 4, "the fourth round")
-        assert server.status().warnings == []
-    assert caplog.text.count("the median of the other sites") == bool(told)
+                world.submit(site, -1.0, **({"steps": steps} | (how if site == "c" else {})))
+        world.wait(3)
+        assert [text[: len(told)] for text in world.status.warnings] == ([told] if told else [])
+        world.rounds(-1.0, 4, steps=10)  # the number of c is as the others' again
+        world.wait(4)
+        assert world.status.warnings == []
+    assert world.text.count("the median of the other sites") == bool(told)
 
 
 def test_does_not_warn_of_steps_that_the_run_ignores(tmp_path: Path) -> None:
     """FedAvg does not divide by the number of steps, and refuses none."""
-    with plain_server(tmp_path, ONE, sites=3, rounds=1) as server:
-        sites = manual_sites(server, tmp_path, "abc")
-        assert {site.next_round() for site in sites.values()} == {1}
-        for name, site in sites.items():
-            submit_value(site, 1.0, steps=10**6 if name == "c" else 10)
-        wait_until(lambda: server.status().fragments[0].version == 1, "the version")
-        assert (server.status().warnings, server.status().refused) == ([], 0)
+    with World(tmp_path, ONE, "abc", rounds=1) as world:
+        world.pull(number=1)
+        for site in "abc":
+            world.submit(site, 1.0, steps=10**6 if site == "c" else 10)
+        world.wait(1)
+        assert (world.status.warnings, world.status.refused) == ([], 0)
 
 
 def test_correct_counts_the_steps(tmp_path: Path) -> None:
@@ -266,26 +245,17 @@ def write(folder: Path, text: str) -> None:
     (folder / "mine.py").write_text(f"import json, os, torch\nHERE = {str(folder)!r}\n{text}")
 
 
-def aggregator_server(folder: Path, name: str, start: dict[str, torch.Tensor] = START, **options: Any) -> atoll.Server:
-    settings: dict[str, Any] = {
-        "rounds.sites": len(SITES),
-        "rounds.total": 1,
-        "run.threads": 1,
-        "aggregation.aggregator.path": f"{folder / 'mine.py'}:{name}",
-    }
-    return plain_server(folder, start, **(settings | options))
+def aggregated(folder: Path, name: str, sites: Any = SITES, **options: Any) -> World:
+    """A run of one round whose aggregator has this name in mine.py."""
+    settings = {"rounds": 1, "run.threads": 1, "aggregation.aggregator.path": f"{folder / 'mine.py'}:{name}"}
+    return World(folder, options.pop("start", START), sites, **settings | options)
 
 
-def trained(number: int, site: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def trained(site: str, number: int, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a site's local training in a round comes to: a different number is added to each element."""
     scale = SITES[site] * number
     added = {name: scale * torch.linspace(0.1, 1, tensor.numel()).view_as(tensor) for name, tensor in state.items()}
     return {name: (tensor + added[name]).to(tensor.dtype) for name, tensor in state.items()}
-
-
-def run_rounds(sites: dict[str, ManualSite], *numbers: int) -> None:
-    for number in numbers:
-        train_round(sites, number, partial(trained, number), SITES, metrics={"loss": 1.0 / number})
 
 
 def require_updates_in_use(server: atoll.Server, count: int) -> None:
@@ -321,17 +291,13 @@ def test_the_weighted_mean_written_by_hand_gives_the_bits_of_the_built_in_one(
             "disk.state_dir": folder / "state",
             "disk.in_files": in_files,
         }
-        with aggregator_server(tmp_path, "mean", start=start, **(options | extra)) as server:
-            sites = manual_sites(server, folder)
-            run_rounds(sites, 1, 2)
-            require_updates_in_use(server, 0)
-            finish(server, sites)
-            results.append((load_file(server.exports / "model.safetensors"), server.status().history[-1].grad_norm))
+        with aggregated(tmp_path, "mean", start=start, **(options | extra)) as world:
+            world.rounds(trained, 1, 2)
+            require_updates_in_use(world.server, 0)
+            results.append((world.finish(), world.status.history[-1].grad_norm))
     (own, own_norm), (built_in, built_in_norm) = results
-    assert own.keys() == built_in.keys()
-    for name, tensor in own.items():
-        assert torch.equal(tensor, built_in[name]), name
-        assert bool((tensor != 0).all())
+    require_equal(own, built_in)
+    assert all(bool((tensor != 0).all()) for tensor in own.values())
     assert own_norm == built_in_norm
 
 
@@ -355,12 +321,13 @@ class Keeper:
         return {name: -self.factor * torch.ones(updates[0].tensors.ref(name).shape) for name in updates[0].tensors}
 """,
     )
-    with aggregator_server(tmp_path, "Keeper", rounds=2, **{"aggregation.aggregator.factor": 2.0}) as server:
-        sites = manual_sites(server, tmp_path, "ba")
-        run_rounds(sites, 1, 2)
-        require_updates_in_use(server, 4)
-        model = finish(server, sites)
-    require_updates_in_use(server, 0)  # the pins went with the process
+    b_first = dict(reversed(SITES.items()))
+    with aggregated(tmp_path, "Keeper", b_first, rounds=2, **{"aggregation.aggregator.factor": 2.0}) as world:
+        for number in (1, 2):
+            world.rounds(trained, number, metrics={"loss": 1.0 / number})
+        require_updates_in_use(world.server, 4)
+        model = world.finish()
+    require_updates_in_use(world.server, 0)  # the pins went with the process
     first, second = (json.loads(line) for line in (tmp_path / "told.json").read_text().splitlines())
     # in the frozen order, by site; what was added sums to 0.55 · 6 = 3.3 for "w", and the buffer has its first, 0.1
     assert first[0] == [
@@ -379,9 +346,9 @@ class Keeper:
 
 def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path: Path) -> None:
     write(tmp_path, MEAN)
-    with aggregator_server(tmp_path, "mean", rounds=12) as server:
-        sites = manual_sites(server, tmp_path)
-        run_rounds(sites, 1, 2)
+    with aggregated(tmp_path, "mean", rounds=12) as world:
+        server = world.server
+        world.rounds(trained, 1, 2)
 
         def spools_open() -> list[int]:
             assert server._run is not None
@@ -390,11 +357,11 @@ def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path:
 
         require_updates_in_use(server, 0)
         after_two = spools_open()
-        run_rounds(sites, *range(3, 13))
+        world.rounds(trained, *range(3, 13))
         require_updates_in_use(server, 0)
         for before, now in zip(after_two, spools_open(), strict=True):
             assert now <= before + 4  # of the next round, which may begin before the last files are given back
-        finish(server, sites)
+        world.finish()
 
 
 @pytest.mark.covers("D13")
@@ -435,21 +402,16 @@ class AsTheyArrive:
         path = tmp_path / "said.json"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def submit(site: str, number: int) -> None:
-        sites[site].submit(trained(number, site, sites[site].pull()), weight=SITES[site])
-
-    with aggregator_server(tmp_path, "AsTheyArrive", rounds=2, **{"aggregation.max_kept_updates": 1}) as server:
-        sites = manual_sites(server, tmp_path)
+    with aggregated(tmp_path, "AsTheyArrive", rounds=2, **{"aggregation.max_kept_updates": 1}) as world:
         for number in (1, 2):
-            for site in "ba":
-                assert sites[site].next_round() == number
-            submit("b", number)
+            world.pull(number=number)
+            world.submit("b", trained)
             first = ["accept", "b", number]
             wait_until(lambda: first in said(), "the first update, before there is another")  # noqa: B023
             assert ["accept", "a", number] not in said()
-            submit("a", number)
-        finish(server, sites)
-        require_updates_in_use(server, 1)
+            world.submit("a", trained)
+        world.finish()
+        require_updates_in_use(world.server, 1)
     log = said()
     assert [entry[0] for entry in log] == 2 * ["accept", "accept", "aggregate", "reset"]
     # 0.1 … 1 over four elements sums to 2.2; of round 1 one update may be kept, so the older, b's, was taken back
@@ -461,24 +423,22 @@ class AsTheyArrive:
 @pytest.mark.covers("D7")
 def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_the_same_updates(tmp_path: Path) -> None:
     write(tmp_path, MEAN.replace("yield name, result", 'raise ValueError("no such luck")'))
-    port = free_port()
-    server = aggregator_server(tmp_path, "mean", **{"network.port": port}).start()
-    sites = manual_sites(server, tmp_path)
-    run_rounds(sites, 1)
+    world = aggregated(tmp_path, "mean").start()
+    world.rounds(trained, 1)
     with pytest.raises(RunFailed) as raised:
-        server.wait(60)
+        world.server.wait(60)
     line = (tmp_path / "mine.py").read_text().splitlines().index('        raise ValueError("no such luck")') + 1
     assert raised.value.message == (
         f"The aggregator '{tmp_path / 'mine.py'}:mean' failed in round 1: ValueError: no such luck "
         f"({tmp_path / 'mine.py'}, line {line})."
     )
     assert "start the server again" in raised.value.remedy
-    server.stop()  # before its sites are told: else they would end, too
-    assert server.status().fragments[0].version == 0
+    world.stop()  # before its sites are told: else they would end, too
+    assert world.version == 0
     write(tmp_path, MEAN)
-    with fresh_processes(), aggregator_server(tmp_path, "mean", **{"network.port": port}) as server:
-        assert server.wait(60)  # no site submits again
-        model = finish(server, sites)
+    with fresh_processes(), world:
+        assert world.server.wait(60)  # no site submits again
+        model = world.finish()
     # (1·1 + 3·3) / 4 = 2.5 times what a site of scale 1 adds
     assert torch.allclose(model["v"], 2.5 * torch.linspace(0.1, 1, 4))
 
@@ -496,14 +456,14 @@ def test_an_aggregator_that_raises_ends_the_run_and_a_mended_one_goes_on_with_th
 )
 def test_an_aggregator_without_a_result_ends_the_run_with_the_reason(tmp_path: Path, body: str, words: str) -> None:
     write(tmp_path, f"def bad(updates):\n    {body}\n")
-    server = aggregator_server(tmp_path, "bad", sites=1, **{"aggregation.aggregator_timeout_s": 1.0}).start()
-    run_rounds(manual_sites(server, tmp_path, "a"), 1)
+    world = aggregated(tmp_path, "bad", "a", **{"aggregation.aggregator_timeout_s": 1.0}).start()
+    world.rounds(trained, 1)
     with pytest.raises(RunFailed) as raised:
-        server.wait(60)
+        world.server.wait(60)
     assert "mine.py:bad' failed" in raised.value.message
     assert words in raised.value.message
-    server.stop()  # before its sites are told: else they would end, too
-    assert server.status().fragments[0].version == 0
+    world.stop()  # before its sites are told: else they would end, too
+    assert world.version == 0
     assert not list((tmp_path / "state").glob("tmp*"))
 
 
@@ -528,38 +488,35 @@ def test_an_aggregator_that_the_machine_ends_does_not_fail_the_run_for_its_sites
 ) -> None:
     """The server ends and says so; its site waits for the next start, which uses the same update."""
     write_once(tmp_path, end, times)
-    settings = {"sites": 1, "network.port": free_port()}
-    server = aggregator_server(tmp_path, "once", **settings).start()
-    sites = manual_sites(server, tmp_path, "a")
-    run_rounds(sites, 1)
+    world = aggregated(tmp_path, "once", "a").start()
+    world.rounds(trained, 1)
     with pytest.raises(RunFailed) as raised:
-        server.run()
+        world.server.run()
     assert not raised.value.is_final
     assert "mine.py:once' failed" in raised.value.message
     assert (tmp_path / "begun").read_text() == times * "x"
     assert "Start the server again: it continues with the same updates." in raised.value.remedy
-    again = aggregator_server(tmp_path, "once", **settings).start()
-    finish(again, sites)
-    again.run()
+    with world:
+        world.finish()
+        world.server.run()
 
 
 @pytest.mark.covers("X9")
 def test_a_killed_aggregator_is_started_again_and_the_run_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
 ) -> None:
     """It is killed twice in round 1, and once more between two rounds, each time from outside."""
     write_once(tmp_path, KILL, 2)
-    with aggregator_server(tmp_path, "once", sites=1, rounds=2) as server:
-        sites = manual_sites(server, tmp_path, "a")
-        run_rounds(sites, 1)
-        wait_until(lambda: server.status().fragments[0].version == 1, "round 1")
+    with aggregated(tmp_path, "once", "a", rounds=2) as world:
+        world.rounds(trained, 1)
+        world.wait(1)
         said = "was killed from outside, by SIGKILL. It is started again"
-        assert caplog.text.count(said) == 2
-        assert server._run is not None
-        os.kill(server._run._local_rounds._aggregator._process.pid, signal.SIGKILL)
-        wait_until(lambda: caplog.text.count(said) == 3, "the end of the process")
-        run_rounds(sites, 2)
-        finish(server, sites)
+        assert world.text.count(said) == 2
+        assert world.server._run is not None
+        os.kill(world.server._run._local_rounds._aggregator._process.pid, signal.SIGKILL)
+        wait_until(lambda: world.text.count(said) == 3, "the end of the process")
+        world.rounds(trained, 2)
+        world.finish()
     assert (tmp_path / "begun").read_text() == 4 * "x"
 
 
@@ -576,19 +533,17 @@ def waits(updates):
     return updates[0].tensors
 """,
     )
-    port = free_port()
-    server = aggregator_server(tmp_path, "waits", sites=1, **{"network.port": port}).start()
-    sites = manual_sites(server, tmp_path, "a")
-    run_rounds(sites, 1)
+    world = aggregated(tmp_path, "waits", "a").start()
+    world.rounds(trained, 1)
     pid = tmp_path / "pid"
     wait_until(lambda: pid.exists() and pid.read_text(), "the aggregation")
-    server.stop()
+    world.stop()
     assert not Path(f"/proc/{pid.read_text()}").exists()
-    assert server.status().fragments[0].version == 0
+    assert world.version == 0
     (tmp_path / "go").write_text("")
-    with aggregator_server(tmp_path, "waits", sites=1, **{"network.port": port}) as server:
-        finish(server, sites)
-    assert server.status().fragments[0].version == 1
+    with world:
+        world.finish()
+    assert world.version == 1
 
 
 def test_an_aggregator_that_cannot_be_created_ends_the_start(tmp_path: Path) -> None:
@@ -596,9 +551,9 @@ def test_an_aggregator_that_cannot_be_created_ends_the_start(tmp_path: Path) -> 
     with pytest.raises(
         ConfigError, match=r"mine.py:Needs' cannot be created: .* 'n'. Write its keyword arguments next to the path"
     ):
-        aggregator_server(tmp_path, "Needs").start()
+        aggregated(tmp_path, "Needs").start()
     with pytest.raises(ConfigError, match="Set only one of them"):
-        aggregator_server(tmp_path, "Needs", **{"aggregation.reducer.name": "median"})
+        aggregated(tmp_path, "Needs", **{"aggregation.reducer.name": "median"}).start()
 
 
 def test_a_path_in_a_run_file_is_relative_to_it(tmp_path: Path) -> None:

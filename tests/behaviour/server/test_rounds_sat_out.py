@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.processes import free_port
 from kit import ask_journal, flip_bit
-from kit.manual_site import ManualSite
 from kit.servers import PLAIN_DILOCO, new_simulation, plain_server
-from kit.sites import finish, logged, manual_sites
+from kit.sites import logged
+from kit.world import World
 from safetensors.torch import load_file
 from torch import nn
 
@@ -36,15 +35,9 @@ MOMENTUM = {
 }
 
 
-def move(site: ManualSite, number: int, value: float, **how: Any) -> None:
-    """In round `number`, submit the pulled model moved by `value`."""
-    assert site.next_round() == number
-    site.submit({"w": site.pull()["w"] + value}, **how)
-
-
-def sit_out(site: ManualSite, number: int, **how: Any) -> None:
+def sit_out(world: World, site: str, number: int, **how: Any) -> None:
     """Sit out round `number`, with a model that would change the version."""
-    move(site, number, 1000.0, weight=0, **how)
+    world.move(site, number, 1000.0, weight=0, **how)
 
 
 def outcomes(folder: Path) -> list[tuple[str, int, str]]:
@@ -52,74 +45,63 @@ def outcomes(folder: Path) -> list[tuple[str, int, str]]:
     return [tuple(row) for row in ask_journal(folder, "SELECT site, base_version, state FROM tickets ORDER BY ticket")]
 
 
-def version_of(server: atoll.Server) -> int:
-    return server.status().fragments[0].version
-
-
-def test_a_version_is_made_from_the_other_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_is_made_from_the_other_sites(tmp_path: Path) -> None:
     """In round 1 a moves by 2 and b sits out: the version is 2. In round 2 both move, by 1 and by 3: it is 4."""
-    caplog.set_level(logging.INFO)
-    with plain_server(tmp_path, START, sites=2, rounds=2) as server:
-        sites = manual_sites(server, tmp_path)
-        up = sites["b"].worker.bytes_up
-        sit_out(sites["b"], 1, metrics={"loss": 7.0})
-        status = server.status()
+    with World(tmp_path, START, rounds=2) as world:
+        up = world.sites["b"].worker.bytes_up
+        sit_out(world, "b", 1, metrics={"loss": 7.0})
+        status = world.status
         assert status.fragments[0].sat_out == ["b"]
         assert "waits for a; b sat out" in status.fragments[0].reason
-        assert any("b sat out" in line for line in plain(status, server.url))
-        assert sites["b"].worker.bytes_up == up
-        move(sites["a"], 1, 2.0, metrics={"loss": 3.0})
-        assert sites["b"].next_round() == 2
-        assert sites["b"].pull()["w"].tolist() == [2.0, 2.0]
-        sites["b"].submit({"w": torch.full((2,), 5.0)})
-        move(sites["a"], 2, 1.0)
-        assert finish(server, sites)["w"].tolist() == [4.0, 4.0]
-        first, second = server.status().history
+        assert any("b sat out" in line for line in plain(status, world.url))
+        assert world.sites["b"].worker.bytes_up == up
+        world.move("a", 1, 2.0, metrics={"loss": 3.0})
+        assert world.sites["b"].next_round() == 2
+        assert world.sites["b"].pull()["w"].tolist() == [2.0, 2.0]
+        world.sites["b"].submit({"w": torch.full((2,), 5.0)})
+        world.move("a", 2, 1.0)
+        assert world.finish()["w"].tolist() == [4.0, 4.0]
+        first, second = world.status.history
     assert (first.workers, first.sat_out, second.workers, second.sat_out) == (["a"], ["b"], ["a", "b"], [])
     assert first.metrics == {"loss": 3.0}
     assert outcomes(tmp_path) == [("b", 0, "sat out"), ("a", 0, "counted"), ("b", 1, "counted"), ("a", 1, "counted")]
-    assert any("b sat out round 1 (loss 7)" in line for line in logged(caplog))
-    assert not any("without b" in line for line in logged(caplog))
+    assert any("b sat out round 1 (loss 7)" in line for line in world.log)
+    assert not any("without b" in line for line in world.log)
 
 
-def test_rounds_that_all_sites_sit_out_end_the_run_without_a_version(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rounds_that_all_sites_sit_out_end_the_run_without_a_version(tmp_path: Path) -> None:
     """Four rounds: all count towards the total, no outer step is made, and the third one warns once."""
     start = {"w": torch.tensor([1.0, -2.0])}
-    with plain_server(tmp_path, start, sites=2, rounds=4, **MOMENTUM) as server:
-        sites = manual_sites(server, tmp_path)
+    with World(tmp_path, start, rounds=4, **MOMENTUM) as world:
         for number in (1, 2, 3, 4):
-            warned = [text for text in server.status().warnings if "rounds in a row" in text]
+            warned = [text for text in world.status.warnings if "rounds in a row" in text]
             assert len(warned) == (number == 4)
-            for site in sites.values():
-                sit_out(site, number)
-        assert torch.equal(finish(server, sites)["w"], start["w"])
-        assert version_of(server) == 0
-        assert any("4 rounds in a row" in text for text in server.status().warnings)
-    assert sum("rounds in a row ended without a version" in line for line in logged(caplog)) == 1
+            for site in "ab":
+                sit_out(world, site, number)
+        assert torch.equal(world.finish()["w"], start["w"])
+        assert world.version == 0
+        assert any("4 rounds in a row" in text for text in world.status.warnings)
+    assert sum("rounds in a row ended without a version" in line for line in world.log) == 1
     assert {state for _, _, state in outcomes(tmp_path)} == {"sat out"}
 
 
-def test_each_round_that_all_sites_sit_out_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_round_that_all_sites_sit_out_is_recorded(tmp_path: Path) -> None:
     """Round 1 of three ends without a version, round 2 makes version 1, and a restarted server sits out round 3."""
-    caplog.set_level(logging.INFO)
-    port, state = {"network.port": free_port()}, tmp_path / "state"
+    state = tmp_path / "state"
     expected = [(1, None, [], ["a"]), (2, 1, ["a"], []), (3, None, [], ["a"])]
-    with plain_server(tmp_path, START, sites=1, rounds=3, **port) as server:
-        sites = manual_sites(server, tmp_path, "a")
-        sit_out(sites["a"], 1)
-        move(sites["a"], 2, 1.0)
-        assert sites["a"].next_round() == 3
-        assert brief(each.model_dump() for each in server.status().history) == expected[:2]
-        assert any("round 1: no version, because all sites sat out (a)" in line for line in latest(server.status()))
-    with plain_server(tmp_path, sites=1, rounds=3, **port) as server:
+    with World(tmp_path, START, "a", rounds=3) as world:
+        sit_out(world, "a", 1)
+        world.move("a", 2, 1.0)
+        assert world.sites["a"].next_round() == 3
+        assert brief(each.model_dump() for each in world.status.history) == expected[:2]
+        assert any("round 1: no version, because all sites sat out (a)" in line for line in latest(world.status))
+        world.restart()
         assert brief(history(state)) == expected[:2]
-        sit_out(sites["a"], 3)
-        finish(server, sites)
+        sit_out(world, "a", 3)
+        world.finish()
     assert brief(history(state)) == expected
     assert brief(each.model_dump() for each in stored_status(state)[0].history) == expected
-    assert any("all sites sat out round 1," in line for line in logged(caplog))
+    assert any("all sites sat out round 1," in line for line in world.log)
 
 
 def test_a_round_after_a_damaged_version_has_a_new_number(tmp_path: Path) -> None:
@@ -128,20 +110,19 @@ def test_a_round_after_a_damaged_version_has_a_new_number(tmp_path: Path) -> Non
     The site submits its update of round 2 again: the model is 2 after round 4, and 3 after round 5, for which the
     server is started again.
     """
-    port = {"network.port": free_port()}
-    with plain_server(tmp_path, START, sites=1, rounds=5, **port) as server:
-        sites = manual_sites(server, tmp_path, "a")
-        move(sites["a"], 1, 1.0)
-        move(sites["a"], 2, 1.0)
-        sit_out(sites["a"], 3)
-        assert sites["a"].next_round() == 4
-    versions = (tmp_path / "state" / "slots").glob("version-*")
-    flip_bit(max(versions, key=lambda path: path.stat().st_mtime_ns), -1)
-    with plain_server(tmp_path, sites=1, rounds=5, **port):
-        assert sites["a"].next_round() == 5
-    with plain_server(tmp_path, sites=1, rounds=5, **port) as server:
-        move(sites["a"], 5, 1.0)
-        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+    with World(tmp_path, START, "a", rounds=5) as world:
+        world.move("a", 1, 1.0)
+        world.move("a", 2, 1.0)
+        sit_out(world, "a", 3)
+        assert world.sites["a"].next_round() == 4
+        world.stop()
+        versions = (tmp_path / "state" / "slots").glob("version-*")
+        flip_bit(max(versions, key=lambda path: path.stat().st_mtime_ns), -1)
+        world.start()
+        assert world.sites["a"].next_round() == 5
+        world.restart()
+        world.move("a", 5, 1.0)
+        assert world.finish()["w"].tolist() == [3.0, 3.0]
     assert brief(history(tmp_path / "state")) == [
         (1, 1, ["a"], []),
         (3, None, [], ["a"]),
@@ -157,40 +138,36 @@ def brief(rounds: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) -> None:
     """With momentum 0.5 and updates of 1 in rounds 1 and 3: 1, then 1 + 1.5 = 2.5; a step in round 2 would add 0.5."""
-    with plain_server(tmp_path, START, sites=1, rounds=3, **MOMENTUM) as server:
-        sites = manual_sites(server, tmp_path, "a")
-        move(sites["a"], 1, 1.0)
-        sit_out(sites["a"], 2)
-        move(sites["a"], 3, 1.0)
-        assert finish(server, sites)["w"].tolist() == [2.5, 2.5]
-        assert [(each.round, each.version) for each in server.status().history] == [(1, 1), (2, None), (3, 2)]
+    with World(tmp_path, START, "a", rounds=3, **MOMENTUM) as world:
+        world.move("a", 1, 1.0)
+        sit_out(world, "a", 2)
+        world.move("a", 3, 1.0)
+        assert world.finish()["w"].tolist() == [2.5, 2.5]
+        assert [(each.round, each.version) for each in world.status.history] == [(1, 1), (2, None), (3, 2)]
 
 
 def test_a_site_that_sits_out_does_not_count_for_min_sites(tmp_path: Path) -> None:
     """Two updates are needed and only one is there: the round waits and says why, until a third site trains."""
-    with plain_server(tmp_path, START, sites=2, rounds=1, **{"rounds.min_sites": 2}) as server:
-        sites = manual_sites(server, tmp_path)
-        move(sites["a"], 1, 2.0)
-        sit_out(sites["b"], 1)
-        status = server.status()
+    with World(tmp_path, START, rounds=1, **{"rounds.min_sites": 2}) as world:
+        world.move("a", 1, 2.0)
+        sit_out(world, "b", 1)
+        status = world.status
         assert "only 1 of 2 updates accepted or expected (rounds.min_sites); b sat out" in status.fragments[0].reason
         assert any("round 1 needs at least 2 updates (rounds.min_sites), but b sat out" in w for w in status.warnings)
-        assert sites["b"].next_round(0) is None
-        sites |= manual_sites(server, tmp_path, "c")
-        move(sites["c"], 1, 4.0)
-        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+        assert world.sites["b"].next_round(0) is None
+        world.move("c", 1, 4.0)
+        assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
 def test_a_new_process_of_a_site_that_is_needed_may_train_after_all(tmp_path: Path) -> None:
     """The round of two updates waits because b sat out; b's next process has samples, and the round ends."""
-    with plain_server(tmp_path, START, sites=2, rounds=1, **{"rounds.min_sites": 2}) as server:
-        sites = manual_sites(server, tmp_path)
-        move(sites["a"], 1, 2.0)
-        sit_out(sites["b"], 1)
-        sites["b"].close()
-        move(sites["b"], 1, 4.0)
-        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
-        (summary,) = server.status().history
+    with World(tmp_path, START, rounds=1, **{"rounds.min_sites": 2}) as world:
+        world.move("a", 1, 2.0)
+        sit_out(world, "b", 1)
+        world.sites["b"].close()
+        world.move("b", 1, 4.0)
+        assert world.finish()["w"].tolist() == [3.0, 3.0]
+        (summary,) = world.status.history
     assert (summary.workers, summary.sat_out) == (["a", "b"], [])  # b's update counts, so it did not sit out
     assert "sat out" not in summary.line()
 
@@ -198,41 +175,38 @@ def test_a_new_process_of_a_site_that_is_needed_may_train_after_all(tmp_path: Pa
 def test_a_quorum_waits_for_updates_not_for_sites(tmp_path: Path) -> None:
     """Of three sites two train: the quorum of 2 is there without c, long before the deadline."""
     rules = {"rounds.quorum": 2, "rounds.deadline_s": 1000.0}
-    with plain_server(tmp_path, START, sites=3, rounds=1, **rules) as server:
-        sites = manual_sites(server, tmp_path, "abc")
-        sit_out(sites["c"], 1)
-        move(sites["a"], 1, 2.0)
-        move(sites["b"], 1, 4.0)
-        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+    with World(tmp_path, START, "abc", rounds=1, **rules) as world:
+        sit_out(world, "c", 1)
+        world.move("a", 1, 2.0)
+        world.move("b", 1, 4.0)
+        assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
 def test_another_site_is_drawn_for_one_that_sits_out(tmp_path: Path) -> None:
     """One of three sites is drawn for a round; those that sit out are replaced, one by one, until one trains."""
     rules = {"rounds.sample_fraction": 0.3, "rounds.sample_min": 1}
-    with plain_server(tmp_path, START, sites=3, rounds=1, **rules) as server:
-        sites = manual_sites(server, tmp_path, "abc")
+    with World(tmp_path, START, "abc", rounds=1, **rules) as world:
+        world.join()
         for _ in range(2):
-            (drawn,) = (missing.site for missing in server.status().fragments[0].waiting_for)
-            sit_out(sites[drawn], 1)
-        (last,) = (missing.site for missing in server.status().fragments[0].waiting_for)
-        move(sites[last], 1, 5.0)
-        assert finish(server, sites)["w"].tolist() == [5.0, 5.0]
+            (drawn,) = (missing.site for missing in world.status.fragments[0].waiting_for)
+            sit_out(world, drawn, 1)
+        (last,) = (missing.site for missing in world.status.fragments[0].waiting_for)
+        world.move(last, 1, 5.0)
+        assert world.finish()["w"].tolist() == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("rules", [{}, {"async.enabled": True, "async.buffer_size": 2}], ids=["sync", "async"])
 def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path, rules: dict[str, Any]) -> None:
     """Round 1 is sat out by both, round 2 by b before the restart: b gets no second ticket, a's update is round 2's."""
-    port = {"network.port": free_port()}
-    with plain_server(tmp_path, START, sites=2, rounds=2, **port, **rules) as server:
-        sites = manual_sites(server, tmp_path)
-        for site in sites.values():
-            sit_out(site, 1)
-        sit_out(sites["b"], 2)
-    with plain_server(tmp_path, rounds=2, sites=2, **port, **rules) as server:
-        assert server.status().fragments[0].sat_out == ["b"]
-        assert sites["b"].next_round(0) is None
-        move(sites["a"], 2, 3.0)
-        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
+    with World(tmp_path, START, rounds=2, **rules) as world:
+        for site in "ab":
+            sit_out(world, site, 1)
+        sit_out(world, "b", 2)
+        world.restart()
+        assert world.status.fragments[0].sat_out == ["b"]
+        assert world.sites["b"].next_round(0) is None
+        world.move("a", 2, 3.0)
+        assert world.finish()["w"].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -245,13 +219,12 @@ def test_a_restarted_server_remembers_which_sites_sit_out(tmp_path: Path, rules:
 )
 def test_an_audit_misses_what_was_sat_out(tmp_path: Path, change: str, told: str) -> None:
     """Both sites have sat out round 1, with tickets 1 and 2, and b round 2."""
-    with plain_server(tmp_path, START, sites=2, rounds=2) as server:
-        sites = manual_sites(server, tmp_path)
-        for site in sites.values():
-            sit_out(site, 1)
-        sit_out(sites["b"], 2)
-        move(sites["a"], 2, 3.0)
-        finish(server, sites)
+    with World(tmp_path, START, rounds=2) as world:
+        for site in "ab":
+            sit_out(world, site, 1)
+        sit_out(world, "b", 2)
+        world.move("a", 2, 3.0)
+        world.finish()
     state = tmp_path / "state"
     audit.read(state, 1)
     with closing(sqlite3.connect(state / "journal.sqlite")) as db:
@@ -263,26 +236,23 @@ def test_an_audit_misses_what_was_sat_out(tmp_path: Path, change: str, told: str
 
 def test_a_restart_between_two_rounds_that_were_sat_out_ends_none_twice(tmp_path: Path) -> None:
     """Three of five rounds are sat out before the restart; the fourth is still open after it, and the warning stays."""
-    port = {"network.port": free_port()}
-    with plain_server(tmp_path, START, sites=1, rounds=5, **port) as server:
-        sites = manual_sites(server, tmp_path, "a")
+    with World(tmp_path, START, "a", rounds=5) as world:
         for number in (1, 2, 3):
-            sit_out(sites["a"], number)
-    with plain_server(tmp_path, rounds=5, sites=1, **port) as server:
-        assert any("3 rounds in a row" in text for text in server.status().warnings)
-        move(sites["a"], 4, 3.0)
-        assert sites["a"].next_round() == 5
-        assert not any("rounds in a row" in text for text in server.status().warnings)
-        sites["a"].submit({"w": sites["a"].pull()["w"] + 1.0})
-        assert finish(server, sites)["w"].tolist() == [4.0, 4.0]
+            sit_out(world, "a", number)
+        world.restart()
+        assert any("3 rounds in a row" in text for text in world.status.warnings)
+        world.move("a", 4, 3.0)
+        assert world.sites["a"].next_round() == 5
+        assert not any("rounds in a row" in text for text in world.status.warnings)
+        world.sites["a"].submit({"w": world.sites["a"].pull()["w"] + 1.0})
+        assert world.finish()["w"].tolist() == [4.0, 4.0]
 
 
 def test_sitting_out_again_is_one_and_an_update_excludes_it(tmp_path: Path) -> None:
     """The message may be repeated; after an update it is refused, and an update after it, too."""
-    with plain_server(tmp_path, START, sites=2, rounds=1) as server:
-        sites = manual_sites(server, tmp_path)
-        a, b = sites["a"], sites["b"]
-        sit_out(b, 1)
+    with World(tmp_path, START, rounds=1) as world:
+        a, b = world.sites["a"], world.sites["b"]
+        sit_out(world, "b", 1)
         exchange, ticket = b._place.exchange, b.round._ticket
         info = UpdateInfo(0.0)
         assert type(exchange.sit_out(ticket, info)).__name__ == "SatOut"
@@ -291,35 +261,33 @@ def test_sitting_out_again_is_one_and_an_update_excludes_it(tmp_path: Path) -> N
         assert a.next_round() == 1
         assert type(exchange.sit_out(a.round._ticket, info)).__name__ == "TooLate"
         a.submit({"w": a.pull()["w"] + 1})
-        assert finish(server, sites)["w"].tolist() == [1.0, 1.0]
+        assert world.finish()["w"].tolist() == [1.0, 1.0]
     assert sorted(outcomes(tmp_path)) == [("a", 0, "counted"), ("b", 0, "sat out")]
 
 
 def test_what_encoding_lost_stays_while_a_site_sits_out(tmp_path: Path) -> None:
     """int8 with scale 1: 0.28 is rounded to 0 in round 1, and 0.28 + 0.28 to 1 in round 3, whatever came between."""
-    with plain_server(tmp_path, START, sites=1, rounds=3, codec="int8") as server:
-        sites = manual_sites(server, tmp_path, "a")
+    with World(tmp_path, START, "a", rounds=3, codec="int8") as world:
         for number in (1, 3):
-            assert sites["a"].next_round() == number
-            sites["a"].submit({"w": sites["a"].pull()["w"] - torch.tensor([127.0, 0.28])})
+            world.move("a", number, -torch.tensor([127.0, 0.28]))
             if number == 1:
-                sit_out(sites["a"], 2)
-        assert finish(server, sites)["w"].tolist() == [-254.0, -1.0]
+                sit_out(world, "a", 2)
+        assert world.finish()["w"].tolist() == [-254.0, -1.0]
 
 
 @pytest.mark.parametrize("algorithm", ["fednova", "fedprox", "scaffold", "fedadam"])
 def test_no_algorithm_asks_a_site_that_sits_out_for_more(tmp_path: Path, algorithm: str) -> None:
     """Neither steps nor a correction are needed, nor that the model was loaded, and the run comes to its end."""
-    with plain_server(tmp_path, nn.Linear(2, 1), algorithm=algorithm, sites=1, rounds=2) as server:
-        model, sites = nn.Linear(2, 1), manual_sites(server, tmp_path, "a")
-        assert sites["a"].next_round() == 1
-        sites["a"].submit(model, weight=0)
-        assert sites["a"].next_round() == 2
-        sites["a"].round.load_into(model)
-        with sites["a"].round.correct(model, torch.optim.SGD(model.parameters(), lr=0.1)):
-            sites["a"].submit(model, weight=0.0)
-        finish(server, sites)
-        assert version_of(server) == 0
+    with World(tmp_path, nn.Linear(2, 1), "a", algorithm=algorithm, rounds=2) as world:
+        model = nn.Linear(2, 1)
+        assert world.sites["a"].next_round() == 1
+        world.sites["a"].submit(model, weight=0)
+        assert world.sites["a"].next_round() == 2
+        world.sites["a"].round.load_into(model)
+        with world.sites["a"].round.correct(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+            world.sites["a"].submit(model, weight=0.0)
+        world.finish()
+        assert world.version == 0
 
 
 def test_an_asynchronous_step_does_not_wait_for_a_site_that_sits_out(tmp_path: Path) -> None:
@@ -328,15 +296,14 @@ def test_an_asynchronous_step_does_not_wait_for_a_site_that_sits_out(tmp_path: P
     Then both sit out, which ends the second and last round.
     """
     rules = {"async.enabled": True, "async.buffer_size": 2}
-    with plain_server(tmp_path, START, sites=2, rounds=2, **rules) as server:
-        sites = manual_sites(server, tmp_path)
-        sit_out(sites["b"], 1)
-        assert sites["b"].next_round(0) is None
-        move(sites["a"], 1, 3.0)
-        for site in sites.values():
-            sit_out(site, 2)
-        assert finish(server, sites)["w"].tolist() == [3.0, 3.0]
-        assert version_of(server) == 1
+    with World(tmp_path, START, rounds=2, **rules) as world:
+        sit_out(world, "b", 1)
+        assert world.sites["b"].next_round(0) is None
+        world.move("a", 1, 3.0)
+        for site in "ab":
+            sit_out(world, site, 2)
+        assert world.finish()["w"].tolist() == [3.0, 3.0]
+        assert world.version == 1
 
 
 class Vector(nn.Module):

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,16 +16,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness.processes import Nursery, free_port, wait_until
+from harness.processes import Nursery, wait_until
 from kit import Threads
 from kit.aggregators import MEAN
 from kit.filters import Broken, Halved, Hanging, Infinite, Leaving, Shorter, Undecided
 from kit.folders import nameless_files
-from kit.manual_site import ManualSite
 from kit.processes import Outcome, command
 from kit.servers import PLAIN_DILOCO, new_server, plain_server
-from kit.sites import diloco, finish
+from kit.sites import diloco
 from kit.wire import WireSite
+from kit.world import World, require_equal
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -49,32 +49,17 @@ def become(w: list[float], head: float = 0.0, mean: float = 0.0, n: int = 7) -> 
     }
 
 
-def filter_server(folder: Path, start: State = START, **options: Any) -> atoll.Server:
-    return plain_server(folder, start, **({"rounds.total": 1, "rounds.sites": 2, "run.threads": 1} | options))
+def filtered(folder: Path, start: State = START, sites: str = "ab", **options: Any) -> World:
+    """A run of one round; `filters` among the options are the server's."""
+    return World(folder, start, sites, **{"rounds": 1, "run.threads": 1} | options)
 
 
-def join(
-    server: atoll.Server, folder: Path, sites: str, filters: Mapping[str, Sequence[Filter]] | None = None
-) -> dict[str, ManualSite]:
-    """Sites with filters of their own that have pulled the version of round 1."""
-    own = filters or {}
-    found = {
-        site: ManualSite(server.url, site=site, folder=folder / "w", filters=own.get(site, ())).join() for site in sites
-    }
-    for client in found.values():
-        assert client.next_round() == 1
-        client.pull()
-    return found
-
-
-def run_round(
-    server: atoll.Server, folder: Path, updates: dict[str, State], filters: Mapping[str, Sequence[Filter]] | None = None
-) -> State:
-    """One round of these sites; returns the result."""
-    sites = join(server, folder, "".join(updates), filters)
-    for site, client in sites.items():
-        client.submit(updates[site])
-    return finish(server, sites)
+def after_one_round(world: World, **updates: State) -> State:
+    """The model that these updates of sites lead to."""
+    world.pull(number=1)
+    for site, state in updates.items():
+        world.sites[site].submit(state)
+    return world.finish()
 
 
 def zero_linear() -> nn.Linear:
@@ -155,8 +140,10 @@ def test_filters_are_for_all_sites_or_for_a_named_one(
     of_sites = {"a": [Drop("n"), Drop("head")], "b": [Drop("n"), NormClip(5.0)]}
     own = of_sites if given == "at the site" else {}
     options = {"by the program": {"filters": of_sites}, "in the run file": {"workflow.result_filters": tables}}
-    with filter_server(tmp_path, **options.get(given, {})) as server:
-        found = run_round(server, tmp_path, {"a": become([1.0, 1.0], 7.0), "b": become([6.0, 8.0], 0.0, n=9)}, own)
+    with filtered(tmp_path, **options.get(given, {})) as world:
+        for site in "ab":
+            world.join(site, filters=own.get(site, ()))
+        found = after_one_round(world, a=become([1.0, 1.0], 7.0), b=become([6.0, 8.0], 0.0, n=9))
     assert (found["w"].tolist(), found["head"].tolist(), found["n"].item()) == ([2.0, 2.5], [0.0], 7)
     told = "Drop('n') of every site, Drop('head') of a, NormClip(5, noise=0) of b"
     assert (told in caplog.text) == (given == "in the run file")
@@ -166,8 +153,8 @@ def test_filters_are_for_all_sites_or_for_a_named_one(
 def test_buffers_are_filtered_too(tmp_path: Path) -> None:
     """a's change is (3, 4) and 12 in the buffer, of norm 13: half of it is left. b sends no change of the buffer."""
     filters = {"a": [NormClip(6.5)], "b": [Drop("*.running_mean")]}
-    with filter_server(tmp_path, filters=filters) as server:
-        found = run_round(server, tmp_path, {"a": become([3.0, 4.0], 0.0, 12.0), "b": become([0.0, 0.0], 0.0, 99.0)})
+    with filtered(tmp_path, filters=filters) as world:
+        found = after_one_round(world, a=become([3.0, 4.0], 0.0, 12.0), b=become([0.0, 0.0], 0.0, 99.0))
     assert found["w"].tolist() == [0.75, 1.0]  # (1.5 + 0)/2, (2 + 0)/2
     assert found["bn.running_mean"].item() == 3.0  # (6 + 0)/2
 
@@ -199,10 +186,10 @@ def test_reducers_and_aggregators_see_what_the_filters_left(tmp_path: Path, how:
         "arriving": {"aggregation.aggregator.path": f"{tmp_path}/mine.py:Arriving"},
         "memory": {"disk.in_files": False},
     }
-    with filter_server(tmp_path, filters=[Halved()], **options.get(how, {})) as server:
-        found = run_round(server, tmp_path, {"a": become([2.0, 4.0], 0.0), "b": become([6.0, 8.0], 0.0)})
-        assert server._run is not None
-        assert server._run.filtering._done == {}  # nothing is left of the round
+    with filtered(tmp_path, filters=[Halved()], **options.get(how, {})) as world:
+        found = after_one_round(world, a=become([2.0, 4.0], 0.0), b=become([6.0, 8.0], 0.0))
+        assert world.server._run is not None
+        assert world.server._run.filtering._done == {}  # nothing is left of the round
     assert found["w"].tolist() == [2.0, 3.0]
 
 
@@ -217,8 +204,8 @@ def test_what_filters_leave_is_a_file_without_a_name_or_memory(tmp_path: Path, t
             nameless.add(bool(nameless_files(tmp_path / "state")))
             return values
 
-    with filter_server(tmp_path, sites=1, filters=[Looking()], **{"disk.in_files": to_disk}) as server:
-        run_round(server, tmp_path, {"a": become([2.0, 4.0], 0.0)})
+    with filtered(tmp_path, sites="a", filters=[Looking()], **{"disk.in_files": to_disk}) as world:
+        after_one_round(world, a=become([2.0, 4.0], 0.0))
     assert nameless == {to_disk}
 
 
@@ -229,8 +216,8 @@ def test_a_reducer_that_clips_knows_the_norm_behind_the_filters(tmp_path: Path) 
     The norm is that of parameters: a's buffer, which moves by 24, does not count.
     """
     options = {"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 2.5}
-    with filter_server(tmp_path, filters=[Halved()], **options) as server:
-        found = run_round(server, tmp_path, {"a": become([6.0, 8.0], 0.0, 24.0), "b": become([0.0, 4.0], 0.0)})
+    with filtered(tmp_path, filters=[Halved()], **options) as world:
+        found = after_one_round(world, a=become([6.0, 8.0], 0.0, 24.0), b=become([0.0, 4.0], 0.0))
     assert found["w"].tolist() == [0.75, 2.0]
 
 
@@ -267,13 +254,13 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
     }
     results = []
     for folder, filters in ((tmp_path / "plain", []), (tmp_path / "filtered", [Spy()])):
-        with filter_server(folder, start, codec=codec, filters=filters) as server:
-            sites = join(server, folder, "ab")
-            for number, client in enumerate(sites.values(), 1):
+        with filtered(folder, start, codec=codec, filters=filters) as world:
+            world.pull(number=1)
+            for number, site in enumerate("ab", 1):
                 moved = {name: (value + number * 0.5).to(value.dtype) for name, value in start.items()}
-                client.submit(moved, weight=float(number), metrics={"loss": 0.5})
-            results.append(finish(server, sites))
-    assert [name for name in start if not torch.equal(results[0][name], results[1][name])] == []
+                world.sites[site].submit(moved, weight=float(number), metrics={"loss": 0.5})
+            results.append(world.finish())
+    require_equal(*results)
     assert Spy.seen.count(("large", 0, CHUNK_ELEMENTS)) == 2  # once a site, and never more at a time
     assert Spy.seen.count(("large", CHUNK_ELEMENTS, 5)) == 2
     assert sorted(Spy.told) == [("a", 1, 0, 1.0, {"loss": 0.5}, -0.5), ("b", 1, 0, 2.0, {"loss": 0.5}, -1.0)]
@@ -282,15 +269,15 @@ def test_a_filter_that_changes_nothing_changes_no_bit(tmp_path: Path, codec: str
 @pytest.mark.covers("T8")
 def test_scaffolds_controls_pass_as_they_came(tmp_path: Path) -> None:
     """c is the mean of what sites hold as c_i, and a site does not know what the server does to its update."""
-    with filter_server(tmp_path, algorithm="scaffold", sites=1, rounds=2, filters=[Halved()]) as server:
-        client = join(server, tmp_path, "a")["a"]
+    with filtered(tmp_path, sites="a", algorithm="scaffold", rounds=2, filters=[Halved()]) as world:
+        world.pull(number=1)
+        client = world.sites["a"]
         controls = {"w": torch.tensor([1.0, 2.0]), "head": torch.tensor([3.0])}
         client.submit(become([2.0, 4.0]), steps=1, groups={"control": controls})
         assert client.next_round() == 2
         assert client.pull()["w"].tolist() == [1.0, 2.0]
         assert client.round.global_state("control")["w"].tolist() == [1.0, 2.0]
         assert client.round.own_state("control")["w"].tolist() == [1.0, 2.0]
-        client.close()
 
 
 @pytest.mark.covers("T8")
@@ -304,8 +291,8 @@ def test_sites_do_not_share_their_noise(tmp_path: Path) -> None:
                 moved.append(values.clone())
             return values
 
-    with filter_server(tmp_path, filters=[NormClip(1.0, noise=1.0), Noted()]) as server:
-        run_round(server, tmp_path, {"a": dict(START), "b": dict(START)})
+    with filtered(tmp_path, filters=[NormClip(1.0, noise=1.0), Noted()]) as world:
+        after_one_round(world, a=dict(START), b=dict(START))
     assert len(moved) == 2
     assert not torch.equal(*moved)
 
@@ -388,10 +375,10 @@ def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp
 
     class Undone(Filter):
         def begin(self, update: Outgoing) -> None:
-            server._require_run().store.tickets.spool(1).begin_part(0)
+            world.server._require_run().store.tickets.spool(1).begin_part(0)
 
-    with filter_server(tmp_path, sites=1, filters=[Undone()]) as server:
-        status, reply = WireSite(server.url).train(1.0).push().complete()
+    with filtered(tmp_path, sites="a", filters=[Undone()]) as world:
+        status, reply = WireSite(world.url).train(1.0).push().complete()
     assert (status, reply["message"]) == (
         409,
         "The update for ticket 1 lacks 1 of 1 part (first: part 0).",
@@ -401,13 +388,13 @@ def test_asks_again_for_a_part_that_a_late_request_undoes_while_filters_work(tmp
 @pytest.mark.covers("T8")
 def test_a_full_disk_under_filters_is_an_error_after_which_the_site_tries_again(tmp_path: Path) -> None:
     """The site is told to come back, and does."""
-    with filter_server(tmp_path, sites=1, filters=[Halved()]) as server:
-        update = WireSite(server.url).train(lambda tensors: tensors["w"].copy_(torch.tensor([2.0, 4.0]))).push()
+    with filtered(tmp_path, sites="a", filters=[Halved()]) as world:
+        update = WireSite(world.url).train(lambda tensors: tensors["w"].copy_(torch.tensor([2.0, 4.0]))).push()
         with failpoints("filters.write=enospc"):
             assert update.complete()[1]["code"] == "disk_full"
             assert update.complete()[0] == 200
-        server.wait(30)
-        assert load_file(server.save_state(tmp_path / "result.safetensors"))["w"].tolist() == [1.0, 2.0]
+        world.server.wait(30)
+        assert world.model["w"].tolist() == [1.0, 2.0]
 
 
 @pytest.mark.covers("T8", "T7", "X3")
@@ -423,23 +410,21 @@ def test_a_full_disk_under_filters_is_an_error_after_which_the_site_tries_again(
     ],
     ids=["exits", "raises", "keeps", "shape", "infinite", "name"],
 )
-def test_the_round_goes_on_without_a_site_with_a_failing_filter(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: Any, told: str
-) -> None:
+def test_the_round_goes_on_without_a_site_with_a_failing_filter(tmp_path: Path, kind: Any, told: str) -> None:
     """Nothing is left of the update, which is as large as the model, before memory is looked through for cycles."""
-    with filter_server(tmp_path, **{"rounds.min_sites": 1}, filters={"b": [kind()]}) as server:
-        good, bad = join(server, tmp_path, "ab").values()
-        good.submit(become([1.0, 2.0], 3.0))
+    with filtered(tmp_path, **{"rounds.min_sites": 1}, filters={"b": [kind()]}) as world:
+        world.pull(number=1)
+        world.sites["a"].submit(become([1.0, 2.0], 3.0))
         before = nameless_files(tmp_path / "state")  # not spools, which the closed round removes
         gc.disable()
         try:
-            bad.submit(become([9.0, 9.0], 9.0))
+            world.sites["b"].submit(become([9.0, 9.0], 9.0))
             assert nameless_files(tmp_path / "state") <= before
         finally:
             gc.enable()
-        assert re.search(f"update of b was refused: {told}", caplog.text)  # the site is told
-        bad.close()
-        found, status = finish(server, {"a": good}), server.status()
+        assert re.search(f"update of b was refused: {told}", world.text)  # the site is told
+        world.sites.pop("b").close()
+        found, status = world.finish(), world.status
     assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
     assert status.refused == 1
     assert status.history[-1].workers == ["a"]
@@ -447,13 +432,15 @@ def test_the_round_goes_on_without_a_site_with_a_failing_filter(
 
 @pytest.mark.covers("T8", "X3")
 def test_the_round_goes_on_without_a_site_with_a_failing_filter_of_its_own(tmp_path: Path) -> None:
-    with filter_server(tmp_path, **{"rounds.min_sites": 1}) as server:
-        good, bad = join(server, tmp_path, "ab", {"b": [Broken()]}).values()
-        good.submit(become([1.0, 2.0], 3.0))
+    with filtered(tmp_path, **{"rounds.min_sites": 1}) as world:
+        world.join("a")
+        world.join("b", filters=[Broken()])
+        world.pull(number=1)
+        world.sites["a"].submit(become([1.0, 2.0], 3.0))
         with pytest.raises(UsageError, match=r"Broken\(\) failed at 'head': KeyError: 'salt'") as caught:
-            bad.submit(become([9.0, 9.0], 9.0))
-        bad.close(caught.value)
-        found = finish(server, {"a": good})
+            world.sites["b"].submit(become([9.0, 9.0], 9.0))
+        world.sites.pop("b").close(caught.value)
+        found = world.finish()
     assert (found["w"].tolist(), found["head"].tolist()) == ([1.0, 2.0], [3.0])
 
 
@@ -466,32 +453,29 @@ def test_a_sites_filter_that_fails_at_the_begin_leaves_the_outbox_as_it_was(tmp_
             if update.about.round == 2:
                 raise KeyError("salt")
 
-    with filter_server(tmp_path, sites=1, rounds=2) as server:
-        site = join(server, tmp_path, "a", {"a": [Second()]})["a"]
-        site.submit(START)
-        assert site.next_round() == 2
-        site.pull()
+    with filtered(tmp_path, sites="a", rounds=2) as world:
+        world.join(filters=[Second()])
+        world.rounds(0, 1)
+        world.pull(number=2)
         with pytest.raises(UsageError, match=r"Second\(\) failed at the start of the update: KeyError: 'salt'"):
-            site.submit(START)
-        (note,) = (tmp_path / "w").glob("a/*/outbox.json")
+            world.submit("a", 0)
+        (note,) = world.workers.glob("a/*/outbox.json")
         assert json.loads(note.read_text())["round"] == 1
-        site.close()
 
 
 @pytest.mark.covers("T8", "X3")
 def test_a_filter_that_fails_at_an_accepted_update_ends_the_server_and_loses_nothing(tmp_path: Path) -> None:
     """What was received is kept as it was, and is filtered anew behind a restart: halved once, not twice."""
-    port = {"network.port": free_port()}
-    with filter_server(tmp_path, filters=[Halved()], **port) as server:
-        sites = join(server, tmp_path, "ab")
-        sites["a"].submit(become([2.0, 4.0]))
-    with filter_server(tmp_path, filters={"a": [Broken()]}, **port) as server:
-        sites["b"].submit(become([6.0, 8.0]))
+    with filtered(tmp_path, filters=[Halved()]) as world:
+        world.pull(number=1)
+        world.sites["a"].submit(become([2.0, 4.0]))
+        world.restart(filters={"a": [Broken()]})
+        world.sites["b"].submit(become([6.0, 8.0]))
         told = r"update of a for round 1 .*Broken\(\) failed at 'head'.*it continues with the same updates"
         with pytest.raises(RunFailed, match=told):
-            server.wait(60)
-    with filter_server(tmp_path, filters=[Halved()], **port) as server:  # mended
-        assert finish(server, sites)["w"].tolist() == [2.0, 3.0]
+            world.server.wait(60)
+        world.restart(filters=[Halved()])  # mended
+        assert world.finish()["w"].tolist() == [2.0, 3.0]
 
 
 @pytest.fixture
@@ -507,13 +491,13 @@ def test_a_server_ends_while_a_filter_hangs_at_what_was_accepted_before_a_restar
     tmp_path: Path, go: threading.Event
 ) -> None:
     """a's update is in the journal when the server ends; the next one's filter hangs at it when the round closes."""
-    port, begun = {"network.port": free_port()}, threading.Event()
-    with filter_server(tmp_path, **port) as server:
-        first, second = join(server, tmp_path, "ab").values()
-        first.submit(become([1.0, 1.0]))
-    with filter_server(tmp_path, filters={"a": [Hanging(go, begun.set)]}, **port) as server:
-        second.submit(become([1.0, 1.0]))
-        assert begun.wait(30)
+    begun, world = threading.Event(), filtered(tmp_path).start()
+    world.pull(number=1)
+    world.sites["a"].submit(become([1.0, 1.0]))
+    world.restart(filters={"a": [Hanging(go, begun.set)]})
+    world.sites["b"].submit(become([1.0, 1.0]))
+    assert begun.wait(30)
+    world.stop()
     assert not go.is_set()
 
 
@@ -548,12 +532,12 @@ def test_an_update_that_is_completed_twice_at_once_is_accepted_once(
             begins.append(update.about.site)
 
     begins, hangs = list[str](), threading.Event()
-    with filter_server(tmp_path, sites=1, filters=[Noted(go, hangs.set)]) as server, ThreadPoolExecutor() as threads:
-        update = WireSite(server.url).train(move(2.0)).push()
+    with filtered(tmp_path, sites="a", filters=[Noted(go, hangs.set)]) as world, ThreadPoolExecutor() as threads:
+        update = WireSite(world.url).train(move(2.0)).push()
         answers = [threads.submit(update.complete) for _ in range(2)]
         assert hangs.wait(30)
         wait_until(lambda: len(asked) == 2, "that both wait")
-        slot = server._run.store.tickets.spool(update.ticket).slot  # type: ignore[union-attr]
+        slot = world.server._run.store.tickets.spool(update.ticket).slot  # type: ignore[union-attr]
         held = slot.holds[HOLDER]
         go.set()
         (status, receipt), again = (answer.result(30) for answer in answers)
@@ -571,24 +555,24 @@ def test_the_filtered_update_of_a_superseded_process_is_not_taken_for_that_of_th
     """
     hangs = threading.Event()
     filters = {"a": [Hanging(go, hangs.set)]}
-    with filter_server(tmp_path, sites=1, filters=filters) as server, ThreadPoolExecutor() as threads:
-        before = threads.submit(WireSite(server.url, process="one").train(move(1.0)).push().complete)
+    with filtered(tmp_path, sites="a", filters=filters) as world, ThreadPoolExecutor() as threads:
+        before = threads.submit(WireSite(world.url, process="one").train(move(1.0)).push().complete)
         assert hangs.wait(30)
-        after = threads.submit(WireSite(server.url, process="two").train(move(3.0)).push().complete)
+        after = threads.submit(WireSite(world.url, process="two").train(move(3.0)).push().complete)
         wait_until(lambda: len(asked) == 2, "that the second update is there")
         go.set()
         assert before.result(30)[1]["code"] == "superseded"
         assert after.result(30)[0] == 200
         assert asked[0] == asked[1]
-        assert server.wait(30)
-        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
+        assert world.server.wait(30)
+        assert world.result["w"].tolist() == [3.0, 3.0]
 
 
 def test_a_part_that_is_replaced_while_the_filter_is_at_it_is_not_counted(tmp_path: Path, go: threading.Event) -> None:
     """Else a site could have one update filtered and another one counted."""
     hangs = threading.Event()
-    with filter_server(tmp_path, sites=1, filters={"a": [Hanging(go, hangs.set)]}) as server:
-        site = WireSite(server.url)
+    with filtered(tmp_path, sites="a", filters={"a": [Hanging(go, hangs.set)]}) as world:
+        site = WireSite(world.url)
         with ThreadPoolExecutor() as threads:
             answer = threads.submit(site.train(move(1.0)).push().complete)
             assert hangs.wait(30)
@@ -596,8 +580,8 @@ def test_a_part_that_is_replaced_while_the_filter_is_at_it_is_not_counted(tmp_pa
             go.set()
             assert answer.result(30)[1].get("code") == "conflict"
         assert other.complete()[0] == 200
-        assert server.wait(30)
-        assert load_file(server.exports / "model.safetensors")["w"].tolist() == [3.0, 3.0]
+        assert world.server.wait(30)
+        assert world.result["w"].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.covers("T8")
@@ -611,21 +595,18 @@ def test_a_site_with_a_hanging_filter_is_told_when_the_round_is_over_and_takes_p
     monkeypatch.setattr("atoll.server.coordinator.user_code.SAY_S", 0.05)
     filters = {"a": [Hanging(go, lambda: begun.append(1))], "b": [Filter()]}
     options = {"rounds.total": 2, "rounds.quorum": 1, "rounds.min_sites": 1, "rounds.deadline_s": 0.3}
-    with filter_server(tmp_path, filters=filters, **options) as server:
-        stuck, other = join(server, tmp_path, "ab").values()
+    with filtered(tmp_path, filters=filters, **options) as world:
+        world.join()
+        stuck, other = world.sites.values()
         for number in (1, 2):
+            world.pull(number=number)
             submitting = Threads(lambda: stuck.submit(become([1.0, 1.0])))
             wait_until(lambda: begun, "the filter")
             other.submit(become([1.0, 1.0]))
             submitting.join(30)
-            assert (stuck.next_round(), other.next_round()) == ((2, 2) if number == 1 else (None, None))
-            if number == 1:
-                stuck.pull()
-                other.pull()
+        assert (stuck.next_round(), other.next_round()) == (None, None)
         assert begun == [1]
-        assert [entry.workers for entry in server.status().history] == [["b"], ["b"]]
-        stuck.close()
-        other.close()
+        assert [entry.workers for entry in world.status.history] == [["b"], ["b"]]
     assert not go.is_set()
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "The server's filters for the update of a in round 1: not finished after 0.05 s. Check their code." in told

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from kit.packages import install
-from kit.servers import new_simulation, plain_server
-from kit.sites import finish, manual_sites, train_round
+from kit.servers import new_simulation
+from kit.world import World
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -88,10 +88,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("own_codec", None)
 
 
-def codec_server(folder: Path, codec: str, **options: Any) -> atoll.Server:
-    settings = {"rounds.total": 2, f"aggregation.upload_codec.{'path' if ':' in codec else 'name'}": codec}
+def encoded(folder: Path, codec: str, **options: Any) -> World:
+    """A run of two rounds of one site with this codec."""
+    settings: dict[str, Any] = {f"aggregation.upload_codec.{'path' if ':' in codec else 'name'}": codec}
     settings |= {f"aggregation.upload_codec.{key}": value for key, value in options.items()}
-    return plain_server(folder, {"w": torch.zeros(3)}, **settings)
+    return World(folder, {"w": torch.zeros(3)}, "a", rounds=2, **settings)
 
 
 @pytest.mark.covers("L16")
@@ -101,32 +102,27 @@ def test_an_own_codec_encodes_with_its_options_at_both_sides(own: str, name: str
 
     The server names the codec by its path and sends the codec's own name, which the site has registered.
     """
-    with codec_server(tmp_path, name, per=4) as server:
+    with encoded(tmp_path, name, per=4) as world:
         atoll.register("codecs", "thousandths", import_module("own_codec").Thousandths)
-        sites, found = manual_sites(server, tmp_path, "a"), []
-
-        def train(_: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            found.append(state["w"].tolist())
-            return {"w": state["w"] - (0.26, 0.12)[len(found) - 1]}
-
-        train_round(sites, 1, train)
-        train_round(sites, 2, train)
-        found.append(finish(server, sites)["w"].tolist())
-    assert found == [[0.0] * 3, [-0.25] * 3, [-0.5] * 3]  # 0.12 + 0.01 = 0.13, which rounds to ¼
+        world.rounds(-0.26, 1)
+        world.pull(number=2)
+        assert world.sites["a"].pull()["w"].tolist() == [-0.25] * 3
+        world.submit("a", -0.12)
+        assert world.finish()["w"].tolist() == [-0.5] * 3  # 0.12 + 0.01 = 0.13, which rounds to ¼
 
 
 @pytest.mark.covers("X2", "X3", "X8")
 def test_a_server_cannot_have_a_site_import_or_call_what_it_names(own: str, tmp_path: Path) -> None:
     """Not even what the site's process has imported, as this one has."""
     words = r"codec 'thousandths' is neither .* at this site.*call atoll.register\('codecs', 'thousandths', …\)"
-    with codec_server(tmp_path, own) as server:
+    with encoded(tmp_path, own) as world:
         for is_imported in (True, False):
             if not is_imported:
                 del sys.modules["own_codec"]
             with pytest.raises(ConfigError, match=words):
-                atoll.join(server.url, "a", folder=tmp_path / "w")
+                atoll.join(world.url, "a", folder=world.workers)
             assert ("own_codec" in sys.modules) == is_imported
-        assert server.status().workers == []
+        assert world.status.workers == []
     for text, options in (
         ("subprocess:Popen", {"args": f"touch {tmp_path}/ran", "shell": 1}),
         ("os:system", {"command": f"touch {tmp_path}/ran"}),
@@ -146,14 +142,12 @@ def test_a_codec_given_by_entry_point_and_by_path_is_one_codec(
 ) -> None:
     """At a server with the package installed, too. A class of another file with the same name is another codec."""
     install(monkeypatch, tmp_path, "own_codec", OWN, {"atoll.codecs": {"thousandths": own}})
-    with codec_server(tmp_path, path.format(folder=tmp_path)) as server:
-        sites = manual_sites(server, tmp_path, "a")
-        for number in (1, 2):
-            train_round(sites, number, lambda _, state: {"w": state["w"] - 0.25})
-        assert finish(server, sites)["w"].tolist() == [-0.5] * 3
+    with encoded(tmp_path, path.format(folder=tmp_path)) as world:
+        world.rounds(-0.25, 1, 2)
+        assert world.finish()["w"].tolist() == [-0.5] * 3
     (tmp_path / "other.py").write_text(OWN)
     with pytest.raises(ConfigError, match="has the name 'thousandths', which another codec has already"):
-        codec_server(tmp_path / "2", "other:Thousandths").start()
+        encoded(tmp_path / "2", "other:Thousandths").start()
     sys.modules.pop("other")
 
 
@@ -163,7 +157,7 @@ def test_a_codec_in_a_package_is_the_one_in_its_file(tmp_path: Path, monkeypatch
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "coarse.py").write_text(OWN)
     install(monkeypatch, tmp_path, "installed", "", {"atoll.codecs": {"thousandths": "inner.coarse:Thousandths"}})
-    codec_server(tmp_path, "inner/coarse.py:Thousandths").start().stop()
+    encoded(tmp_path, "inner/coarse.py:Thousandths").start().stop()
     assert sys.modules.pop("coarse") is not sys.modules.pop("inner.coarse")
     del sys.modules["inner"]
 
@@ -203,24 +197,20 @@ def test_an_object_that_is_no_codec_is_refused_at_the_start(
     own: str, tmp_path: Path, name: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        codec_server(tmp_path, name, **options).start()
+        encoded(tmp_path, name, **options).start()
 
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_site_says_that_its_folder_was_removed(tmp_path: Path, codec: str) -> None:
-    with codec_server(tmp_path, codec) as server:
-        site = manual_sites(server, tmp_path, "a")["a"]
-        site.next_round()
-        model = site.pull()
-        shutil.rmtree(tmp_path / "w")
+    with encoded(tmp_path, codec) as world:
+        world.pull()
+        shutil.rmtree(world.workers)
         with pytest.raises(StoreError, match=r"cannot be written.*folder was removed, start that worker again"):
-            site.submit({"w": model["w"] - 1})
-        site.close()
-        again = manual_sites(server, tmp_path, "a")
-        for number in (1, 2):
-            train_round(again, number, lambda _, state: {"w": state["w"] - 1})
-        assert finish(server, again)["w"].tolist() == [-2.0] * 3
+            world.submit("a", -1.0)
+        world.sites.pop("a").close()
+        world.rounds(-1.0, 1, 2)
+        assert world.finish()["w"].tolist() == [-2.0] * 3
 
 
 class Forged:
@@ -268,36 +258,31 @@ FORGED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 @pytest.mark.covers("L16", "X3")
 @pytest.mark.parametrize("forged", FORGED)
-def test_bytes_that_no_codec_has_written_are_refused_or_finite(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, forged: str
-) -> None:
+def test_bytes_that_no_codec_has_written_are_refused_or_finite(tmp_path: Path, forged: str) -> None:
     """The server refuses them with the tensor's name, or has finite values of them."""
     codec, (change, refused) = forged.partition("-")[0], FORGED[forged]
-    with plain_server(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, rounds=2, codec=codec) as server:
-        site = manual_sites(server, tmp_path, "a")["a"]
-        codecs, honest = site._place.exchange.local.layouts.codecs, build_codecs(OwnName(codec), {})[codec]
-        moved = {"w": torch.linspace(1, 2, 300), "v": torch.ones(5)}
+    with World(tmp_path, {"w": torch.zeros(300), "v": torch.zeros(5)}, "a", rounds=2, codec=codec) as world:
+        codecs = world.sites["a"]._place.exchange.local.layouts.codecs
+        honest, moved = build_codecs(OwnName(codec), {})[codec], {"w": torch.linspace(1, 2, 300), "v": torch.ones(5)}
         rounds = [Forged(honest, change), honest] + [honest] * bool(refused)  # a refused update is a round that was not
         for used in rounds:
             codecs[codec] = used
-            assert site.next_round() is not None
-            site.submit({name: tensor - moved[name] for name, tensor in site.pull().items()})
-            assert server.status().refused == bool(refused)
-        found = finish(server, {"a": site})
-    assert (refused in caplog.text) if refused else ("refused" not in caplog.text)
+            world.pull()
+            world.submit("a", lambda _, number, state: {name: value - moved[name] for name, value in state.items()})
+            assert world.status.refused == bool(refused)
+        found = world.finish()
+    assert (refused in world.text) if refused else ("refused" not in world.text)
     assert all(bool(tensor.isfinite().all()) for tensor in found.values())
 
 
 @pytest.mark.covers("X4")
-def test_the_server_says_under_which_name_sites_register_its_codec(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_server_says_under_which_name_sites_register_its_codec(tmp_path: Path) -> None:
     """A codec by its path; one that is built in needs no line."""
-    caplog.set_level("INFO", "atoll.server")
     (tmp_path / "mine.py").write_text(OWN)
-    for name, key in (("bf16", "name"), (f"{tmp_path / 'mine.py'}:Thousandths", "path")):
-        with plain_server(tmp_path / key, {"w": torch.ones(4)}, **{f"aggregation.upload_codec.{key}": name}):
-            pass
-    (line,) = [line for line in caplog.messages if "register" in line]
+    with encoded(tmp_path / "1", "bf16") as world:
+        assert "register" not in world.text
+    with encoded(tmp_path / "2", f"{tmp_path / 'mine.py'}:Thousandths") as world:
+        pass
+    (line,) = [line for line in world.log if "register" in line]
     assert f"{tmp_path / 'mine.py'}:Thousandths by the name 'thousandths'" in line
     assert "atoll.register('codecs', 'thousandths', …)" in line
