@@ -18,8 +18,9 @@ from kit import (
     serve,
     tensors_digest,
 )
-from kit.models import wide_model
+from kit.models import build_model, wide_model
 from kit.wire import WireSite
+from kit.world import World
 
 import atoll
 
@@ -51,6 +52,15 @@ def test_threads_and_forked_processes_leave_the_same_bits(tmp_path: Path, nurser
         assert [process.wait(60) for process in processes] == [0, 0]
         assert remote.process.wait() == 0
     assert tensors_digest(exported(threads)) == tensors_digest(exported(forked))
+
+
+def test_a_world_runs_to_its_end_and_is_looked_at(tmp_path: Path) -> None:
+    world = World(tmp_path, build_model(), "ab", rounds=2)
+    sites = world.run()
+    assert world.counted == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert sites.trained == dict.fromkeys(world.counted, 1)
+    assert world.result.keys() == build_model().state_dict().keys()
+    assert "the run is finished at version 2" in world.text
 
 
 def test_diloco_sites_end_with_the_models_of_the_run(tmp_path: Path) -> None:

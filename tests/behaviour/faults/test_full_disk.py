@@ -415,7 +415,7 @@ def memory_bytes(pid: int) -> int:
 def test_a_server_without_memory_has_lost_nothing_at_its_next_start(
     tmp_path: Path, nursery: Nursery, undisturbed: Result, spare_bytes: int
 ) -> None:
-    """Its address space is limited while both sites train in round 2. It may stand still; then SIGKILL ends it."""
+    """Its address space is limited while both sites train in round 2. It ends, stands still or has just enough."""
     gate = Gate(2)
     with ServerProcess(nursery, tmp_path) as server:
         sites = Sites(server.url, tmp_path, during=gate)
@@ -424,7 +424,7 @@ def test_a_server_without_memory_has_lost_nothing_at_its_next_start(
         resource.prlimit(pid, resource.RLIMIT_AS, (memory_bytes(pid) + spare_bytes, resource.RLIM_INFINITY))
         gate.open()
         with contextlib.suppress(TimeoutError):
-            assert server.process.wait(3) != 0
+            server.process.wait(3)  # whatever it does now is ended by SIGKILL
     with ServerProcess(nursery, tmp_path, port=server.port) as again:
         sites.join()
         assert again.process.wait(60) == 0  # it has exported the model

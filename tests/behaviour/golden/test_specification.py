@@ -16,8 +16,8 @@ import torch
 from drawn_runs import Drawn, by_specification, drawn_runs, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kit import copy_folder, exported, serve
-from kit.sites import finish, manual_sites
+from kit import copy_folder
+from kit.world import World
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
@@ -95,27 +95,22 @@ def test_a_run_that_goes_back_has_the_specified_values(tmp_path: Path) -> None:
         site.restart(earlier.b, went_back=True)
     spec.federated(earlier, sites, 3)
 
-    def rounds(first: int, last: int, number: int) -> int:
-        """Let both sites take these rounds at a server of their own; `number` local steps were taken before."""
-        with serve(tmp_path, start, codec="int4", rounds=4) as served:
-            workers = manual_sites(served, tmp_path)
-            for expected in range(first, last + 1):
-                assert [site.next_round() for site in workers.values()] == [expected, expected]
-                for name, site in workers.items():
-                    w = site.pull()
-                    step_of(name)(number, w, None)
-                    site.submit(w)
-                number += 1
-            if last == 4:
-                finish(served, workers)
-            for site in workers.values():
-                site.close()
-        return number
+    taken = dict.fromkeys("ab", 0)
 
-    number = rounds(1, 1, 0)
+    def train(site: str, number: int, w: spec.Tensors) -> spec.Tensors:
+        step_of(site)(taken[site], w, None)
+        taken[site] += 1
+        return w
+
+    sgd = {"name": "sgd", "lr": 0.7, "momentum": 0.9}
+    world = World(tmp_path, start, codec="int4", rounds=4, **{"algorithm.outer_optimizer": sgd})
+    with world:
+        world.rounds(train, 1)
     copy_folder(tmp_path / "state", tmp_path / "copy")
-    number = rounds(2, 3, number)
+    with world:
+        world.rounds(train, 2, 3)
     shutil.rmtree(tmp_path / "state")
     (tmp_path / "copy").rename(tmp_path / "state")
-    rounds(2, 4, number)
-    assert torch.equal(exported(tmp_path)["w"], earlier.result()["w"])
+    with world:
+        world.rounds(train, 2, 3, 4)
+        assert torch.equal(world.finish()["w"], earlier.result()["w"])
