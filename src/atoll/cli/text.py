@@ -9,7 +9,6 @@ import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,8 +32,6 @@ MOST_LINES = 1000
 """Largest number of log lines that wait for standard output; further lines are dropped."""
 UNREAD_S = 2.0
 """Seconds that a command waits for standard output to take its last lines, or for standard error to take a line."""
-LOOK_S = 0.01
-"""Seconds between two looks at the lines that standard output has not taken yet."""
 
 
 NAME_BYTES = 255
@@ -266,10 +263,9 @@ def log_lines_in_background() -> Iterator[None]:
     try:
         yield
     finally:
-        end_s = time.monotonic() + UNREAD_S
-        while waiting.unfinished_tasks and time.monotonic() < end_s:
-            time.sleep(LOOK_S)
-        if not waiting.unfinished_tasks:  # else `stop` would wait forever
+        with waiting.all_tasks_done:
+            is_read = waiting.all_tasks_done.wait_for(lambda: not waiting.unfinished_tasks, UNREAD_S)
+        if is_read:  # else `stop` would wait forever
             listener.stop()
             logger.handlers[:] = [lines]
         else:  # the listener is in a write; at its exit Python would wait for it, to flush the handler and the output
