@@ -490,7 +490,7 @@ def asynchronous(
     """Run without a barrier: FedBuff (2106.06639), asynchronous DiLoCo (2401.09135).
 
     Args:
-        order: the sites whose updates each outer step applies. These sites then train from the new version.
+        order: for each outer step, the sites of the updates that it applies. They then train from the new version.
         staleness_weight: s, the outer steps since the version that an update was trained from → factor of its weight.
     """
     began = dict.fromkeys(sites, 0)  # site → the version that it trains from

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
 from atoll.protocol.status_messages import Status
 from atoll.testing.run import free_port, wait_until
+from kit.digests import exported
 from kit.manual_site import ManualSite
 from kit.results import Result, saved_model
 from kit.servers import PLAIN, long, new_server
@@ -189,7 +189,7 @@ class World:
     @property
     def result(self) -> State:
         """The model that the run has exported at its end."""
-        return load_file(self.folder / "state" / "exports" / "model.safetensors")
+        return exported(self.folder)
 
     @property
     def left(self) -> Result:

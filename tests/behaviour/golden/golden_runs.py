@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -62,6 +63,18 @@ def norms_of(folder: Path) -> list[list[float]]:
         folder, "SELECT version, fragment, norm FROM tickets WHERE state = 'counted' ORDER BY 1, 2, site"
     )
     return [[norm for *_, norm in tickets] for _, tickets in groupby(rows, lambda row: row[:2])]
+
+
+def replaced_by(recorded: list[list[float]]) -> Callable[[list[float]], list[float]]:
+    """A function that gives the recorded norms of the next version for the specification's own, which must be near."""
+    of_versions = iter(recorded)
+
+    def norms(own: list[float]) -> list[float]:
+        theirs = next(of_versions)
+        assert all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(theirs, own, strict=True))
+        return theirs
+
+    return norms
 
 
 def in_words(digests: dict[str, str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import math
 import shutil
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import pytest
 import specification as spec
 import torch
 from drawn_runs import Drawn, by_specification, drawn_runs, run
+from golden_runs import replaced_by
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit import copy_folder
@@ -44,14 +44,7 @@ def compare(drawn: Drawn) -> None:
     """Run it, and compare each tensor of the exported model with the specification's."""
     with tempfile.TemporaryDirectory() as folder:
         found, norms = run(drawn, Path(folder))
-    of_rounds = iter(norms)
-
-    def recorded(own: list[float]) -> list[float]:
-        theirs = next(of_rounds)
-        assert all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(theirs, own, strict=True))
-        return theirs
-
-    expected = by_specification(drawn, recorded)
+    expected = by_specification(drawn, replaced_by(norms))
     assert found.keys() == expected.keys()
     assert not [name for name in found if not torch.equal(found[name], expected[name])]
 

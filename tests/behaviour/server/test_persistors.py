@@ -50,7 +50,7 @@ def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shelved(folder: Path, model: Any = None, **options: Any) -> World:
-    """A run of two rounds of one site whose persistor is `Shelf`."""
+    """A run of two rounds of one site with the persistor `Shelf`."""
     settings = {"rounds": 2, "disk.export_every": 1, "model.persistor.path": f"{__name__}:Shelf"}
     return World(folder, model, "a", **settings | options)
 

@@ -246,7 +246,7 @@ def write(folder: Path, text: str) -> None:
 
 
 def aggregated(folder: Path, name: str, sites: Any = SITES, **options: Any) -> World:
-    """A run of one round whose aggregator has this name in mine.py."""
+    """A run of one round with the aggregator of this name in mine.py."""
     settings = {"rounds": 1, "run.threads": 1, "aggregation.aggregator.path": f"{folder / 'mine.py'}:{name}"}
     return World(folder, options.pop("start", START), sites, **settings | options)
 
