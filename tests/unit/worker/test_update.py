@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from specification import Rules, Site, yogi
 from torch import Tensor
 
 from atoll.codecs import Bf16Codec, Codec, NoneCodec, build_codecs, encoded_layout
@@ -257,6 +258,22 @@ def test_rebase_rounds_once_to_a_narrow_dtype(tmp_path: Path) -> None:
     local = {"w": torch.tensor([258.0]).bfloat16()}
     rebase_(local, base, head)
     assert local["w"].item() == 258.0
+
+
+@pytest.mark.covers("L25")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_rebase_is_the_specified_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    start, head, local = (
+        {"w": torch.randn(300, generator=generator).to(dtype), "n": torch.tensor(number)} for number in (4, 6, 5)
+    )
+    rules = Rules(yogi(), buffers={"n": "max"})
+    site = Site(rules, "a", {name: value.clone() for name, value in local.items()}, lambda *_: None)
+    site.b = dict(start)
+    site.rebase(head)
+    rebase_(local, base_with(tmp_path, start), base_with(tmp_path, head, 1, "base-next"))
+    assert torch.equal(local["w"], site.w["w"])
+    assert torch.equal(local["n"], site.w["n"])
 
 
 @pytest.mark.covers("L25")
