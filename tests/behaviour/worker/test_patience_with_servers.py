@@ -281,6 +281,7 @@ def test_an_answer_that_ends_a_site_counts_whichever_request_gets_it(
             wait_until(lambda: worker._session.closing_wait(0.0), "its answer")
         with pytest.raises(error, match="It is over"):
             train_once(worker)
+        worker._session._beat.join(30)  # the last heartbeat may be under way
         asked = len(lying.peer.requests)
         with pytest.raises(error, match="It is over"):
             train_once(worker)

@@ -397,6 +397,7 @@ class Session:
         if isinstance(error, FATAL):
             self._fatal = error
             self._closing.set()
+            self._news.set()
             print_interrupt_in_a_line()  # a loop over rounds or tasks is a generator: no public function raises for it
 
     def require_sound(self) -> None:
