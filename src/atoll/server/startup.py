@@ -415,7 +415,9 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
             draft.abandon()
             raise
         written = VersionDigests(digest=fragment.version.blob_id(digests), part_digests=tuple(digests))
-        store.versions.commit(draft, written, summary_json="")
+        store.versions.finish(draft, written, summary_json="")
+        with store.journal.transaction():
+            store.versions.commit(draft)
 
 
 @contextmanager

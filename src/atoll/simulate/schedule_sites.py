@@ -284,7 +284,7 @@ class SiteScheduler:
         with self._one_transaction():
             for member in leases.alive(self._run.state.members):
                 if member.site not in sites:
-                    self._run.apply(events.WorkerLeft(member.site, member.lease, ""))
+                    self._run.ledger.record(events.WorkerLeft(member.site, member.lease, ""))
         for first in range(0, len(self._sites), JOIN_AT_ONCE):
             with self._one_transaction():
                 for number, site in enumerate(self._sites[first : first + JOIN_AT_ONCE], first):
@@ -335,7 +335,7 @@ class SiteScheduler:
                 store = self._run.store
                 told = state_in(self._folder / site, counted_of(site, store), store.versions.head().version)
                 self._run.begin_anew_if_needed(lease, told)
-            for effect in self._run.apply(events.TicketRequested(site, lease.number, 0)):
+            for effect in self._run.ledger.record(events.TicketRequested(site, lease.number, 0)):
                 if isinstance(effect, events.TicketIssued):
                     self._jobs[site] = job = self._job(effect)
                     self._run.store.journal.after_commit(partial(self._engine.put, job))

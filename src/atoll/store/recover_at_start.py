@@ -195,7 +195,7 @@ class Recovery:
                 for part in bad:
                     self._tickets.drop_part(ticket.ticket, part)
                 if slot is None:
-                    self._tickets.change("UPDATE tickets SET slot = NULL WHERE ticket = ?", [ticket.ticket])
+                    self._tickets.change("slot = NULL", [ticket.ticket])
                 if not bad:
                     return []
                 return [f"Parts {bad} of ticket {ticket.ticket} of {ticket.site} were damaged; they are sent again."]

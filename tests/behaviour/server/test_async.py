@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 from harness.processes import wait_until
 from harness.proxy import Fault, Proxy
-from kit import joined, post, serve
 from kit.manual_site import ManualSite
 from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import diloco, together
@@ -27,8 +25,6 @@ from torch import Tensor, nn
 from atoll.errors import ConfigError, Gone
 from atoll.filters import NormClip
 from atoll.registry import OwnName
-from atoll.store.journal_tables import VersionRow
-from atoll.store.versions import Versions
 
 
 def halved(s: int) -> float:
@@ -440,34 +436,6 @@ def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durab
     world.pull("a")
     world.submit("a", -G[0])
     world.wait_until_durable(1)
-
-
-@pytest.mark.covers("L3")
-def test_a_ticket_names_a_version_by_its_own_digest_though_the_head_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head moves on right after the server has looked at it, each time."""
-    head, asked = Versions.head, threading.Event()
-
-    def moving(versions: Versions, fragment: int = 0) -> VersionRow:
-        row = head(versions, fragment)
-        if not asked.is_set() and threading.current_thread().name == "atoll-server":
-            looks.append(row)
-            return replace(row, version=row.version + len(looks) - 1, digest=f"{len(looks):064x}")
-        return row
-
-    looks: list[VersionRow] = []
-    with serve(tmp_path, algorithm="diloco", sites=1, **{"async.enabled": True}) as server:
-        lease = joined(server.url, "a")
-        monkeypatch.setattr(Versions, "head", moving)
-        status, reply = post(server.url, "/v1/tickets", {"fragment": 0}, lease)
-        asked.set()
-        assert status == 200, reply
-    ticket = reply["ticket"]
-    assert ticket["base_version"] == looks[0].version
-    versions = {row.version + look: f"{look + 1:064x}" for look, row in enumerate(looks)}
-    assert ticket["base_digest"] == versions[ticket["base_version"]]
-    assert reply["head_digest"] == versions[reply["head_version"]]
 
 
 SIZE = 200

@@ -15,7 +15,7 @@ from store_world import audited, begin, kill_during, new_run, reopen, run_round,
 
 from atoll.errors import DiskFull, StateCorrupt, StateLocked, StoreError, SyncFailed
 from atoll.rounds import events
-from atoll.server.coordinator.ledger import record_in
+from atoll.server.coordinator.ledger import nothing, record_in
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal import Journal
 from atoll.store.journal_tables import SCHEMA_VERSION
@@ -301,7 +301,7 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
         events.ExpectedChanged(0, 0, ("a",)),
         events.LeaseGranted("b", 3),
     ]
-    record_in(store, {"b": Presence("b")}, decided)
+    record_in(store, {"b": Presence("b")}, nothing, decided)
     store, _ = reopen(store)
     round_ = store.run_log.round(0, 0)
     assert round_ is not None

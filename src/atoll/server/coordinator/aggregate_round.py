@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, make_version
 from atoll.aggregation.plan import Plan
@@ -24,6 +25,7 @@ from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_aggregator_process import Aggregator
 from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store
+from atoll.store.versions import VersionDraft
 
 
 def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> FrozenRound:
@@ -71,7 +73,20 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> 
     )
 
 
-Committed = tuple[VersionRow, status_messages.RoundSummary]
+class MadeVersion(NamedTuple):
+    """The next version of a closed round, written and ready to be committed.
+
+    Attributes:
+        draft: its files.
+        row: its row.
+        summary: summary of the round.
+        tickets: tickets of the updates from which it was made.
+    """
+
+    draft: VersionDraft
+    row: VersionRow
+    summary: status_messages.RoundSummary
+    tickets: Sequence[int]
 
 
 class LocalRounds:
@@ -102,17 +117,14 @@ class LocalRounds:
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
-    async def aggregate(self, closed: RoundClosed, number: int) -> Committed:
-        """Aggregate the updates of a closed round, step the outer optimizer, and commit the next version.
+    async def aggregate(self, closed: RoundClosed, number: int) -> MadeVersion:
+        """Aggregate the updates of a closed round, step the outer optimizer, and write the next version.
 
         The work runs in a pool thread. If filtered updates were lost in a restart, they are filtered again first.
 
         Args:
             closed: the closed round.
             number: number of the round.
-
-        Returns:
-            The journal's row of the new version, and the summary of the round.
 
         Raises:
             RunFailed: the user's aggregator failed, or the result is not finite; the round stays closed.
@@ -126,7 +138,7 @@ class LocalRounds:
         await self._filtering.prepare_accepted(rows, number)
         return await asyncio.get_running_loop().run_in_executor(self._io, self._aggregate, frozen, rows)
 
-    def _aggregate(self, frozen: FrozenRound, rows: Sequence[TicketRow]) -> Committed:
+    def _aggregate(self, frozen: FrozenRound, rows: Sequence[TicketRow]) -> MadeVersion:
         store, aggregator, begin_s = self._store, self._aggregator, time.monotonic()
         fragment, base_version, number = frozen.fragment, frozen.base_version, frozen.number
         with store.versions.pin(fragment, base_version) as base:
@@ -147,9 +159,7 @@ class LocalRounds:
                     self._cancelled,
                 )
                 summary = summary_of(frozen, time.monotonic() - begin_s, result.grad_norm)
-                row = store.versions.commit(
-                    draft, result, summary_json=summary.model_dump_json(), tickets=frozen.tickets
-                )
+                row = store.versions.finish(draft, result, summary_json=summary.model_dump_json())
             except BaseException as error:
                 draft.abandon()
                 if isinstance(error, BaseDamaged):
@@ -162,7 +172,7 @@ class LocalRounds:
                 if isinstance(error, OSError):
                     raise file_error(error, store.slots.folder / f"version {frozen.version}") from error
                 raise
-        return row, summary
+        return MadeVersion(draft, row, summary, frozen.tickets)
 
     def cancel(self) -> None:
         """Cancel the running aggregation, if there is one."""

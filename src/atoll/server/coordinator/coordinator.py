@@ -1,8 +1,7 @@
 """The coordinator of a run: the operations of the server's API, on one event loop and without HTTP.
 
-Only the `Ledger` changes the run's state, when the coordinator passes an event to it. An accepted update or a new
-version is in the journal (the server's database) before its event is passed. Work on tensors and files, and user code,
-run in threads.
+Only the `Ledger` changes the run's state, when an event is recorded in it, with the rows of the event, such as a new
+version. Work on tensors and files, and user code, run in threads.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
-from atoll.server.coordinator.aggregate_round import LocalRounds
+from atoll.server.coordinator.aggregate_round import LocalRounds, MadeVersion
 from atoll.server.coordinator.background_writes import (
     BackgroundWriter,
     measured_of,
@@ -81,9 +80,6 @@ from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Layout
 
 LOG = logging.getLogger("atoll.server")
-
-COMMIT_S = 1.0
-"""Seconds that a ticket request waits for a running commit, even if the request's `wait_s` is shorter."""
 
 
 class Workflows(Protocol):
@@ -152,7 +148,7 @@ class Coordinator:
         self.background, self.user_threads = BackgroundWriter(plan, store, self.io, persistor), UserThreads()
         self.filtering = Filtering(filters, plan, store, self.user_threads)
         local = LocalRounds(plan, store, self.filtering, self.io)
-        self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, self.fail, local.offer)
+        self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, local.offer)
         self.swarm = (
             SwarmRounds(plan, store, self.ledger, self.admission, self.wake, self.fail) if plan.is_swarm else None
         )
@@ -210,7 +206,7 @@ class Coordinator:
             self._saving_best = self.spawn(self.background.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
             if self.swarm is not None:  # the aggregating worker reports again what it has collected
-                self.apply(events.AggregatorLost(fragment, "the server was restarted"))
+                self.ledger.record(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
                 self.spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
@@ -321,10 +317,6 @@ class Coordinator:
         """The run's state: its rounds, leases and tickets."""
         return self.ledger.state
 
-    def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event to the run's state, and return its effects, such as an issued ticket. See `Ledger.apply`."""
-        return self.ledger.apply(event)
-
     def _act(self, effect: events.Effect) -> None:
         """Carry out an effect of an event: for example, aggregate a closed round.
 
@@ -434,7 +426,7 @@ class Coordinator:
         previous = self.roster.get(message.site)
         self.roster[message.site], secret = Presence.joining(message, previous)
         try:
-            self.apply(events.WorkerJoined(message.site))
+            self.ledger.record(events.WorkerJoined(message.site))
         except BaseException:  # the previous process keeps its lease
             if previous is None:
                 del self.roster[message.site]
@@ -453,7 +445,7 @@ class Coordinator:
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
         """End a site's lease, so that no round waits for the site. If training failed, the message has the error."""
-        self.apply(events.WorkerLeft(lease.site, lease.number, message.error or ""))
+        self.ledger.record(events.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
         """Record the progress that a worker reports, and whether it will submit no more updates.
@@ -464,7 +456,7 @@ class Coordinator:
         if presence is not None:
             presence.note(message)
         if message.ends and lease.site not in self.state.ending:
-            self.apply(events.WorkerEnds(lease.site, lease.number))
+            self.ledger.record(events.WorkerEnds(lease.site, lease.number))
         return messages.HeartbeatReply(
             durable_versions=[self.store.versions.durable(index) for index in range(len(self.state.rounds))],
             finished=self.state.finished,
@@ -483,7 +475,7 @@ class Coordinator:
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
             reason = f"lease {lease.number} of {lease.site!r} is unknown to this server"
             self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
-        for effect in self.apply(events.WorkerSeen(lease.site, lease.number)):
+        for effect in self.ledger.record(events.WorkerSeen(lease.site, lease.number)):
             if isinstance(effect, events.LeaseRefused):
                 self._refuse_lease(lease, effect)
         if presence is not None:
@@ -554,25 +546,20 @@ class Coordinator:
                 await self.changed(min(1.0, until_s - time.monotonic()))
                 continue
             self.begin_anew_if_needed(lease, message)
-            effects = self.apply(events.TicketRequested(lease.site, lease.number, message.fragment))
+            effects = self.ledger.record(events.TicketRequested(lease.site, lease.number, message.fragment))
             for effect in effects:
                 match effect:
                     case events.LeaseRefused():
                         self._refuse_lease(lease, effect)
                     case events.TicketIssued(_, ticket, fragment, base_version, _):
-                        # read once: in an asynchronous run another thread may commit a new head at any time
-                        if (head := self.store.versions.head(fragment)).version == base_version:
-                            return self._reply(
-                                "ticket",
-                                head,
-                                None if previous is None or previous.ticket == ticket else previous,
-                                ticket=self.ticket_message(lease.site, ticket, fragment, head.version, head.digest),
-                                counted=counted_of(lease.site, self.store)
-                                if self.plan.algorithm.state_groups
-                                else None,
-                            )
-                        # the journal has a newer head, and the ledger is about to get the event about it
-                        until_s = max(until_s, time.monotonic() + COMMIT_S)
+                        head = self.store.versions.head(fragment)
+                        return self._reply(
+                            "ticket",
+                            head,
+                            None if previous is None or previous.ticket == ticket else previous,
+                            ticket=self.ticket_message(lease.site, ticket, fragment, base_version, head.digest),
+                            counted=counted_of(lease.site, self.store) if self.plan.algorithm.state_groups else None,
+                        )
                     case events.TicketWithheld(_, fragment, reason):
                         # answer at once if the run is finished, or the site submits no more and there is a newer head
                         moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
@@ -612,7 +599,7 @@ class Coordinator:
         algorithm = self.plan.algorithm
         if algorithm.state_groups and (why := why_anew(message, lease.site, self.store, algorithm.name)):
             self.require_lease(lease)
-            self.apply(events.StateLost(why))
+            self.ledger.record(events.StateLost(why))
 
     def ticket_message(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
         """Return an issued ticket as a message for its site. For the status, record the ticket's base version."""
@@ -781,11 +768,7 @@ class Coordinator:
         """
         row = self._ticket_of(lease, ticket)
         if row.is_in:
-            return _receipt(
-                self.store.tickets.accept(
-                    ticket, message.digest, message.weight, message.steps, dict(message.metrics), row.norm
-                )
-            )
+            return _receipt_again(row, message.digest)
         self.require_open(lease, ticket)
         if message.generation != self.store.run_log.generation.number:
             raise TicketClosed(
@@ -820,7 +803,8 @@ class Coordinator:
                 raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Submit the update again.")
             if reason:
                 self.admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
-        return _receipt(self.admission.accept(lease.site, ticket, message, norm))
+        self.admission.accept(lease.site, ticket, message, norm)
+        return messages.Receipt(digest=digest)
 
     async def sit_out(self, lease: Lease, ticket: int, message: messages.SitOut) -> None:
         """Record that a site sits out the round of its ticket, so that the round does not wait for it.
@@ -855,7 +839,7 @@ class Coordinator:
             if row.state == "refused":
                 raise why_closed(row)
             if row.is_in:
-                return _receipt(row)
+                return _receipt_again(row, message.digest)
             self.require_open(lease, row.ticket)
             unpulled = row.ticket not in swarm.view.offers
             if unpulled or time.monotonic() >= until_s:
@@ -893,21 +877,38 @@ class Coordinator:
         await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[closed.fragment].number
         try:
-            committed = await until_passed(
-                lambda: self._rounds.aggregate(closed, number),
+            made = await until_passed(
+                lambda: self._make_version(closed, number),
                 f"the version of round {number} cannot be written",
                 functools.partial(operator.setitem, self.trouble, closed.fragment),
             )
         except Exception as error:
             self.fail_by(error, f"Round {number}", "Restart the server to repeat this step.")
             return
-        if committed is not None:
-            self._follow_commit(*committed)
+        if made is not None:
+            self._follow_commit(made.row, made.summary)
 
-    def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
-        """After a version was committed, update counters and the run's state, and start the background writes."""
-        fragment, tracking = row.fragment, self.ledger.rules.tracking
-        self.trouble.pop(fragment, None)
+    async def _make_version(self, closed: events.RoundClosed, number: int) -> MadeVersion | None:
+        """Make and commit the version of a closed round; return None if the round is open again."""
+        made = await self._rounds.aggregate(closed, number)
+        if made is None:
+            return None
+        metric = self.ledger.rules.tracking.metric
+        value = value_of(made.summary, metric) if metric else None
+        try:
+            self.ledger.record(
+                events.VersionCommitted(closed.fragment, made.draft.version, value),
+                lambda: self.store.versions.commit(made.draft, made.tickets),
+                lambda: self._note_version(made.summary),
+            )
+        finally:
+            made.draft.abandon()  # without effect after the commit
+        return made
+
+    def _note_version(self, summary: status_messages.RoundSummary) -> None:
+        """Count a version that was just committed, before the next round opens."""
+        tracking = self.ledger.rules.tracking
+        self.trouble.pop(summary.fragment, None)
         self.filtering.sweep()
         self.filtering.filters.warn_of_strangers(self.roster)
         for site in summary.workers:
@@ -915,12 +916,13 @@ class Coordinator:
                 self.roster[site].rounds += 1
         self.stale.note_round(summary)
         self.attendance.closed(summary)
-        value = value_of(summary, tracking.metric) if tracking.metric else None
-        if tracking.metric and value is None and not self._said_missing:
+        if tracking.metric and value_of(summary, tracking.metric) is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
         self.time_left.committed(time.monotonic())
-        self.apply(events.VersionCommitted(fragment, row.version, value))
+
+    def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
+        """After a version was committed, log its summary, and start the background writes."""
         left = f"; {told}" if (told := time_left(self.time_left.of(self.state, time.monotonic()))) else ""
         LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
@@ -951,7 +953,7 @@ class Coordinator:
             await asyncio.sleep(pause_s)
             self.objects.sweep()
             with contextlib.suppress(DiskFull):
-                self.apply(events.TimePassed())
+                self.ledger.record(events.TimePassed())
                 if self.swarm is not None:
                     self.swarm.reassign()
                 if self.no_space:  # check here, because it may take long until a site tries again
@@ -1003,9 +1005,19 @@ def _takes_over_shapes() -> Busy:
     return busy
 
 
-def _receipt(row: TicketRow) -> messages.Receipt:
-    assert row.digest is not None
-    return messages.Receipt(digest=row.digest)
+def _receipt_again(row: TicketRow, digest: str) -> messages.Receipt:
+    """Return the receipt of an accepted update to a request that is repeated.
+
+    Raises:
+        Conflict: the request is for an update with another digest.
+    """
+    if row.digest != digest:
+        raise Conflict(
+            f"Ticket {row.ticket} of {row.site} already has the update with digest {str(row.digest)[:12]}, so an "
+            f"update with digest {digest[:12]} is not accepted.",
+            "Ask for the next ticket: each ticket is for one update.",
+        )
+    return messages.Receipt(digest=digest)
 
 
 def _digest(layout: Layout, parts: Mapping[int, PartRow]) -> str:

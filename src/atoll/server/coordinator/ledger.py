@@ -1,18 +1,17 @@
 """The ledger: the only place where a run's state changes.
 
-For each event, the round machine (pure functions in `atoll.rounds`) returns effects. Some effects are decisions. The
-ledger writes the decisions to the journal in one transaction, and then carries out all effects. All calls run on one
-event loop.
+For each event, the round machine (pure functions in `atoll.rounds`) returns effects. Some effects are decisions. One
+transaction writes the row of the event itself and the decisions to the journal; after the commit, the ledger carries
+out all effects. If the transaction fails, nothing has changed. All calls run on one event loop.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, MutableMapping, Sequence
 
-from atoll.errors import DiskFull, StoreError, transient_reason
+from atoll.errors import StoreError, transient_reason
 from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events, machine
 from atoll.rounds.early_stopping import MetricProgress
@@ -22,18 +21,18 @@ from atoll.rounds.transitions import IssuedTicket
 from atoll.server.coordinator.roster import Presence
 from atoll.store.store import Store
 
-LOG = logging.getLogger("atoll.server")
 
-FACTS = (events.UpdateAccepted, events.RefusalRecorded, events.SatOut, events.VersionCommitted)
-"""Events about rows that are already in the journal. If the disk is full, the ledger applies such an event later."""
+def nothing() -> None:
+    """Do nothing: the default of a callback."""
 
 
 class Ledger:
-    """The state of one run. Events change it, through `apply`. An event has effects; some effects are decisions.
+    """The state of one run. Events change it, through `record`. An event has effects; some effects are decisions.
 
     Args:
         rules: rules of the run's rounds.
-        record: function that writes decisions into the journal (the server's database), all of them or none.
+        write: function that calls the writer of an event's own row, and writes decisions into the journal (the server's
+            database): all or nothing.
         act: function that carries out one effect. It is called after the decisions are in the journal.
         clock: function that returns the time in seconds, as `time.monotonic` does.
         on_failure: callback with an error of the store after which the run cannot go on.
@@ -47,66 +46,63 @@ class Ledger:
     def __init__(
         self,
         rules: Rules,
-        record: Callable[[Sequence[events.Decision]], None],
+        write: Callable[[Callable[[], object], Sequence[events.Decision]], None],
         act: Callable[[events.Effect], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[StoreError], None] = lambda error: None,
     ) -> None:
         self.rules = rules
-        self._record, self._act, self._clock, self._on_failure = record, act, clock, on_failure
-        self._untold: list[events.Event] = []
+        self._write, self._act, self._clock, self._on_failure = write, act, clock, on_failure
 
     def restore(self, snapshot: Snapshot) -> None:
         """Set the state from the journal's content, and finish what a crash has interrupted."""
-        self.state, effects = machine.restore(self.rules, snapshot, self._clock())
-        self._carry_out(effects)
+        state, effects = machine.restore(self.rules, snapshot, self._clock())
+        self._follow(state, effects, nothing)
 
-    def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event: find its effects, write the decisions among them to the journal, then carry out all effects.
+    def record(
+        self,
+        event: events.Event,
+        row: Callable[[], object] = nothing,
+        committed: Callable[[], None] = nothing,
+    ) -> tuple[events.Effect, ...]:
+        """Record an event: in one transaction its own row and the decisions that follow; then carry out all effects.
 
-        An event in `FACTS` reports something that is in the journal already. If the disk is full, such an event is kept
-        and applied before the next event. Until that succeeds, events that are not in `FACTS` fail, except
-        `WorkerSeen`: decisions from the old state would be wrong. For example, a ticket with an accepted update would
-        be issued again.
+        Args:
+            event: the event.
+            row: writes the rows of the event itself; without it, the event has none.
+            committed: called after the commit, before the effects are carried out.
 
         Returns:
-            The effects of the event; empty if the event is kept for later.
+            The effects of the event.
 
         Raises:
-            StoreError: the journal could not be written, and the state has not changed. An event in `FACTS` does not
-                raise `DiskFull`.
+            StoreError: the journal could not be written, for example because the disk is full. Nothing has changed, so
+                the same event may be recorded again.
         """
+        state, effects = machine.step(self.state, event, self._clock())
         try:
-            if not isinstance(event, events.WorkerSeen):
-                while self._untold:
-                    self._step(self._untold[0])
-                    del self._untold[0]
-            return self._step(event)
-        except DiskFull as error:
-            if not isinstance(event, FACTS):
-                raise
-            LOG.error("the run's state cannot be updated: %s Trying again.", error)
-            self._untold.append(event)
-            return ()
-
-    def _step(self, event: events.Event) -> tuple[events.Effect, ...]:
-        before = self.state
-        self.state, effects = machine.step(before, event, self._clock())
-        try:
-            self._carry_out(effects)
+            self._follow(state, effects, row, committed)
         except StoreError as error:
-            self.state = before
             if transient_reason(error) is None:
                 self._on_failure(error)
             raise
         return effects
 
-    def _carry_out(self, effects: tuple[events.Effect, ...]) -> None:
+    def _follow(
+        self,
+        state: State,
+        effects: tuple[events.Effect, ...],
+        row: Callable[[], object],
+        committed: Callable[[], None] = nothing,
+    ) -> None:
         decided = [effect for effect in effects if isinstance(effect, events.Decision)]
         given_again = [each for each in decided if isinstance(each, events.TicketIssued) and not each.new]
-        if new := [effect for effect in decided if effect not in given_again]:
-            self._record(new)
+        new = [effect for effect in decided if effect not in given_again]
+        if new or row is not nothing:
+            self._write(row, new)
+        self.state = state
+        committed()
         for effect in effects:
             self._act(effect)
 
@@ -114,20 +110,23 @@ class Ledger:
 def record_in(
     store: Store,
     roster: MutableMapping[str, Presence],
+    row: Callable[[], object],
     decided: Sequence[events.Decision],
     *,
     keep_weights: bool = False,
 ) -> None:
-    """Write decisions into the store's journal, in one transaction.
+    """Write an event's own row and the decisions that follow into the store's journal, in one transaction.
 
     Args:
         store: store of the run.
         roster: site → what the server knows about its worker, such as the process and host to record for a lease.
+        row: writes the event's own row.
         decided: the decisions.
         keep_weights: whether to record the weight of each site's first update when a round closes.
     """
     run_log, tickets = store.run_log, store.tickets
     with store.journal.transaction():
+        row()
         for effect in decided:
             match effect:
                 case events.LeaseGranted(site, lease):

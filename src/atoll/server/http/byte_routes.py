@@ -283,7 +283,7 @@ class PartReceiver:
                 coordinator.record_part(lease, ticket, part, stats, writer)
             finally:
                 writer.abandon()
-        coordinator.apply(WorkerSeen(lease.site, lease.number))
+        coordinator.ledger.record(WorkerSeen(lease.site, lease.number))
 
     async def put_object_part(self, object: str, part: int, secret: str, request: web.Request) -> None:
         """Receive one part of an object, and check it.

@@ -295,7 +295,7 @@ class WorkflowSchedule:
         queue.rounds = "now"
 
         async def begin() -> None:
-            run.apply(events.TrainingBegins())
+            run.ledger.record(events.TrainingBegins())
 
         await until_passed(begin, "training cannot begin")
         run.wake()

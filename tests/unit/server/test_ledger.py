@@ -1,0 +1,81 @@
+"""The ledger over a real journal: an event is recorded as a whole, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from atoll.errors import DiskFull
+from atoll.rounds import events
+from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
+from atoll.server.coordinator.ledger import Ledger, record_in
+from atoll.store.journal_tables import RunRow
+from atoll.store.store import FileShape, FragmentShapes, Store
+
+SHAPES = FragmentShapes(FileShape(8, b"", (((0, 8),),)), None, update_bytes=8, update_parts=((0, 8),))
+RUN = RunRow("run-1", "{}", "{}", "00" * 32, "2.6", "AVX2", "2025-01-01T00:00:00+00:00")
+TWO = Rules(sites=2, rounds=2)
+
+
+class Disk:
+    """The journal's writer, which has no space for the next decision of one type."""
+
+    def __init__(self, store: Store) -> None:
+        self.lacks: type[events.Decision] | None = None
+        self._write = partial(record_in, store, {})
+
+    def write(self, row: Callable[[], object], decided: Sequence[events.Decision]) -> None:
+        def rows() -> None:
+            row()
+            if any(type(each) is self.lacks for each in decided):
+                raise DiskFull("The disk is full.")
+
+        self._write(rows, decided)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path)
+    store.run_log.create_run(RUN)
+    store.slots.shape([SHAPES])
+    return store
+
+
+@pytest.mark.covers("F25")
+def test_an_event_that_the_journal_refuses_changes_nothing(store: Store) -> None:
+    """Two sites join, and the disk is full when the second update closes the round: neither row is there, nor a state.
+
+    With new space, the same event counts once.
+    """
+    disk, acted = Disk(store), list[events.Effect]()
+    ledger = Ledger(TWO, disk.write, acted.append)
+    ledger.restore(Snapshot((FragmentSnapshot(head=0),)))
+    for site in "ab":
+        ledger.record(events.WorkerJoined(site))
+    for site, lease in (("a", 1), ("b", 2)):
+        ledger.record(events.TicketRequested(site, lease, 0))
+        store.tickets.record_part(lease, 0, b"d" * 32, 1.0)
+
+    def submit(ticket: int) -> None:
+        row = store.tickets.get(ticket)
+        ledger.record(
+            events.UpdateAccepted(ticket, ticket),
+            lambda: store.tickets.accept(row, "ab" * 32, 1.0, 1, {}, 1.0, ticket),
+            lambda: acted.append(events.Woken()),
+        )
+
+    submit(1)
+    before = ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds()
+    disk.lacks = events.RoundClosed
+    with pytest.raises(DiskFull):
+        submit(2)
+    assert (ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds()) == before
+    disk.lacks = None
+    submit(2)
+    assert [row.state for row in store.run_log.rounds()] == ["frozen"]
+    assert (store.tickets.get(2).state, store.tickets.get(2).accepted_order) == ("accepted", 2)
+    assert [type(each) for each in acted[before[1] :]] == [events.Woken, events.RoundClosed]
+    store.close()
