@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,20 +19,8 @@ RUN = RunRow("run-1", "{}", "{}", "00" * 32, "2.6", "AVX2", "2025-01-01T00:00:00
 TWO = Rules(sites=2, rounds=2)
 
 
-class Disk:
-    """The journal's writer, which has no space for the next decision of one type."""
-
-    def __init__(self, store: Store) -> None:
-        self.lacks: type[events.Decision] | None = None
-        self._write = partial(record_in, store, {})
-
-    def write(self, row: Callable[[], object], decided: Sequence[events.Decision]) -> None:
-        def rows() -> None:
-            row()
-            if any(type(each) is self.lacks for each in decided):
-                raise DiskFull("The disk is full.")
-
-        self._write(rows, decided)
+def no_space(*_: object, **__: object) -> None:
+    raise DiskFull("The disk is full.")
 
 
 @pytest.fixture
@@ -45,13 +32,13 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.mark.covers("F25")
-def test_an_event_that_the_journal_refuses_changes_nothing(store: Store) -> None:
+def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sites join, and the disk is full when the second update closes the round: neither row is there, nor a state.
 
     With new space, the same event counts once.
     """
-    disk, acted = Disk(store), list[events.Effect]()
-    ledger = Ledger(TWO, disk.write, acted.append)
+    acted = list[events.Effect]()
+    ledger = Ledger(TWO, partial(record_in, store, {}), acted.append)
     ledger.restore(Snapshot((FragmentSnapshot(head=0),)))
     for site in "ab":
         ledger.record(events.WorkerJoined(site))
@@ -69,11 +56,11 @@ def test_an_event_that_the_journal_refuses_changes_nothing(store: Store) -> None
 
     submit(1)
     before = ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds()
-    disk.lacks = events.RoundClosed
-    with pytest.raises(DiskFull):
-        submit(2)
+    with monkeypatch.context() as lacking:
+        lacking.setattr(store.run_log, "freeze", no_space)
+        with pytest.raises(DiskFull):
+            submit(2)
     assert (ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds()) == before
-    disk.lacks = None
     submit(2)
     assert [row.state for row in store.run_log.rounds()] == ["frozen"]
     assert (store.tickets.get(2).state, store.tickets.get(2).accepted_order) == ("accepted", 2)
