@@ -108,12 +108,12 @@ class Lines:
         processes.
         """
         now_s, first = time.monotonic(), self._said_s == 0.0
-        self._updates += len(round_.workers)
+        self._updates += len(round_.sites)
         if not first and now_s - self._said_s < LINE_S and round_.round < self._rounds:
             return
         metrics = numbers(round_.metrics)
         pace = "" if first else f"; {_pace(self._updates / max(now_s - self._said_s, 1e-3))} worker-rounds/s"
-        updates = counted(len(round_.workers), "update")
+        updates = counted(len(round_.sites), "update")
         LOG.info("round %d of %d: %s%s%s", round_.round, self._rounds, updates, f", {metrics}" if metrics else "", pace)
         self._said_s, self._updates = now_s, 0
 

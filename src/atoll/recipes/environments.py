@@ -471,7 +471,7 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
     if summary.version is None:
         return f"round {summary.round} of {rounds}, all sites sat out"
     told = numbers(summary.metrics)
-    return f"round {summary.round} of {rounds}, {counted(len(summary.workers), 'update')}{': ' if told else ''}{told}"
+    return f"round {summary.round} of {rounds}, {counted(len(summary.sites), 'update')}{': ' if told else ''}{told}"
 
 
 @contextlib.contextmanager

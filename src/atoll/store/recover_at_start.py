@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atoll.config.settings import MAX_WEIGHT
 from atoll.errors import StateCorrupt
 from atoll.format_text import counted
 from atoll.runtime import failpoint
@@ -175,15 +174,11 @@ class Recovery:
         """Check the received parts of a ticket's update.
 
         If the ticket is open, drop damaged parts: the site sends them again. If it is accepted and parts are damaged or
-        missing, it expires. It also expires if the update's weight is above `MAX_WEIGHT`: earlier versions of Atoll
-        accepted such updates.
+        missing, it expires.
 
         Returns:
             A list with one sentence about the loss; an empty list if nothing was lost.
         """
-        if ticket.weight > MAX_WEIGHT:
-            reason = f"its weight is {ticket.weight:g}, above {MAX_WEIGHT:g}"
-            return [self._expire_accepted(ticket, reason, "submit with smaller weights")]
         if ticket.slot is None:
             return []
         slot = self._slots.pool(SPOOL, ticket.fragment).adopt(ticket.slot)

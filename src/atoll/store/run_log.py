@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from atoll.errors import AtollError, StoreError
 from atoll.store.audit_log import AuditLog
@@ -19,6 +20,7 @@ from atoll.store.journal_tables import (
     ROUNDS,
     RUNS,
     SAT_OUT,
+    TICKETS,
     GenerationRow,
     HistoryRow,
     MemberRow,
@@ -31,6 +33,7 @@ from atoll.store.journal_tables import (
     require_regular_files,
     summaries,
     utc_text,
+    with_sites,
 )
 
 
@@ -267,12 +270,13 @@ class RunLog:
         sat out rounds so far has no samples, so it is not among the sites.
         """
         marks = placeholders(tickets)
-        self._journal.execute(
-            "UPDATE members SET weight = (SELECT tickets.weight FROM tickets WHERE tickets.site = members.site "
-            f"AND ticket IN ({marks})) WHERE rounds_counted = 0 "
-            f"AND site IN (SELECT site FROM tickets WHERE ticket IN ({marks}))",
+        first = self._journal.select(
+            TICKETS,
+            f"WHERE ticket IN ({marks}) AND site IN (SELECT site FROM members WHERE rounds_counted = 0)",
             *tickets,
-            *tickets,
+        )
+        self._journal.execute_many(
+            "UPDATE members SET weight = ? WHERE site = ?", [(row.report.weight, row.site) for row in first]
         )
         rows = self._journal.rows(
             "SELECT weight FROM members WHERE rounds_counted > 0 "
@@ -373,6 +377,15 @@ class RunLog:
             fragment: only rounds of this fragment; None returns those of all fragments.
         """
         return summaries(self._journal.rows, limit, fragment)
+
+    def summary(self, fragment: int, summary_json: str) -> dict[str, Any]:
+        """Return the summary of a version's round with its sites; empty for version 0.
+
+        Args:
+            fragment: fragment of the version.
+            summary_json: the summary in the version's row.
+        """
+        return json.loads(with_sites(self._journal.rows, fragment, summary_json)) if summary_json else {}
 
     # -- history
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from atoll.errors import AtollError, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
 from atoll.format_text import counted
+from atoll.protocol.messages import Report
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot, Slots
@@ -257,9 +257,7 @@ class Tickets:
         self,
         row: TicketRow,
         digest: str,
-        weight: float,
-        steps: int,
-        metrics: Mapping[str, float],
+        report: Report,
         norm: float,
         order: int,
     ) -> None:
@@ -268,9 +266,7 @@ class Tickets:
         Args:
             row: the ticket.
             digest: digest of the update, hex.
-            weight: weight of the update; positive.
-            steps: number of local steps.
-            metrics: metrics of the worker.
+            report: what the site reports of it.
             norm: L2 norm of the update.
             order: position of the update among all accepted updates of the run.
         """
@@ -278,13 +274,10 @@ class Tickets:
         failpoint("accept.before")
         nbytes = self._slots.shapes_of(row.fragment).update_bytes
         self.change(
-            "state = 'accepted', digest = ?, weight = ?, steps = ?, metrics = ?, norm = ?, bytes = ?, "
-            "accepted_order = ?",
+            "state = 'accepted', digest = ?, report = ?, norm = ?, bytes = ?, accepted_order = ?",
             [row.ticket],
             digest,
-            weight,
-            steps,
-            json.dumps(dict(metrics)),
+            report.model_dump_json(),
             norm,
             nbytes,
             order,
@@ -297,9 +290,8 @@ class Tickets:
             fragment=row.fragment,
             base_version=row.base_version,
             digest=digest,
-            weight=weight,
-            steps=steps,
             norm=norm,
+            **report.model_dump(),
         )
         accepted = replace(row, state="accepted")
         self._journal.after_commit(lambda: spool.close(why_closed(accepted)))
@@ -321,7 +313,7 @@ class Tickets:
             metrics: metrics of the worker. They are kept, but are in no mean.
         """
         failpoint("sit_out.before")
-        self.change("metrics = ?", [ticket], json.dumps(dict(metrics)))
+        self.change("report = ?", [ticket], Report(weight=0, metrics=dict(metrics)).model_dump_json())
         self._end_open([ticket], "sat out", "")
         self._journal.after_commit(lambda: failpoint("sit_out.after"))
 
@@ -365,7 +357,7 @@ class Tickets:
         with self._journal.transaction():
             rows = [row for row in map(self.get, tickets) if row.state == "accepted"]
             self.change(
-                "state = 'open', digest = NULL, weight = 0, norm = 0, accepted_order = 0, slot = NULL",
+                "state = 'open', digest = NULL, report = '{}', norm = 0, accepted_order = 0, slot = NULL",
                 [row.ticket for row in rows],
             )
             self._journal.count("bytes", -sum(row.bytes for row in rows))

@@ -15,6 +15,7 @@ from typing import Any
 from atoll.errors import StateCorrupt
 from atoll.format_text import counted, of_fragment
 from atoll.json_files import NoteDamaged
+from atoll.protocol.messages import Report
 from atoll.store.audit_log import (
     NAME,
     START,
@@ -29,8 +30,8 @@ from atoll.store.audit_log import (
 from atoll.store.journal import placeholders
 from atoll.store.journal_tables import AuditRow
 
-OF_UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
-"""Values of an accepted update that are both in the ticket's row and in the audit entry."""
+OF_UPDATE = ("site", "fragment", "base_version", "digest", "norm")
+"""Values of an accepted update that are both in the ticket's row and in the audit entry, besides its report."""
 _PAGE = 1000
 _REMEDY = (
     "Check the disk and memory of this machine. Restore the whole directory from a backup, or start a new "
@@ -274,15 +275,17 @@ class _Comparison:
         self._accepted_tickets.add(ticket)
         self._open.pop(f"the accepted ticket {ticket}", None)
         state, version = self._latest.pop(ticket, ("accepted", None))
-        found = self._rows(f"SELECT state, version, {', '.join(OF_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
+        columns = ("state", "version", *OF_UPDATE)
+        found = self._rows(f"SELECT {', '.join(columns)}, report FROM tickets WHERE ticket = ?", ticket)
         if not found:
             return f"ticket {ticket} is missing, but entry {seq} of the audit log records it"
         if state == "reopened":
             return ""
         expected = {"state": state, "version": version}
         if state in ("accepted", "counted"):
-            expected |= {name: detail[name] for name in OF_UPDATE}
-        row = dict(zip(("state", "version", *OF_UPDATE), found[0], strict=True))
+            expected |= {name: detail[name] for name in (*OF_UPDATE, *Report.model_fields)}
+        *values, report = found[0]
+        row = dict(zip(columns, values, strict=True)) | Report.model_validate_json(report).model_dump()
         return next(
             (
                 f"ticket {ticket} has the {name} {row[name]!r}, but entry {seq} of the audit log has {value!r}"

@@ -18,7 +18,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
@@ -27,7 +27,17 @@ from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, JOURNAL, PULL, SPOOL, STATE, VERSION, WRITER, Slot, Slots
 from atoll.store.journal import Journal
-from atoll.store.journal_tables import DELTAS, HISTORY, VERSIONS, DeltaRow, HistoryRow, VersionRow, utc_text
+from atoll.store.journal_tables import (
+    DELTAS,
+    HISTORY,
+    SITE_ROUNDS,
+    VERSIONS,
+    DeltaRow,
+    HistoryRow,
+    SiteRoundRow,
+    VersionRow,
+    utc_text,
+)
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
 
@@ -223,7 +233,7 @@ class Versions:
         )
         return draft.row
 
-    def commit(self, draft: VersionDraft, tickets: Sequence[int] = ()) -> None:
+    def commit(self, draft: VersionDraft, tickets: Sequence[int] = (), sites: Mapping[str, str] | None = None) -> None:
         """Commit a finished draft as the newest version of its fragment, and mark `tickets` as counted.
 
         Call it inside a transaction. After its commit, the draft has ended.
@@ -231,6 +241,7 @@ class Versions:
         Args:
             draft: the draft.
             tickets: the tickets of the closed round's updates, in the order of the journal; empty for version 0.
+            sites: site → summary of its update in the round, as JSON.
 
         Raises:
             StoreError: the round was not closed with exactly these tickets, or another version was committed since
@@ -243,6 +254,8 @@ class Versions:
         self._count(fragment, previous, version, tickets)
         self._journal.insert(VERSIONS, row)
         self._journal.insert(HISTORY, HistoryRow(fragment, version, row.digest, row.summary_json, row.created_at))
+        for site, summary_json in (sites or {}).items():
+            self._journal.insert(SITE_ROUNDS, SiteRoundRow(fragment, version, site, summary_json))
         self._journal.count("versions")
         if draft.delta and previous is not None:
             base, delta = self.get(fragment, previous).digest, (written.delta_digest, written.delta_digests)

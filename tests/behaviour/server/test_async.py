@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
@@ -389,38 +388,6 @@ def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(world: World) -> N
     world.submit("a", -G[1])
     world.wait(2)
     assert world.staleness == [("b", 0), ("a", 1)]
-
-
-def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """b's step is in the journal, and the machine hears of it only after a has asked."""
-    from atoll.rounds.events import TicketRequested, VersionCommitted
-    from atoll.server.coordinator.coordinator import Coordinator
-
-    world.start()
-    world.pull("a", "b")
-    apply, committed, held = Coordinator.apply, threading.Event(), list[Any]()
-
-    def late(self: Coordinator, event: Any) -> Any:
-        if isinstance(event, VersionCommitted):
-            held.append(event)
-            committed.set()
-            return ()
-        effects = apply(self, event)
-        if held and isinstance(event, TicketRequested):
-            asyncio.get_running_loop().call_soon(apply, self, held.pop())
-        return effects
-
-    monkeypatch.setattr(Coordinator, "apply", late)
-    world.submit("b", -G[0])
-    assert committed.wait(30)
-    place = world.sites["a"]._place
-    assert place is not None
-    reply = place.exchange.ask(wait_s=0.0)
-    assert reply.ticket is not None
-    assert reply.ticket.base == reply.head
-    assert reply.head.number == 1
 
 
 def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import DiskFull
+from atoll.protocol.messages import Report
 from atoll.rounds import events
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
 from atoll.server.coordinator.ledger import Ledger, record_in
@@ -50,7 +51,7 @@ def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeyp
         row = store.tickets.get(ticket)
         ledger.record(
             events.UpdateAccepted(ticket, ticket),
-            lambda: store.tickets.accept(row, "ab" * 32, 1.0, 1, {}, 1.0, ticket),
+            lambda: store.tickets.accept(row, "ab" * 32, Report(), 1.0, ticket),
             lambda: acted.append(events.Woken()),
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from atoll.protocol.messages import Report
 from atoll.store.file_slots import VERSION
 from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
 from atoll.store.store import Files, FileShape, FragmentShapes, Store
@@ -130,7 +131,7 @@ def accept(store: Store, ticket: int, update: bytes = b"") -> TicketRow:
     store.tickets.make_durable(row)
     with store.journal.transaction():
         digest, order = blake3(update).hexdigest(), store.tickets.next_order()
-        store.tickets.accept(row, digest, 2.0, 10, {"loss": 0.5}, 3.0, order)
+        store.tickets.accept(row, digest, Report(weight=2.0, steps=10, metrics={"loss": 0.5}), 3.0, order)
     return store.tickets.get(ticket)
 
 

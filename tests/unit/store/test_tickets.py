@@ -63,7 +63,7 @@ def write_under_way(
 def test_an_accepted_update_is_counted_by_the_next_version(store: Store) -> None:
     tickets = run_round(store, 0, commit=False)
     row = store.tickets.get(1)
-    assert (row.state, row.weight, row.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
+    assert (row.state, row.report.weight, row.report.metrics, row.bytes) == ("accepted", 2.0, {"loss": 0.5}, 24)
     assert [store.tickets.get(ticket).accepted_order for ticket in tickets] == [1, 2]
     write_version(store, 1, tickets)
     row = store.tickets.get(1)

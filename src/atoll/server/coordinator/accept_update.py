@@ -74,9 +74,7 @@ class UpdateAdmission:
         tickets.make_durable(row)
         self._ledger.record(
             events.UpdateAccepted(ticket, order),
-            lambda: tickets.accept(
-                row, message.digest, message.weight, message.steps, dict(message.metrics), norm, order
-            ),
+            lambda: tickets.accept(row, message.digest, message.report, norm, order),
             lambda: self._on_accepted(tickets.get(ticket), number),
         )
         if site in self._roster:

@@ -13,6 +13,7 @@ import logging
 import math
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -55,7 +56,7 @@ from atoll.server.coordinator.background_writes import (
 from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.first_shapes import NewShapes, new_shapes
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info, why_anew
-from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
+from atoll.server.coordinator.ledger import Ledger, record_in, sat_out_by_all, snapshot_of
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import (
@@ -80,6 +81,9 @@ from atoll.store.update_spool import PartWriter
 from atoll.tensors.layout import Layout
 
 LOG = logging.getLogger("atoll.server")
+
+HISTORY = 20
+"""Maximum number of past rounds in a status. The file `metrics.jsonl` has all rounds."""
 
 
 class Workflows(Protocol):
@@ -158,6 +162,8 @@ class Coordinator:
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.stale, self.advice = StalenessCounter(plan), advice(plan)
+        summaries = [each.summary_json for each in store.run_log.summaries(HISTORY)]
+        self.history = deque(map(status_messages.RoundSummary.model_validate_json, summaries), HISTORY)
         self.time_left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.no_space = ""  # why uploads are refused: the disk has too little space; else empty
@@ -333,6 +339,7 @@ class Coordinator:
                 LOG.warning("%s", self.store.run_log.generation.reason)
             case events.RoundSatOut():
                 self.attendance.all_sat_out(effect, self.state)
+                self.history.append(sat_out_by_all(effect, self.roster))
                 self._last_write = self.spawn(self.background.after_sat_out(effect.fragment))
             case events.BestFound(measured):
                 self._saving_best = self.spawn(self.background.save_best(measured))
@@ -794,7 +801,7 @@ class Coordinator:
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
         self.admission.require_plausible(lease.site, ticket, message, norm)
         if self.filtering.has(lease.site):
-            filtered = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
+            filtered = replace(row, digest=digest, report=message.report)
             reason = await self.filtering.refusal(filtered, self.state.rounds[row.fragment].number)
             if self.store.tickets.get(ticket).is_in:  # a repeated request was accepted meanwhile
                 return await self.complete(lease, ticket, message)
@@ -898,7 +905,7 @@ class Coordinator:
         try:
             self.ledger.record(
                 events.VersionCommitted(closed.fragment, made.draft.version, value),
-                lambda: self.store.versions.commit(made.draft, made.tickets),
+                lambda: made.commit(self.store),
                 lambda: self._note_version(made.summary),
             )
         finally:
@@ -911,15 +918,16 @@ class Coordinator:
         self.trouble.pop(summary.fragment, None)
         self.filtering.sweep()
         self.filtering.filters.warn_of_strangers(self.roster)
-        for site in summary.workers:
-            if site in self.roster:
-                self.roster[site].rounds += 1
+        for each in summary.sites:
+            if each.site in self.roster:
+                self.roster[each.site].rounds += 1
         self.stale.note_round(summary)
         self.attendance.closed(summary)
         if tracking.metric and value_of(summary, tracking.metric) is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
         self.time_left.committed(time.monotonic())
+        self.history.append(summary)
 
     def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
         """After a version was committed, log its summary, and start the background writes."""

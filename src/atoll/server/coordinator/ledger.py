@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence, Sized
 
 from atoll.errors import StoreError, transient_reason
 from atoll.protocol.status_messages import RoundSummary
@@ -148,10 +148,15 @@ def record_in(
                 case events.RoundClosed(fragment, base, numbers):
                     run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
                 case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
-                    summary = RoundSummary.sat_out_by_all(fragment, effect.number, effect.sites, len(roster))
+                    summary = sat_out_by_all(effect, roster)
                     run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
                 case events.RunFinished():
                     run_log.finish()
+
+
+def sat_out_by_all(effect: events.RoundSatOut, roster: Sized) -> RoundSummary:
+    """Return the summary of a round that all sites sat out. `roster` has all sites of the run."""
+    return RoundSummary.sat_out_by_all(effect.fragment, effect.number, effect.sites, len(roster))
 
 
 def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:

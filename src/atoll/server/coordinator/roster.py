@@ -359,7 +359,7 @@ class Attendance:
             else f"To make rounds wait for all sites, set rounds.min_sites = {summary.expected}"
         )
         return (
-            f"round {summary.round} closed with {len(summary.workers)} of {of} sites, without "
+            f"round {summary.round} closed with {len(summary.sites)} of {of} sites, without "
             f"{listed(absent)}{f' ({listed(ended)})' if ended else ''}: its version contains no training of "
             f"{listed(absent)}. {remedy}"
         )
@@ -451,12 +451,13 @@ class StalenessCounter:
     def note_round(self, summary: status_messages.RoundSummary) -> None:
         """Count the staleness of a round's updates. Warn of a value above `FAR_BEHIND` and above all earlier values."""
         if self._is_async:
-            self.counts.update(summary.staleness)
-        worst = max(summary.staleness, default=0)
+            self.counts.update(each.staleness for each in summary.sites)
+        lags = {each.site: each.staleness for each in summary.sites}
+        site = max(lags, key=lags.__getitem__, default="")
+        worst = lags.get(site, 0)
         if worst <= self._worst:
             return
         self._worst = worst
-        site = summary.workers[summary.staleness.index(worst)]
         told = (
             f"an update of {site} was {counted(worst, 'version')} old: old updates slow training down or undo it. Set "
             "diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "

@@ -741,11 +741,10 @@ class SwarmRounds:
             assert closed.digest is not None
             parts, state = digests_in(closed.part_digests), digests_in(closed.state_digests)
             written = VersionDigests(digest=closed.digest, part_digests=parts, state_digests=state)
-            row = self._store.versions.finish(draft, written, summary_json=summary.model_dump_json())
+            return MadeVersion.of(self._store, draft, written, frozen, summary)
         except BaseException:
             draft.abandon()
             raise
-        return MadeVersion(draft, row, summary, frozen.tickets)
 
 
 def _failed_everywhere(number: int, sites: Iterable[str], last: str) -> RunFailed:

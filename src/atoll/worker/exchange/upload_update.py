@@ -218,12 +218,7 @@ def resend_note(
 
 
 def _message(note: OutboxNote, source: str | None = None) -> messages.Complete:
+    facts = dict(note.report)
     return messages.Complete(
-        digest=note.digest,
-        base_digest=note.base_digest,
-        weight=note.weight,
-        steps=note.steps,
-        metrics=note.metrics,
-        generation=note.generation,
-        source=source,
+        **facts, digest=note.digest, base_digest=note.base_digest, generation=note.generation, source=source
     )

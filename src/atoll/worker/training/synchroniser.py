@@ -23,7 +23,7 @@ from functools import partial
 
 from atoll.errors import is_transient
 from atoll.format_text import of_fragment
-from atoll.protocol.messages import Ticket, VersionRef
+from atoll.protocol.messages import Report, Ticket, VersionRef
 from atoll.protocol.values import (
     Accepted,
     Delivered,
@@ -34,7 +34,6 @@ from atoll.protocol.values import (
     Refused,
     SatOut,
     TooLate,
-    UpdateInfo,
     Wait,
     require,
 )
@@ -236,7 +235,7 @@ class Synchroniser:
         exchanges: for each fragment of the model, its exchange with the server.
         tensors: returns the model's own tensors by name.
         rules: the run's rules for synchronising.
-        info_of: returns weight, steps and metrics of an update, given its base version and number of local steps.
+        report_of: returns the report of an update, given its base version and number of local steps.
         measured: calls the user's metrics function on the global model after each synchronisation.
         max_retries: how often to try again to reach a lost server before a synchronisation is skipped.
 
@@ -259,13 +258,13 @@ class Synchroniser:
         exchanges: Sequence[Exchange],
         tensors: Callable[[], Tensors],
         rules: SyncRules,
-        info_of: Callable[[VersionRef, int], UpdateInfo],
+        report_of: Callable[[VersionRef, int], Report],
         measured: GlobalModelMetrics,
         *,
         max_retries: int,
     ) -> None:
         self._session, self._tensors, self._rules = session, tensors, rules
-        self._info_of, self._measured, self._max_retries = info_of, measured, max_retries
+        self._report_of, self._measured, self._max_retries = report_of, measured, max_retries
         self.put_first_: Callable[[LocalFragment, Tensors], None] = lambda local, loaded: None
         self._fragments = [FragmentState(exchange) for exchange in exchanges]
         self._is_whole = len(self._fragments) == 1
@@ -601,18 +600,18 @@ class Synchroniser:
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.ended or ticket is None:  # no ticket: a newer head appeared during the download
             return
-        info = self._info_of(ticket.base, self._step - fragment.base_step)
-        sits_out, retries = not info.weight, self._retries
+        report = self._report_of(ticket.base, self._step - fragment.base_step)
+        sits_out, retries = not report.weight, self._retries
         self._order.took(fragment.index)
         self.newest_step = self._step
         if self._rules.overlap:
-            deliver: Callable[[], Delivered | SatOut] = partial(exchange.sit_out, ticket, info, retries)
+            deliver: Callable[[], Delivered | SatOut] = partial(exchange.sit_out, ticket, report, retries)
             if not sits_out:
                 agreed = exchange.agree_on_shapes(ticket, self._own(fragment), retries)
                 if isinstance(agreed, TooLate | Lost):
                     self._skip(fragment, agreed)
                     return
-                exchange.form(agreed, self._own(fragment), info)
+                exchange.form(agreed, self._own(fragment), report)
                 deliver = partial(exchange.deliver, retries)
             fragment.ticket = None
             self._answered()
@@ -622,9 +621,9 @@ class Synchroniser:
             return
         broke_off: TooLate | Lost | None
         match (
-            exchange.sit_out(ticket, info, retries)
+            exchange.sit_out(ticket, report, retries)
             if sits_out
-            else exchange.submit(ticket, self._own(fragment), info, retries=retries)
+            else exchange.submit(ticket, self._own(fragment), report, retries=retries)
         ):
             case Accepted() | SatOut():
                 fragment.ticket = None
