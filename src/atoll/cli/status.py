@@ -198,6 +198,8 @@ COLUMNS = (
     "step",
     "steps/s",
     "rounds",
+    "trained",
+    "waited",
     "version",
     "stale",
     "up",
@@ -211,8 +213,9 @@ COLUMNS = (
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
-    Steps are unknown if the script counts none. Staleness has a meaning only while a site trains, submits or pulls: a
-    site that does none of these will get the newest version next, or none.
+    `trained` and `waited` are the times of the site's last counted update. Steps are unknown if the script counts none.
+    Staleness has a meaning only while a site trains, submits or pulls: a site that does none of these will get the
+    newest version next, or none.
     """
     is_training = worker.state.startswith("alive") and worker.doing.startswith(("training", "submitting", "pulling"))
     pace = f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else "")
@@ -222,6 +225,7 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         worker.doing,
         *((str(worker.step), pace) if worker.step else ("-", "-")),
         str(worker.rounds),
+        *((duration(worker.last.train_seconds), duration(worker.last.wait_seconds)) if worker.last else ("-", "-")),
         str(worker.version),
         str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),

@@ -638,6 +638,10 @@ class Report(Message):
     weight: float = Field(1.0, ge=0, description="Weight: samples, tokens or any other number; 0: no update is sent.")
     steps: Count = Field(0, description="Local steps in this round; 0: not counted.")
     metrics: Metrics = Field(default_factory=dict)
+    train_seconds: Estimate = Field(0.0, description="Seconds since the site's previous update, without waiting.")
+    wait_seconds: Estimate = Field(
+        0.0, description="Seconds since then in which training stood still: for a round, for versions, for uploads."
+    )
 
     @property
     def report(self) -> Report:

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -90,6 +91,40 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
     first, _ = server.status().history
     assert [each.weight for each in first.sites] == [1.0, 2.0, 5.0]
     assert first.total_weight is None, "no reducer needs it, so that it is not kept"
+
+
+def test_each_site_stands_beside_the_mean(tmp_path: Path) -> None:
+    """Weight, metrics, times and bytes of each site: in the metrics file, and in the status, also after a restart."""
+    settings = {"sites": 2, "rounds": 2}
+
+    def train(site: str) -> None:
+        with atoll.join(server.url, site=site, folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(tiny())
+                began_s = time.monotonic()
+                while time.monotonic() - began_s < 0.05:
+                    pass
+                fl_round.submit(model, weight=weights[site], steps=3, metrics={"loss": weights[site]})
+
+    weights = {"a": 1.0, "b": 3.0}
+    with plain_server(tmp_path, tiny(), **settings) as server:
+        together(*(partial(train, site) for site in weights))
+        server.run()
+    path, status = server.exports / "metrics.jsonl", server.status()
+    told = [json.loads(line)["sites"] for line in path.read_text().splitlines()]
+    facts = ("site", "weight", "steps", "metrics", "staleness")
+    for sites in told:
+        assert [[site[name] for name in facts] for site in sites] == [
+            ["a", 1.0, 3, {"loss": 1.0}, 0],
+            ["b", 3.0, 3, {"loss": 3.0}, 0],
+        ]
+        assert all(site["train_seconds"] >= 0.05 and site["wait_seconds"] > 0 for site in sites)
+    assert len({site["nbytes"] for sites in told for site in sites}) == 1
+    assert [worker.last and worker.last.model_dump() for worker in status.workers] == told[-1]
+    path.unlink()
+    with plain_server(tmp_path, tiny(), **settings) as server:
+        assert [worker.last for worker in server.status().workers] == [worker.last for worker in status.workers]
+    assert [json.loads(line)["sites"] for line in path.read_text().splitlines()] == told
 
 
 @pytest.mark.covers("L15", "F31")
