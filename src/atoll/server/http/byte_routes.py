@@ -26,7 +26,6 @@ from atoll.protocol import messages, routes
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease, holder_of
-from atoll.server.startup import initial_file
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
@@ -91,7 +90,7 @@ class ByteRoutes:
             raise Gone(
                 f"Version {version} is stored at workers of this swarm.", "Get its manifest, which lists the workers."
             )
-        with initial_file(self.store.directory, fragment) as fd:
+        with self.store.initial_file(fragment) as fd:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
