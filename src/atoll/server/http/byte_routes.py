@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartStats
+from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartHasher
 from atoll.blobs.manifest import Cuts
 from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
@@ -29,7 +29,6 @@ from atoll.server.coordinator.roster import Lease, holder_of
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
-from atoll.tensors.layout import Layout
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import serve_file
 
@@ -246,7 +245,6 @@ class PartReceiver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, plan = coordinator, coordinator.plan
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
-        self._no_inspection = Inspection(Layout((), 0, 0, 1, {}), {})  # receivers of an object check its values
         self._uploads: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
@@ -278,8 +276,8 @@ class PartReceiver:
             writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
             try:
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
-                stats = await self._receive(request, arriving, f"Part {part}", lease.site)
-                coordinator.record_part(lease, ticket, part, stats, writer)
+                await self._receive(request, arriving, f"Part {part}", lease.site)
+                coordinator.record_part(lease, ticket, part, arriving.stats, writer)
             finally:
                 writer.abandon()
         coordinator.apply(WorkerSeen(lease.site, lease.number))
@@ -315,11 +313,11 @@ class PartReceiver:
             try:
                 if before is not None:
                     await loop.run_in_executor(coordinator.io, before.end)
-                arriving = PartChecker(self._no_inspection, expected, writer.write, -1)
-                stats = await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
+                arriving = PartHasher(expected, writer.write)
+                await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
                 if entry.removed.is_set():
                     raise Gone(f"Object {object[:8]} was withdrawn during its upload.", "Publish it again.")
-                entry.digests[part] = stats.digest
+                entry.digests[part] = arriving.digest
             finally:
                 if self._writers.get(key) is writer:
                     del self._writers[key]
@@ -354,17 +352,14 @@ class PartReceiver:
             if self._uploads.get(key) is upload:
                 del self._uploads[key]
 
-    async def _receive(self, request: web.Request, arriving: PartChecker, what: str, site: str = "") -> PartStats:
+    async def _receive(self, request: web.Request, arriving: PartHasher, what: str, site: str = "") -> None:
         """Receive and write one part.
 
         Args:
             request: the request.
-            arriving: writes, hashes and checks the part.
+            arriving: writes and hashes the part.
             what: the part, for messages.
             site: the site that sends it; empty if it is no site's.
-
-        Returns:
-            What `arriving` found.
 
         Raises:
             PartCorrupt: the part does not match the digest that follows it.
@@ -383,11 +378,8 @@ class PartReceiver:
             idle_timeout_s=coordinator.settings.network.idle_timeout_s,
             on_bytes=count,
         )
-        stats = arriving.stats
-        assert stats is not None
-        if stats.digest != digest:
+        if arriving.digest != digest:
             raise PartCorrupt(f"{what} arrived damaged.", "Send this part again.")
-        return stats
 
 
 class _ObjectPart:
