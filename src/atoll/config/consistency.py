@@ -64,10 +64,10 @@ def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[
     for key, why in others.items():
         if not is_default(key):
             given = f"the argument {at(key)}" if isinstance(at(key), Argument) else key
-            raise ConfigError(f"{key} is {shown(at(key))}, but {this}: {why}.", f"Leave {given} out, or {instead}.")
+            raise ConfigError(f"{key} is {described(at(key))}, but {this}: {why}.", f"Leave {given} out, or {instead}.")
 
 
-def shown(value: Any) -> str:
+def described(value: Any) -> str:
     """Return a setting's value as text for a message; for a table with a name or path, only the name or path."""
     return repr(getattr(value, "target", None) or value)
 
@@ -330,8 +330,8 @@ def _require_the_rest(at: At) -> None:
         )
     if at("aggregation.aggregator").path and at("aggregation.reducer").target:
         raise ConfigError(
-            f"Both aggregation.aggregator {shown(at('aggregation.aggregator'))} and aggregation.reducer "
-            f"{shown(at('aggregation.reducer'))} are set.",
+            f"Both aggregation.aggregator {described(at('aggregation.aggregator'))} and aggregation.reducer "
+            f"{described(at('aggregation.reducer'))} are set.",
             "Set only one of them.",
         )
     if not at("disk.in_files") and at("disk.durability") == "power":

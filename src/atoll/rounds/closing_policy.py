@@ -240,7 +240,7 @@ def _free(view: RoundView) -> tuple[str, ...]:
 
 def listed(names: Sequence[str]) -> str:
     """Return names as a list in words: `a`, `a and b`, `a, b and c`, or `a, b, c and 5 others`."""
-    shown = list(names)
+    words = list(names)
     if len(names) > 4:
-        shown[3:] = [f"{len(names) - 3} others"]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+        words[3:] = [f"{len(names) - 3} others"]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

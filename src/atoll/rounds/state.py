@@ -106,9 +106,9 @@ class Rules:
         """Minimum number of updates with which a round may close if no site sits out; at least 1."""
         return max(1, self.min_sites, self.policy.quorum)
 
-    def floor_without(self, sat_out: int) -> int:
-        """Return the minimum number of updates with which a round may close that `sat_out` sites have sat out."""
-        return max(1, self.floor - sat_out) if self.all_drawn else self.floor
+    def floor_without(self, sites: int) -> int:
+        """Return the minimum number of updates with which a round may close that this number of sites sit out."""
+        return max(1, self.floor - sites) if self.all_drawn else self.floor
 
     @property
     def floor_name(self) -> str:
