@@ -326,7 +326,7 @@ def drawn_runs(draw: Any, kind: str) -> Drawn:
             for site in draw(st.sets(st.sampled_from(sites), max_size=len(sites) - 1)) if one((0, 0, 1)) else ():
                 weights[site][number] = 0.0
     elif kind == "diloco":
-        count = one((1, 1, 2, 3))
+        count = min(one((1, 1, 2, 3)), sum(0 not in shape for _, shape, _ in params))  # no fragment is empty
         every = one((1, 2))
         tau = one((0, *range(1, every + 1)))
         alpha = one((0.0, 0.5, 0.25) if tau < every * count else (0.5, 0.25))
