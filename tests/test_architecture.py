@@ -132,11 +132,11 @@ FORBIDDEN_PAIRS = [
 """Path → module that it never imports, although LAYERS would let it."""
 
 LINES: dict[str, int] = {
-    ".": 1462,
+    ".": 1461,
     "aggregation": 1307,
     "algorithms": 1917,
     "blobs": 466,
-    "cli": 1902,
+    "cli": 1903,
     "cli/templates": 80,
     "codecs": 460,
     "config": 1317,
@@ -146,9 +146,9 @@ LINES: dict[str, int] = {
     "protocol": 1488,
     "recipes": 811,
     "reducers": 259,
-    "rounds": 1079,
+    "rounds": 1081,
     "server": 1160,
-    "server/coordinator": 3168,
+    "server/coordinator": 3167,
     "server/http": 565,
     "server/swarm": 690,
     "server/tasks": 1434,
@@ -162,7 +162,7 @@ LINES: dict[str, int] = {
     "worker/peer": 923,
     "worker/session": 859,
     "worker/tasks": 615,
-    "worker/training": 2049,
+    "worker/training": 2048,
 }
 """Folder → code lines that it may have. Raise one only in a commit that says what the reader gets for it."""
 

@@ -36,7 +36,7 @@ def time_left(seconds: float | None) -> str:
     return f"about {duration(seconds)} left" if seconds is not None else ""
 
 
-def counted(count: int, what: str) -> str:
+def number_of(count: int, what: str) -> str:
     """Return a count with its noun: "1 death", "2 deaths", "2 entries"."""
     return f"{count} {what if count == 1 else f'{what[:-1]}ies' if what.endswith('y') else f'{what}s'}"
 

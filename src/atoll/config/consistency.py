@@ -8,7 +8,7 @@ from typing import Any
 from atoll.config.run_file import FOLDERS
 from atoll.config.workflow_settings import EVALUATES, TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 
 At = Callable[[str], Any]
 """`group.key` → its value. This file takes settings by their keys, because `Settings` imports this file."""
@@ -191,13 +191,13 @@ def _require_streaming(at: At, is_default: IsDefault) -> None:
     if delay > longest:
         raise ConfigError(
             f"diloco.fragment_sync_delay is {delay}, but with diloco.sync_every {every}, num_fragments "
-            f"{fragments} and max_inflight {inflight} a result must be merged within {counted(longest, 'step')}.",
+            f"{fragments} and max_inflight {inflight} a result must be merged within {number_of(longest, 'step')}.",
             f"Set diloco.fragment_sync_delay to at most {longest}, or allow more fragments in flight.",
         )
     if delay and delay >= every and at("diloco.fragment_update_alpha") == 0:
         raise ConfigError(
             f"diloco.fragment_sync_delay is {delay}, diloco.sync_every is {every}, and "
-            f"diloco.fragment_update_alpha is 0. A merge then replaces the local parameters {counted(delay, 'step')} "
+            f"diloco.fragment_update_alpha is 0. A merge then replaces the local parameters {number_of(delay, 'step')} "
             "after the update was formed, so all local steps would be lost.",
             "Set diloco.fragment_sync_delay to a small part of sync_every, for example "
             f"{max(1, every // 10)}, or diloco.fragment_update_alpha to a number above 0, for example 0.5.",

@@ -38,7 +38,7 @@ from atoll.errors import (
     UsageError,
     public_api,
 )
-from atoll.format_text import counted, numbers
+from atoll.format_text import number_of, numbers
 from atoll.posix import OWN_FOLDER, read_named, read_own
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
@@ -357,7 +357,7 @@ def require_sites(recipe: Recipe, sites: int) -> None:
         if site not in names:
             raise UsageError(
                 f"aggregators of {recipe.name} contains {site!r}, but none of the run's "
-                f"{counted(sites, 'site')} has this name.",
+                f"{number_of(sites, 'site')} has this name.",
                 registry.nearest(site, names, "They are site-1, site-2 and so on."),
             )
 
@@ -464,7 +464,7 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
     if summary.version is None:
         return f"round {summary.round} of {rounds}, all sites sat out"
     told = numbers(summary.metrics)
-    return f"round {summary.round} of {rounds}, {counted(len(summary.workers), 'update')}{': ' if told else ''}{told}"
+    return f"round {summary.round} of {rounds}, {number_of(len(summary.workers), 'update')}{': ' if told else ''}{told}"
 
 
 @contextlib.contextmanager
@@ -524,7 +524,7 @@ class _LocalRun:
         Return None if the run was finished before this call.
         """
         say, name = self._say, self._settings.run.name
-        say(f"{name}: starting a server and {counted(len(self._sites), 'site')}; files and logs in {self._folder}")
+        say(f"{name}: starting a server and {number_of(len(self._sites), 'site')}; files and logs in {self._folder}")
         begun = self._start_server()
         if begun.finished:
             say(f"{name} was already finished; nothing was trained")

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.rounds.transitions import IssuedTicket
 
 
@@ -127,7 +127,9 @@ class Barrier(Policy):
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Close with all accepted updates when every expected site has one, and there are at least `view.floor`."""
         if len(view.expected) < view.floor:
-            updates = f"{len(view.expected)} of {counted(view.floor, 'update')}"  # a dead site's accepted update counts
+            updates = (
+                f"{len(view.expected)} of {number_of(view.floor, 'update')}"  # a dead site's accepted update counts
+            )
             return StayOpen(f"waits for another site: only {updates} accepted or expected ({view.floor_name})")
         if missing := view.missing:
             return StayOpen(f"waits for {listed(missing)}")
@@ -155,7 +157,7 @@ class QuorumDeadline(Policy):
         if len(view.accepted) >= view.floor:
             return Close(tuple(ticket.id for ticket in view.accepted))
         return StayOpen(
-            f"{decision.reason}; the deadline has passed with {len(view.accepted)} of {counted(view.floor, 'update')}"
+            f"{decision.reason}; the deadline has passed with {len(view.accepted)} of {number_of(view.floor, 'update')}"
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
-from atoll.format_text import counted, of_fragment, visible
+from atoll.format_text import number_of, of_fragment, visible
 from atoll.protocol import messages, status_messages
 from atoll.registry import nearest
 from atoll.rounds import events
@@ -421,7 +421,7 @@ def _short_of_samples(state: State) -> str:
             here, sites = len(round_.expected), listed(round_.sat_out)
             lower = f", or restart the server with {name} = {here}" if here else ""
             return (
-                f"round {round_.number} needs at least {counted(floor, 'update')} ({name}), but {sites} sat out: "
+                f"round {round_.number} needs at least {number_of(floor, 'update')} ({name}), but {sites} sat out: "
                 f"the run waits. Start another site, or start {sites} again with samples{lower}"
             )
     return ""
@@ -458,8 +458,8 @@ class StalenessCounter:
         self._worst = worst
         site = summary.workers[summary.staleness.index(worst)]
         told = (
-            f"an update of {site} was {counted(worst, 'version')} old: old updates slow training down or undo it. Set "
-            "diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
+            f"an update of {site} was {number_of(worst, 'version')} old: old updates slow training down or undo it. "
+            "Set diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
             "'inverse_sqrt', async.momentum_every = number of sites, or async.max_staleness to refuse such "
             "updates. See docs/troubleshooting.md, Updates far behind"
         )

@@ -21,7 +21,7 @@ from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, Part
 from atoll.blobs.manifest import Cuts
 from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol import messages, routes
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
@@ -113,7 +113,7 @@ class ByteRoutes:
         with self.store.versions.pin(fragment, version, with_state=self.plan.has_masters) as pin:
             layout = self.plan.fragments[fragment].version
             if part >= len(layout.parts):
-                raise BadRequest(f"Part {part} does not exist; the version has {counted(len(layout.parts), 'part')}.")
+                raise BadRequest(f"Part {part} does not exist; the version has {number_of(len(layout.parts), 'part')}.")
             runs = ModelFile(layout, pin.fd, pin.state_fd).part(layout.parts[part])
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
@@ -263,7 +263,7 @@ class PartReceiver:
         layout = coordinator.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
-                f"Part {part} does not exist; the update has {counted(len(layout.parts), 'part')}.",
+                f"Part {part} does not exist; the update has {number_of(len(layout.parts), 'part')}.",
                 "Divide the update into parts as the ticket's layout says.",
             )
         coordinator.require_open(lease, ticket)
@@ -302,7 +302,7 @@ class PartReceiver:
         if not entry.is_arriving:
             raise Conflict(f"Object {object[:8]} is already complete.", "It cannot change: publish a new object.")
         if part >= entry.cuts.count:
-            raise BadRequest(f"Object {object[:8]} has no part {part}, only {counted(entry.cuts.count, 'part')}.")
+            raise BadRequest(f"Object {object[:8]} has no part {part}, only {number_of(entry.cuts.count, 'part')}.")
         expected, key = entry.cuts.part(part), (object, part)
         require_part_bytes(request, expected.nbytes)
         coordinator.require_space()
