@@ -28,8 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from atoll.errors import AtollError, ConfigError, UsageError, public_api
-from atoll.format_text import counted as number_of
-from atoll.format_text import shown
+from atoll.format_text import number_of, shown
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema

@@ -13,7 +13,7 @@ import typer
 
 from atoll.cli.state_directory import journal_of, open_journal, require_unchanged, unreadable
 from atoll.errors import StateCorrupt, UsageError
-from atoll.format_text import counted, visible
+from atoll.format_text import number_of, visible
 from atoll.json_files import NoteDamaged
 from atoll.store import verify_journal
 from atoll.store.audit_log import NAME, read_head
@@ -47,7 +47,7 @@ def command(
     for seq, at, what, detail in entries:
         text = ", ".join(f"{key} {value}" for key, value in json_module.loads(detail).items())
         print(visible(f"{seq:>6}  {at}  {what:<10} {text}"))
-    print(f"{counted(count, 'entry')} checked, none changed or removed; the last hash is {digest}")
+    print(f"{number_of(count, 'entry')} checked, none changed or removed; the last hash is {digest}")
 
 
 def read(state_dir: Path, last: int) -> tuple[int, str, list[tuple[int, str, str, str]]]:

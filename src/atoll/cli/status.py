@@ -19,8 +19,8 @@ from atoll.cli.text import (
     awaited,
     best_line,
     codecs,
-    counted,
     duration,
+    number_of,
     numbers,
     optimizer,
     size,
@@ -230,7 +230,8 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),
         size(worker.bytes_down),
-        f"{worker.retries}" + (f" (+{counted(worker.reconnections, 'reconnection')})" if worker.reconnections else ""),
+        f"{worker.retries}"
+        + (f" (+{number_of(worker.reconnections, 'reconnection')})" if worker.reconnections else ""),
         f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "none since the server restarted",
         worker.error or numbers(worker.metrics),
     ]
@@ -268,8 +269,8 @@ def _of_training(status: status_messages.Status) -> list[str]:
         f"model {size(status.model_bytes)}, {codecs(status)}, {every}"
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}"
         f"{f', {time_text}' if (time_text := time_left(status.left_s)) else ''}",
-        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {counted(status.deaths, 'death')}, "
-        f"{counted(status.refused, 'update')} refused, durability {status.durability}{durable}",
+        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {number_of(status.deaths, 'death')}, "
+        f"{number_of(status.refused, 'update')} refused, durability {status.durability}{durable}",
     ]
     if compared := against_data_parallel(status):
         lines.append(compared)

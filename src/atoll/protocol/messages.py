@@ -41,7 +41,7 @@ from atoll.config.settings import (
     MOST_STEPS,
 )
 from atoll.errors import BadRequest, PartCorrupt, VersionSkew
-from atoll.format_text import counted, size, visible
+from atoll.format_text import number_of, size, visible
 from atoll.protocol.read_message import lists_in, read_message
 from atoll.registry import ReceivedName
 from atoll.tensors.fragments import Split
@@ -267,7 +267,7 @@ class RunInfo(Message):
         tensors, nbytes = len(split.schema.tensors), split.schema.nbytes
         if nbytes // self.part_bytes > MOST_PARTS or tensors * self.ranks > MOST_SHARES:
             raise VersionSkew(
-                f"The server's model has {counted(tensors, 'tensor')} with {size(nbytes)}, which {self.ranks} ranks "
+                f"The server's model has {number_of(tensors, 'tensor')} with {size(nbytes)}, which {self.ranks} ranks "
                 f"would exchange in parts of {size(self.part_bytes)}: too many parts for a site.",
                 "Set network.part_bytes to a larger value at the server, or model.ranks to a smaller one.",
             )

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from atoll.format_text import counted, numbers, of_fragment, size
+from atoll.format_text import number_of, numbers, of_fragment, size
 from atoll.protocol.messages import Count, Estimate, Many, Message, Report, Shown, Steps, Table
 
 KEPT = "status.json"
@@ -122,7 +122,7 @@ class RoundSummary(Message):
         of = of_fragment(self.fragment if has_fragments else None)
         if self.version is None:
             return f"round {self.round}{of}: no version, because all sites sat out ({', '.join(self.sat_out)})"
-        updates = counted(len(self.sites), "update")
+        updates = number_of(len(self.sites), "update")
         is_partial = len(self.sites) + len(self.sat_out) < self.expected
         instead = f" instead of {self.expected}" if is_partial else ""
         sat_out = f"; {', '.join(self.sat_out)} sat out" if self.sat_out else ""

@@ -402,8 +402,8 @@ class SiteScheduler:
             if result.stuck:
                 await self._did_not_return(job, lease)
                 return
-            if result.sat_out is not None:
-                await self._run.sit_out(lease, job.ticket.id, result.sat_out)
+            if result.sit_out is not None:
+                await self._run.sit_out(lease, job.ticket.id, result.sit_out)
                 self._stuck.pop(job.site, None)
                 return
             if result.update is None:

@@ -126,7 +126,7 @@ class SimulatedSite:
 
     Attributes:
         update: the message with which the site submitted; None: not submitted yet, or sat out.
-        sat_out: the message with which the site sat out the round; None: it did not.
+        sit_out_message: the message with which the site sat out the round; None: it did not.
         stats: digest and norm of each part of the update.
 
     Raises:
@@ -141,7 +141,7 @@ class SimulatedSite:
         self.site, self.schema, self._inspection = job.site, shared.schema, shared.inspection
         self.counters, self.stats = Counters(), tuple[PartStats, ...]()
         self.update: messages.Complete | None = None
-        self.sat_out: messages.SitOut | None = None
+        self.sit_out_message: messages.SitOut | None = None
         self._has_begun = self._has_pulled = False
         base = TensorFile(_path(f"version {job.ticket.base_version}"), Descriptor(base_fd), layouts.version.nbytes)
         base.layout = layouts.version
@@ -231,8 +231,8 @@ class SimulatedSite:
         self.counters.add(up=spool.layout.nbytes)
 
     def sit_out(self, ticket: Ticket, report: Report) -> None:
-        """Set `sat_out`, which is sent to the simulation."""
-        self.sat_out = messages.SitOut(metrics=dict(report.metrics))
+        """Set `sit_out_message`, which is sent to the simulation."""
+        self.sit_out_message = messages.SitOut(metrics=dict(report.metrics))
 
     def leave(self, error: BaseException | None) -> None:
         """Do nothing: the site stays in the run for its next round."""
@@ -297,7 +297,7 @@ class SiteTrainer:
         finally:
             site.close()
             forget()
-        return JobResult(site.update, site.stats, bytes_down=site.counters.bytes_down, sat_out=site.sat_out)
+        return JobResult(site.update, site.stats, bytes_down=site.counters.bytes_down, sit_out=site.sit_out_message)
 
     def _begin_random(self, site: str, round_: int) -> None:
         """Seed torch, random and NumPy from the run's seed, the site's name and the round.

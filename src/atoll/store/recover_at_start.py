@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from atoll.errors import StateCorrupt
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, Slots, region_digest, verify
@@ -157,7 +157,7 @@ class Recovery:
                 version=version,
                 tickets=[ticket.ticket for ticket in lost],
             )
-        return f"{reason[0].upper()}{reason[1:]}: {counted(len(lost), 'update')} must be submitted again.{anew}"
+        return f"{reason[0].upper()}{reason[1:]}: {number_of(len(lost), 'update')} must be submitted again.{anew}"
 
     # -- updates
 

@@ -357,14 +357,14 @@ class RunLog:
             )
             if not ended:
                 raise self._not_open(fragment, base_version)
-            total = self.sat_out(fragment).total + 1
+            total = self.last_sat_out_round(fragment).total + 1
             self._journal.insert(
                 SAT_OUT,
                 SatOutRow(fragment, base_version, in_a_row, total, next_ticket, summary_json, utc_text()),
             )
             self._audit.append("sat out by all", fragment=fragment, base_version=base_version, total=total)
 
-    def sat_out(self, fragment: int) -> SatOutRow:
+    def last_sat_out_round(self, fragment: int) -> SatOutRow:
         """Return the record of a fragment's last round that ended without a version; all zero if there was none."""
         where = "WHERE fragment = ? ORDER BY total DESC LIMIT 1"
         return self._journal.first(SAT_OUT, where, fragment) or SatOutRow(fragment, 0, 0, 0, 0)

@@ -31,6 +31,7 @@ from atoll.posix import (
     file_error,
     folder_error,
     mode_in,
+    open_own,
     own_folder,
     remedy_of,
     replace_file,
@@ -267,6 +268,15 @@ class Store:
                     with self.journal.transaction():
                         self.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
         return target
+
+    @contextlib.contextmanager
+    def initial_file(self, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+        """In a swarm: yield a descriptor of the file with version 0 of a fragment, which the first worker downloads."""
+        fd = open_own(self.directory / f"initial-{fragment}.safetensors", flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Close and unlock the directory. If the run is finished, first remove all versions except the newest.

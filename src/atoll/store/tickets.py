@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from atoll.errors import AtollError, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol.messages import Report
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
@@ -203,7 +203,7 @@ class Tickets:
         missing = [part for part in range(count) if part not in parts]
         if missing:
             raise Conflict(
-                f"The update for ticket {row.ticket} lacks {len(missing)} of {counted(count, 'part')} "
+                f"The update for ticket {row.ticket} lacks {len(missing)} of {number_of(count, 'part')} "
                 f"(first: part {missing[0]}).",
                 "Send the missing parts, then complete the update again.",
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StateCorrupt
-from atoll.format_text import counted, of_fragment
+from atoll.format_text import number_of, of_fragment
 from atoll.json_files import NoteDamaged
 from atoll.protocol.messages import Report
 from atoll.store.audit_log import (
@@ -98,7 +98,7 @@ def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[in
     """
     if head is not None and (missing := require_same_log(head, rows, directory)[1]):
         raise StateCorrupt(
-            f"The audit log of {directory} has lost its last {counted(missing, 'entry')}: {NAME} counts "
+            f"The audit log of {directory} has lost its last {number_of(missing, 'entry')}: {NAME} counts "
             f"{head.entries}.",
             "Start the server. If a power loss explains the missing entries, it continues without them; else "
             "it prints what to do.",
@@ -114,8 +114,8 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
         return
     boot = boot_id()
     lost = (
-        f"The journal in {directory} has lost its end: its audit log has {counted(entries, 'entry')} (epoch {epoch}), "
-        f"but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
+        f"The journal in {directory} has lost its end: its audit log has {number_of(entries, 'entry')} "
+        f"(epoch {epoch}), but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
     )
     if head.durability != "process" or (boot and boot == head.boot):
         raise StateCorrupt(
@@ -264,7 +264,7 @@ class _Comparison:
         if recorded == total:
             return ""
         return (
-            f"{counted(recorded, 'round')}{self._of(fragment)} recorded as sat out by all sites, but entry {seq} of "
+            f"{number_of(recorded, 'round')}{self._of(fragment)} recorded as sat out by all sites, but entry {seq} of "
             f"the audit log has {total}"
         )
 

@@ -134,7 +134,7 @@ def test_json_is_the_message_itself_and_the_server_comes_from_the_environment(ca
 @pytest.mark.slow
 @pytest.mark.covers("L12")
 def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_the_end(tmp_path, monkeypatch) -> None:
-    """The server ends right after the run; a command that watches it is told first."""
+    """After the run, the server stays for a command that watches it."""
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 60.0)
     options = {
         "algorithm.name": "fedavg",
@@ -162,7 +162,7 @@ def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.submit(fl_round.state_dict(), weight=1)
-        server.run()
+        assert server.wait(60)
         out, _ = watching.communicate(timeout=60)
         assert watching.returncode == 0
         assert json.loads(out.splitlines()[-1])["finished"]

@@ -461,7 +461,7 @@ class BackgroundWriter:
 
     async def after_sat_out(self, fragment: int) -> None:
         """Write the metrics of the fragment's last round that all sites sat out: it has no version."""
-        row = self._store.run_log.sat_out(fragment)
+        row = self._store.run_log.last_sat_out_round(fragment)
         summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
         try:
             await self._append_metrics(summary, row.created_at)

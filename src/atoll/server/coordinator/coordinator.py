@@ -37,7 +37,7 @@ from atoll.errors import (
     TicketClosed,
     out_of_memory,
 )
-from atoll.format_text import counted, time_left, visible
+from atoll.format_text import number_of, time_left, visible
 from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
@@ -538,7 +538,7 @@ class Coordinator:
         if message.fragment >= len(self.state.rounds):
             raise Gone(
                 f"Fragment {message.fragment} does not exist.",
-                f"The run has {counted(len(self.plan.fragments), 'fragment')}, numbered from 0.",
+                f"The run has {number_of(len(self.plan.fragments), 'fragment')}, numbered from 0.",
             )
         self.task_queue.require_rounds()
         self._require_shapes(lease.site, message)

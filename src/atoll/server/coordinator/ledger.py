@@ -166,7 +166,7 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
         row = run_log.round(fragment, head)
         expected = row.expected if row is not None and row.state == "open" else None
         frozen = row.tickets if row is not None and row.state == "frozen" else ()
-        sat_out = run_log.sat_out(fragment)
+        sat_out = run_log.last_sat_out_round(fragment)
         done = head - len(run_log.lost_versions(fragment)) + sat_out.total
         # a lost version may come before a round that all sites sat out: no later round gets the number of that one
         done = max([done, *(each.round for each in run_log.summaries(2, fragment))])

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
-from atoll.format_text import counted, of_fragment, visible
+from atoll.format_text import number_of, of_fragment, visible
 from atoll.protocol import messages, status_messages
 from atoll.registry import nearest
 from atoll.rounds import events
@@ -369,8 +369,8 @@ class Attendance:
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
         short = "" if self.simulated else short_of(state, self._roster)
         in_a_row = max((round_.sat_out_in_a_row for round_ in state.rounds), default=0)
-        sat_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
-        return [text for text in (short, sat_out, *partial.values()) if text]
+        all_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
+        return [text for text in (short, all_out, *partial.values()) if text]
 
 
 SAT_OUT_ROUNDS = 3
@@ -418,11 +418,11 @@ def _short_of_samples(state: State) -> str:
     floor, name = state.rules.floor, state.rules.floor_name
     for fragment, round_ in enumerate(state.rounds):
         if round_.phase == "open" and round_.sat_out and state.lacks_sites(fragment):
-            here, sat_out = len(round_.expected), listed(round_.sat_out)
+            here, sites = len(round_.expected), listed(round_.sat_out)
             lower = f", or restart the server with {name} = {here}" if here else ""
             return (
-                f"round {round_.number} needs at least {counted(floor, 'update')} ({name}), but {sat_out} sat out: "
-                f"the run waits. Start another site, or start {sat_out} again with samples{lower}"
+                f"round {round_.number} needs at least {number_of(floor, 'update')} ({name}), but {sites} sat out: "
+                f"the run waits. Start another site, or start {sites} again with samples{lower}"
             )
     return ""
 
@@ -459,8 +459,8 @@ class StalenessCounter:
             return
         self._worst = worst
         told = (
-            f"an update of {site} was {counted(worst, 'version')} old: old updates slow training down or undo it. Set "
-            "diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
+            f"an update of {site} was {number_of(worst, 'version')} old: old updates slow training down or undo it. "
+            "Set diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
             "'inverse_sqrt', async.momentum_every = number of sites, or async.max_staleness to refuse such "
             "updates. See docs/troubleshooting.md, Updates far behind"
         )

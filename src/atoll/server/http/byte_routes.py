@@ -17,20 +17,18 @@ from contextlib import contextmanager
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartStats
+from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartHasher
 from atoll.blobs.manifest import Cuts
 from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol import messages, routes
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease, holder_of
-from atoll.server.startup import initial_file
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
-from atoll.tensors.layout import Layout
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import serve_file
 
@@ -91,7 +89,7 @@ class ByteRoutes:
             raise Gone(
                 f"Version {version} is stored at workers of this swarm.", "Get its manifest, which lists the workers."
             )
-        with initial_file(self.store.directory, fragment) as fd:
+        with self.store.initial_file(fragment) as fd:
             return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
     async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
@@ -115,7 +113,7 @@ class ByteRoutes:
         with self.store.versions.pin(fragment, version, with_state=self.plan.has_masters) as pin:
             layout = self.plan.fragments[fragment].version
             if part >= len(layout.parts):
-                raise BadRequest(f"Part {part} does not exist; the version has {counted(len(layout.parts), 'part')}.")
+                raise BadRequest(f"Part {part} does not exist; the version has {number_of(len(layout.parts), 'part')}.")
             runs = ModelFile(layout, pin.fd, pin.state_fd).part(layout.parts[part])
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
@@ -247,7 +245,6 @@ class PartReceiver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, plan = coordinator, coordinator.plan
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
-        self._no_inspection = Inspection(Layout((), 0, 0, 1, {}), {})  # receivers of an object check its values
         self._uploads: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
@@ -266,7 +263,7 @@ class PartReceiver:
         layout = coordinator.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
-                f"Part {part} does not exist; the update has {counted(len(layout.parts), 'part')}.",
+                f"Part {part} does not exist; the update has {number_of(len(layout.parts), 'part')}.",
                 "Divide the update into parts as the ticket's layout says.",
             )
         coordinator.require_open(lease, ticket)
@@ -279,8 +276,8 @@ class PartReceiver:
             writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
             try:
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
-                stats = await self._receive(request, arriving, f"Part {part}", lease.site)
-                coordinator.record_part(lease, ticket, part, stats, writer)
+                await self._receive(request, arriving, f"Part {part}", lease.site)
+                coordinator.record_part(lease, ticket, part, arriving.stats, writer)
             finally:
                 writer.abandon()
         coordinator.ledger.record(WorkerSeen(lease.site, lease.number))
@@ -305,7 +302,7 @@ class PartReceiver:
         if not entry.is_arriving:
             raise Conflict(f"Object {object[:8]} is already complete.", "It cannot change: publish a new object.")
         if part >= entry.cuts.count:
-            raise BadRequest(f"Object {object[:8]} has no part {part}, only {counted(entry.cuts.count, 'part')}.")
+            raise BadRequest(f"Object {object[:8]} has no part {part}, only {number_of(entry.cuts.count, 'part')}.")
         expected, key = entry.cuts.part(part), (object, part)
         require_part_bytes(request, expected.nbytes)
         coordinator.require_space()
@@ -316,11 +313,11 @@ class PartReceiver:
             try:
                 if before is not None:
                     await loop.run_in_executor(coordinator.io, before.end)
-                arriving = PartChecker(self._no_inspection, expected, writer.write, -1)
-                stats = await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
+                arriving = PartHasher(expected, writer.write)
+                await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
                 if entry.removed.is_set():
                     raise Gone(f"Object {object[:8]} was withdrawn during its upload.", "Publish it again.")
-                entry.digests[part] = stats.digest
+                entry.digests[part] = arriving.digest
             finally:
                 if self._writers.get(key) is writer:
                     del self._writers[key]
@@ -355,17 +352,14 @@ class PartReceiver:
             if self._uploads.get(key) is upload:
                 del self._uploads[key]
 
-    async def _receive(self, request: web.Request, arriving: PartChecker, what: str, site: str = "") -> PartStats:
+    async def _receive(self, request: web.Request, arriving: PartHasher, what: str, site: str = "") -> None:
         """Receive and write one part.
 
         Args:
             request: the request.
-            arriving: writes, hashes and checks the part.
+            arriving: writes and hashes the part.
             what: the part, for messages.
             site: the site that sends it; empty if it is no site's.
-
-        Returns:
-            What `arriving` found.
 
         Raises:
             PartCorrupt: the part does not match the digest that follows it.
@@ -384,11 +378,8 @@ class PartReceiver:
             idle_timeout_s=coordinator.settings.network.idle_timeout_s,
             on_bytes=count,
         )
-        stats = arriving.stats
-        assert stats is not None
-        if stats.digest != digest:
+        if arriving.digest != digest:
             raise PartCorrupt(f"{what} arrived damaged.", "Send this part again.")
-        return stats
 
 
 class _ObjectPart:

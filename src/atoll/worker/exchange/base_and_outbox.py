@@ -28,7 +28,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
 from atoll.posix import (
     Descriptor,
@@ -345,7 +345,7 @@ class BaseFile(PartsFile):
                     "%s: %d of %s differ from what was downloaded; downloading them again. Check the disk.",
                     self.path,
                     len(wrong),
-                    counted(len(self.layout.parts), "part"),
+                    number_of(len(self.layout.parts), "part"),
                 )
                 self._write_note(replace(note, complete=False))
                 return False

@@ -29,7 +29,7 @@ from atoll.codecs.base import Codec
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import SchemaMismatch, UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol import messages
 from atoll.protocol.messages import Report, Ticket
 from atoll.runtime import single_thread
@@ -219,7 +219,7 @@ class UpdateWarnings:
         return [error_text(text) for text in (told_zero, self._told_lost) if text]
 
     def _zero(self, steps: int, filters: bool) -> str:
-        text = f"the pseudo-gradient is all zero{' after ' + counted(steps, 'step') if steps else ''}"
+        text = f"the pseudo-gradient is all zero{' after ' + number_of(steps, 'step') if steps else ''}"
         if filters:
             text += " (with this site's filters applied)"
         text += ". Check that the optimizer has this model's parameters, and a learning rate above zero."

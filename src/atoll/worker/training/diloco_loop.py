@@ -38,8 +38,7 @@ from atoll.algorithms.optimizer_hooks import (
 from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
-from atoll.format_text import counted as number_of
-from atoll.format_text import of_fragment
+from atoll.format_text import number_of, of_fragment
 from atoll.protocol.messages import Report, VersionRef
 from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import require_model

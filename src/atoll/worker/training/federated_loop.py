@@ -40,7 +40,7 @@ from atoll.tensors.arrays import Arrays, require_framework, require_model, to_nu
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
 from atoll.transport.http_client import http_to, server_of
-from atoll.worker.arguments import counted, finite_metrics, require_accepted, require_joined, site_of, weight_of
+from atoll.worker.arguments import finite_metrics, require_accepted, require_joined, site_of, steps_of, weight_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG
@@ -282,7 +282,7 @@ class Round:
         """
         if self.done:
             raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
-        weight, steps = weight_of(weight), counted(steps)
+        weight, steps = weight_of(weight), steps_of(steps)
         self._require_joined()
         tensors = self._backend.tensors_of(model)
         if weight:

@@ -627,7 +627,7 @@ class Synchroniser:
         ):
             case Accepted() | SatOut():
                 fragment.ticket = None
-                broke_off = self._await_result(fragment, sat_out=sits_out)
+                broke_off = self._await_result(fragment, sits_out=sits_out)
             case Refused() as refusal:
                 self._refused(fragment, refusal)
                 reply = exchange.ask_and_resend(0.0, retries=self._retries)
@@ -640,7 +640,7 @@ class Synchroniser:
         else:
             self._skip(fragment, broke_off, sits_out=sits_out)
 
-    def _await_result(self, fragment: FragmentState, *, sat_out: bool) -> Lost | None:
+    def _await_result(self, fragment: FragmentState, *, sits_out: bool) -> Lost | None:
         """Wait until the round has led to a new version, and load or merge that version into the model.
 
         If this worker has sat out the round, load the version as it is.
@@ -649,12 +649,12 @@ class Synchroniser:
         reply = fragment.exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
             return reply
-        if not sat_out:
+        if not sits_out:
             self._counted(reply)
         # if local steps may be discarded, wait for a whole version instead of training from a partial one
         waits = isinstance(reply, Finished) or self._rules.on_missed == "reset"
         patience = Patience(self._retries, None if waits else self._retries)
-        return self._load(fragment, reply, self._step, patience, alpha=0.0 if sat_out else self._rules.alpha)
+        return self._load(fragment, reply, self._step, patience, alpha=0.0 if sits_out else self._rules.alpha)
 
     def _counted(self, reply: Next) -> None:
         self.rounds += 1
