@@ -244,7 +244,8 @@ def test_a_run_without_workers_says_so(known, lines) -> None:
 @pytest.mark.covers("L5", "L6", "L13")
 def test_an_asynchronous_run_says_how_far_behind_updates_were(known, lines) -> None:
     worker = known["workers"][0] | {"staleness": 3, "local_steps": 166}
-    last = known["history"][-1] | {"staleness": [0, 4]}
+    last = known["history"][-1]
+    last |= {"sites": [site | {"staleness": lag} for site, lag in zip(last["sites"], (0, 4), strict=True)]}
     outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4)"
     asynchronous = {
         "sync_every": 500,
