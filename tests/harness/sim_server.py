@@ -5,14 +5,14 @@ The pass over the tensors is a weighted mean of fractions, so that "exact" means
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
 from atoll.rounds import events, machine
 from atoll.rounds.state import Rules, State
-from atoll.server.coordinator.ledger import Ledger, nothing
+from atoll.server.coordinator.ledger import Change, Ledger, nothing
 from harness.sim_checks import Checks, MadeUpdate
 from harness.sim_journal import SimJournal, initial, snapshot
 
@@ -117,12 +117,12 @@ class SimServer:
         if isinstance(effect, events.RoundClosed):
             self._later(PASS_S, lambda: self._pass(effect.fragment))
 
-    def _write_all(self, row: Callable[[], object], decided: Sequence[events.Effect]) -> None:
+    def _write_all(self, change: Change) -> None:
         """One transaction: a crash comes before it or after it."""
 
         def rows() -> None:
-            row()
-            for effect in decided:
+            change.row()
+            for effect in change.decided:
                 self._record(effect)
 
         if isinstance(self._event, events.WorkerEnds):  # before the checks see what follows from it

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
+from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages, task_messages
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
@@ -51,6 +51,7 @@ class Operation:
         path: path, with parameters in braces.
         summary: summary for the OpenAPI document.
         request: type of the JSON body; `bytes` for a part; None for no body.
+        query: message with the parameters of the query, which all have a default; None for no parameters.
         reply: type of the JSON answer; `bytes` for a file; `str` for text; None for status 204.
         lease: whether the `Atoll-Lease` header is required.
         problems: error codes of this operation, besides `COMMON_PROBLEMS`.
@@ -65,6 +66,7 @@ class Operation:
     summary: str
     request: type[BaseModel] | type[bytes] | None = None
     reply: type[BaseModel] | type[bytes] | type[str] | type[dict[str, Any]] | None = None
+    query: type[BaseModel] | None = None
     lease: bool = False
     problems: tuple[str, ...] = ()
     open: bool = False
@@ -289,6 +291,15 @@ OPERATIONS: tuple[Operation, ...] = (
         problems=(*_LEASED, "config", "busy"),
     ),
     Operation("get_status", "GET", routes.STATUS, "Get the status of the run.", reply=status_messages.Status),
+    Operation(
+        "get_events",
+        "GET",
+        routes.EVENTS,
+        "Get what happened after an event; wait up to wait_s for the next one.",
+        query=run_events.EventQuery,
+        reply=run_events.EventPage,
+        problems=("gone",),
+    ),
     Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),
     Operation("get_health", "GET", routes.HEALTH, "Check whether the server is ready.", reply=str, open=True),
     Operation("get_openapi", "GET", routes.OPENAPI, "This document.", reply=dict[str, Any]),
@@ -343,6 +354,8 @@ def _describe(operation: Operation) -> dict[str, Any]:
         if name in HEX_DIGITS:
             schema = {"type": "string", "pattern": f"^[0-9a-f]{{{HEX_DIGITS[name]}}}$"}
         parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
+    for name, schema in operation.query.model_json_schema()["properties"].items() if operation.query else ():
+        parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
     for needed, header, header_schema in (
         (operation.lease, routes.LEASE_HEADER, {"type": "string", "pattern": messages.LEASE_PATTERN}),
         (operation.secret, routes.SECRET_HEADER, {"type": "string", "pattern": "^[0-9a-f]{32}$"}),

@@ -27,7 +27,7 @@ from atoll.errors import (
     TicketClosed,
     UpdateRefused,
 )
-from atoll.protocol import messages, routes, status_messages
+from atoll.protocol import messages, routes, run_events, status_messages
 from atoll.rounds import events, leases
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
@@ -129,7 +129,8 @@ class SiteScheduler:
         self._jobs: dict[str, Job] = {}
         self._counted = set[str]()  # sites with an accepted update in the run
         self._bases = VersionsInUse(run.store.versions)
-        self._done = run.state.rounds[0].done
+        self._ended: list[status_messages.RoundSummary] = []  # rounds of which the watcher has not heard yet
+        run.events.subscribe("the simulation", self._on_event)
         self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
@@ -252,12 +253,14 @@ class SiteScheduler:
             f"Correct the script, and start the same simulation again: it continues from here{lower}.",
         )
 
+    def _on_event(self, event: run_events.Happened) -> None:
+        if isinstance(event, run_events.RoundEnded):
+            self._ended.append(event.summary)
+
     def _tell_of_rounds(self) -> None:
-        done = self._run.state.rounds[0].done
-        if done > self._done:
-            for each in self._run.store.run_log.summaries(done - self._done, 0):
-                self._on_round(status_messages.RoundSummary.model_validate_json(each.summary_json))
-            self._done = done
+        ended, self._ended = self._ended, []
+        for summary in ended:
+            self._on_round(summary)
 
     # -- sites
 

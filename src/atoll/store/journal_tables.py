@@ -30,7 +30,7 @@ CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
     *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds"),
 )
-"""Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed, so need no check."""
+"""Tables with a column `row_check`. The audit log has hashes instead. Counters and events are only displayed."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
 """SQL definition of the checksum column."""
@@ -539,12 +539,22 @@ def with_sites(query: Callable[..., list[tuple[Any, ...]]], fragment: int, summa
         summary_json: the summary without its sites.
     """
     summary = json.loads(summary_json)
-    rows = query(
-        "SELECT summary_json FROM site_rounds WHERE fragment = ? AND version = ? ORDER BY site",
-        fragment,
-        summary.get("version"),
+    sites = site_rounds(query, fragment, summary.get("version"))
+    return json.dumps({**summary, "sites": list(map(json.loads, sites))})
+
+
+def site_rounds(query: Callable[..., list[tuple[Any, ...]]], fragment: int, version: int | None) -> list[str]:
+    """Return what each site did in the round that led to a version, as JSON, ordered by site.
+
+    Args:
+        query: function (SQL, *values) → rows of the journal.
+        fragment: fragment of the version.
+        version: number of the version; None: the round led to none, so no site did anything.
+    """
+    found = query(
+        "SELECT summary_json FROM site_rounds WHERE fragment = ? AND version = ? ORDER BY site", fragment, version
     )
-    return json.dumps({**summary, "sites": [json.loads(text) for (text,) in rows]})
+    return [text for (text,) in found]
 
 
 TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, SITE_ROUNDS, GENERATIONS, AUDIT)
@@ -583,6 +593,7 @@ CREATE TABLE workflows (
     {ROW_CHECK}
 ) STRICT;
 
+CREATE TABLE events (number INTEGER PRIMARY KEY, event_json TEXT NOT NULL) STRICT;
 CREATE TABLE counters (name TEXT NOT NULL PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE exports_under_way (path TEXT NOT NULL PRIMARY KEY) STRICT;
 

@@ -44,6 +44,7 @@ from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
 from atoll.store.file_slots import FileShape, FragmentShapes, Slots, is_slot_name
 from atoll.store.journal import JOURNAL, Durability, Journal
 from atoll.store.journal_tables import files_of
+from atoll.store.kept_events import EventRows
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
@@ -120,6 +121,7 @@ class Store:
         self.slots = Slots(journal, directory / "slots", keep_versions + max_pins, in_memory=in_memory)
         self.run_log = RunLog(journal, self.audit)
         self.tickets = Tickets(journal, self.audit, self.slots)
+        self.events = EventRows(journal)
         self.versions = Versions(
             journal,
             self.audit,

@@ -8,16 +8,24 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import DiskFull
+from atoll.protocol import run_events
 from atoll.protocol.messages import Report
 from atoll.rounds import events
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot
-from atoll.server.coordinator.ledger import Ledger, record_in
+from atoll.server.coordinator.event_log import EventLog
+from atoll.server.coordinator.ledger import Ledger, write_change
 from atoll.store.journal_tables import RunRow
 from atoll.store.store import FileShape, FragmentShapes, Store
 
 SHAPES = FragmentShapes(FileShape(8, b"", (((0, 8),),)), None, update_bytes=8, update_parts=((0, 8),))
 RUN = RunRow("run-1", "{}", "{}", "00" * 32, "2.6", "AVX2", "2025-01-01T00:00:00+00:00")
 TWO = Rules(sites=2, rounds=2)
+
+
+WHAT = (
+    *("site joined", "site joined", "round opened", "ticket issued", "ticket issued"),
+    *("update accepted", "update accepted", "round closed"),
+)
 
 
 def no_space(*_: object, **__: object) -> None:
@@ -38,8 +46,10 @@ def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeyp
 
     With new space, the same event counts once.
     """
-    acted = list[events.Effect]()
-    ledger = Ledger(TWO, partial(record_in, store, {}), acted.append)
+    acted, happened = list[events.Effect](), list[run_events.Happened]()
+    log = EventLog(store)
+    log.subscribe("the test", happened.append)
+    ledger = Ledger(TWO, partial(write_change, store, {}, log), acted.append, publish=log.publish)
     ledger.restore(Snapshot((FragmentSnapshot(head=0),)))
     for site in "ab":
         ledger.record(events.WorkerJoined(site))
@@ -52,18 +62,19 @@ def test_an_event_that_the_journal_refuses_changes_nothing(store: Store, monkeyp
         ledger.record(
             events.UpdateAccepted(ticket, ticket),
             lambda: store.tickets.accept(row, "ab" * 32, Report(), 1.0, ticket),
-            lambda: acted.append(events.Woken()),
+            run_events.UpdateAccepted(fragment=0, round=1, site=row.site, ticket=ticket),
         )
 
     submit(1)
-    before = ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds()
+    before = ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds(), len(happened)
     with monkeypatch.context() as lacking:
         lacking.setattr(store.run_log, "freeze", no_space)
         with pytest.raises(DiskFull):
             submit(2)
-    assert (ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds()) == before
+    assert (ledger.state, len(acted), store.tickets.get(2), store.run_log.rounds(), len(happened)) == before
     submit(2)
     assert [row.state for row in store.run_log.rounds()] == ["frozen"]
     assert (store.tickets.get(2).state, store.tickets.get(2).accepted_order) == ("accepted", 2)
-    assert [type(each) for each in acted[before[1] :]] == [events.Woken, events.RoundClosed]
+    assert [type(each) for each in acted[before[1] :]] == [events.RoundClosed]
+    assert [(each.number, each.what) for each in happened] == list(enumerate(WHAT, 1))
     store.close()

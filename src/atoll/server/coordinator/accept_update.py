@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 from atoll.aggregation.plan import Plan
 from atoll.errors import UpdateRefused
 from atoll.format_text import numbers
-from atoll.protocol import messages
+from atoll.protocol import messages, run_events
 from atoll.rounds import events
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.reported_numbers import ReportedNumbers
@@ -35,7 +36,6 @@ class UpdateAdmission:
         store: store of the run.
         ledger: state of the run. It gets an event for each accepted or refused update.
         roster: site → what the server knows about its worker.
-        on_accepted: callback with the ticket of an accepted update, and the number of its round.
 
     Attributes:
         refused: number of updates refused in the whole run.
@@ -48,10 +48,8 @@ class UpdateAdmission:
         store: Store,
         ledger: Ledger,
         roster: MutableMapping[str, Presence],
-        on_accepted: Callable[[TicketRow, int], None],
     ) -> None:
         self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
-        self._on_accepted = on_accepted
         self.refused, self.reports = 0, ReportedNumbers(needs_steps=plan.needs_steps)
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
@@ -68,14 +66,13 @@ class UpdateAdmission:
             DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
-        tickets, state = self._store.tickets, self._ledger.state
+        tickets = self._store.tickets
         row, order = tickets.get(ticket), tickets.next_order()
-        number = state.rounds[row.fragment].number
         tickets.make_durable(row)
         self._ledger.record(
             events.UpdateAccepted(ticket, order),
             lambda: tickets.accept(row, message.digest, message.report, norm, order),
-            lambda: self._on_accepted(tickets.get(ticket), number),
+            run_events.UpdateAccepted(**self._about(row)),
         )
         if site in self._roster:
             presence = self._roster[site]
@@ -95,13 +92,15 @@ class UpdateAdmission:
             DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
-        number = self._ledger.state.rounds[self._store.tickets.get(ticket).fragment].number
         told = f" ({numbers(metrics)})" if metrics else ""
-        self._ledger.record(
-            events.SatOut(ticket),
-            lambda: self._store.tickets.sit_out(ticket, metrics),
-            lambda: LOG.info("%s sat out round %d%s: it has no samples, or its weight is 0", site, number, told),
-        )
+        happened = run_events.SiteSatOut(**self._about(self._store.tickets.get(ticket)))
+        self._ledger.record(events.SatOut(ticket), lambda: self._store.tickets.sit_out(ticket, metrics), happened)
+        LOG.info("%s sat out round %d%s: it has no samples, or its weight is 0", site, happened.round, told)
+
+    def _about(self, row: TicketRow) -> dict[str, Any]:
+        """Return the fields of an event about a ticket."""
+        number = self._ledger.state.rounds[row.fragment].number
+        return {"fragment": row.fragment, "round": number, "site": row.site, "ticket": row.ticket}
 
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
         """Return a site's message with the weight of the site's first update, if the run needs constant weights.
@@ -160,13 +159,18 @@ class UpdateAdmission:
         Raises:
             UpdateRefused: always.
         """
-        self._ledger.record(events.RefusedUpdate(ticket, reason), lambda: self._store.tickets.refuse(ticket, reason))
+        row = self._store.tickets.get(ticket)
+        self._ledger.record(
+            events.RefusedUpdate(ticket, reason),
+            lambda: self._store.tickets.refuse(ticket, reason),
+            run_events.UpdateRefused(**self._about(row), reason=reason),
+        )
         self.refused += 1
         presence = self._roster.setdefault(site, Presence(site))
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)
         state, then = self._ledger.state, "The round continues with the other updates"
-        member, fragment = state.members.get(site), self._store.tickets.get(ticket).fragment
+        member, fragment = state.members.get(site), row.fragment
         if presence.refused_in_a_row >= REFUSALS and member is not None:
             then = f"{presence.refused_in_a_row} updates in a row were refused"
             self._ledger.record(events.WorkerLeft(site, member.lease, f"{then}, the last because {reason}"))

@@ -63,18 +63,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         sent=run.task_queue.status(),
         durability=settings.disk.durability,
         durable_version=min(durable) if len(durable) == len(found) else None,
-        warnings=[
-            *filter(None, dict.fromkeys([*run.trouble.values(), run.no_space])),
-            *run.background.unsaved.values(),
-            *filter(None, [run.store.run_log.generation.reason]),
-            *run.advice,
-            *run.attendance.warnings(run.state),
-            *run.stale.warnings,
-            *run.admission.reports.warnings,
-            *run.task_queue.warnings.values(),
-            *(presence.rival for _, presence in roster if presence.rival),
-            *(f"{presence.site}: {text}" for _, presence in roster for text in presence.beat.warnings),
-        ],
+        warnings=run.warnings,
     )
 
 

@@ -38,13 +38,13 @@ from atoll.errors import (
     out_of_memory,
 )
 from atoll.format_text import number_of, time_left, visible
-from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
+from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages, task_messages
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
-from atoll.server.coordinator.aggregate_round import LocalRounds, MadeVersion
+from atoll.server.coordinator.aggregate_round import LocalRounds
 from atoll.server.coordinator.background_writes import (
     BackgroundWriter,
     measured_of,
@@ -53,10 +53,11 @@ from atoll.server.coordinator.background_writes import (
     value_of,
     wait_for_end,
 )
+from atoll.server.coordinator.event_log import EventLog
 from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.first_shapes import NewShapes, new_shapes
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info, why_anew
-from atoll.server.coordinator.ledger import Ledger, record_in, sat_out_by_all, snapshot_of
+from atoll.server.coordinator.ledger import Ledger, snapshot_of, write_change
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import (
@@ -130,8 +131,10 @@ class Coordinator:
         rules = Rules.from_settings(
             self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
         )
-        record = functools.partial(record_in, store, self.roster, keep_weights=plan.needs_population)
-        self.ledger = Ledger(rules, record, self._act, on_failure=self.fail)
+        self.events = EventLog(store)
+        self.events.subscribe("the coordinator", self._on_event)
+        write = functools.partial(write_change, store, self.roster, self.events, keep_weights=plan.needs_population)
+        self.ledger = Ledger(rules, write, self._act, on_failure=self.fail, publish=self.events.publish)
         history = store.run_log.history(None, 0) if rules.tracking.metric else []
         progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
         self._snapshot = snapshot_of(store, progress)
@@ -147,12 +150,19 @@ class Coordinator:
         )
         self.workflows = workflows
         self.task_queue = TaskQueue(
-            self.objects, self.wake, self._alive, self.changed, self.require_lease, self.require_space, self.io
+            self.objects,
+            self.wake,
+            self._alive,
+            self.changed,
+            self.require_lease,
+            self.require_space,
+            self.io,
         )
+        self.task_queue.tell = self.events.tell
         self.background, self.user_threads = BackgroundWriter(plan, store, self.io, persistor), UserThreads()
         self.filtering = Filtering(filters, plan, store, self.user_threads)
         local = LocalRounds(plan, store, self.filtering, self.io)
-        self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, local.offer)
+        self.admission = UpdateAdmission(plan, store, self.ledger, self.roster)
         self.swarm = (
             SwarmRounds(plan, store, self.ledger, self.admission, self.wake, self.fail) if plan.is_swarm else None
         )
@@ -178,6 +188,7 @@ class Coordinator:
         self.begins_again = asyncio.Event()
         self._changed, self._ending = FairEvent(), False
         self._said_missing = False
+        self._warned = frozenset[str]()
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving_best: asyncio.Task[None] | None = None
         self._last_write: asyncio.Task[None] | None = None  # background writes of the newest version; they end last
@@ -255,6 +266,7 @@ class Coordinator:
         """Answer all waiting requests now with an error, because the server is about to end."""
         self._ending = True
         self.wake()
+        self.events.end()
 
     async def stop(self) -> None:
         """End all tasks, and close the store. The next start continues from the files on disk."""
@@ -278,6 +290,7 @@ class Coordinator:
             error = directory_gone(self.settings.disk.state_dir) or error
             LOG.error("%s", error)
             self.failed = error
+            self.events.tell(run_events.RunFailed(reason=error.message))
             self.ended.set()
             if error.is_final:
                 self.untold = set(self._alive())
@@ -339,14 +352,23 @@ class Coordinator:
                 LOG.warning("%s", self.store.run_log.generation.reason)
             case events.RoundSatOut():
                 self.attendance.all_sat_out(effect, self.state)
-                self.history.append(sat_out_by_all(effect, self.roster))
-                self._last_write = self.spawn(self.background.after_sat_out(effect.fragment))
             case events.BestFound(measured):
                 self._saving_best = self.spawn(self.background.save_best(measured))
             case events.RunFinished():
                 self.spawn(self._finish())
         if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):
             self.wake()
+
+    def _on_event(self, event: run_events.Happened) -> None:
+        match event:
+            case run_events.UpdateAccepted(ticket=ticket, round=number):
+                self._local_rounds.offer(self.store.tickets.get(ticket), number)
+            case run_events.RoundEnded(summary=summary, at=at):
+                self.history.append(summary)
+                if summary.version is None:
+                    self._last_write = self.spawn(self.background.after_sat_out(summary.fragment))
+                else:
+                    self._follow_commit(summary, at)
 
     def wake(self) -> None:
         """Wake every request that waits in `changed`, because the run's state has changed."""
@@ -364,6 +386,24 @@ class Coordinator:
         await self._changed.wait(0 if self._ending else timeout_s)
         if self._ending:
             raise Busy("The server is stopping.", "Try again after the server has restarted.")
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is probably wrong at present, for the status and the events."""
+        present = [presence for _, presence in sorted(self.roster.items())]
+        return [
+            *filter(None, dict.fromkeys([*self.trouble.values(), self.no_space])),
+            *self.background.unsaved.values(),
+            *filter(None, [self.store.run_log.generation.reason]),
+            *self.advice,
+            *self.attendance.warnings(self.state),
+            *self.stale.warnings,
+            *self.admission.reports.warnings,
+            *self.task_queue.warnings.values(),
+            *self.events.problems.values(),
+            *(presence.rival for presence in present if presence.rival),
+            *(f"{presence.site}: {text}" for presence in present for text in presence.beat.warnings),
+        ]
 
     def require_space(self) -> None:
         """Raise an error if the disk has less than `disk.min_free_bytes` left.
@@ -884,36 +924,35 @@ class Coordinator:
         await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[closed.fragment].number
         try:
-            made = await until_passed(
+            await until_passed(
                 lambda: self._make_version(closed, number),
                 f"the version of round {number} cannot be written",
                 functools.partial(operator.setitem, self.trouble, closed.fragment),
             )
         except Exception as error:
             self.fail_by(error, f"Round {number}", "Restart the server to repeat this step.")
-            return
-        if made is not None:
-            self._follow_commit(made.row, made.summary)
 
-    async def _make_version(self, closed: events.RoundClosed, number: int) -> MadeVersion | None:
-        """Make and commit the version of a closed round; return None if the round is open again."""
+    async def _make_version(self, closed: events.RoundClosed, number: int) -> None:
+        """Make and commit the version of a closed round. If the round is open again, do nothing."""
         made = await self._rounds.aggregate(closed, number)
         if made is None:
-            return None
-        metric = self.ledger.rules.tracking.metric
+            return
+        metric, fragment = self.ledger.rules.tracking.metric, closed.fragment
         value = value_of(made.summary, metric) if metric else None
+        happened = run_events.RoundEnded(fragment=fragment, round=number, summary=made.summary, at=made.row.created_at)
         try:
-            self.ledger.record(
-                events.VersionCommitted(closed.fragment, made.draft.version, value),
-                lambda: made.commit(self.store),
-                lambda: self._note_version(made.summary),
-            )
+            committed = events.VersionCommitted(fragment, made.draft.version, value)
+            self.ledger.record(committed, lambda: made.commit(self.store), happened)
         finally:
             made.draft.abandon()  # without effect after the commit
-        return made
 
-    def _note_version(self, summary: status_messages.RoundSummary) -> None:
-        """Count a version that was just committed, before the next round opens."""
+    def _follow_commit(self, summary: status_messages.RoundSummary, at: str) -> None:
+        """After a version was committed, update counters, log its summary, and start the background writes.
+
+        Args:
+            summary: summary of the round.
+            at: time at which the version was written.
+        """
         tracking = self.ledger.rules.tracking
         self.trouble.pop(summary.fragment, None)
         self.filtering.sweep()
@@ -927,17 +966,13 @@ class Coordinator:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
         self.time_left.committed(time.monotonic())
-        self.history.append(summary)
-
-    def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
-        """After a version was committed, log its summary, and start the background writes."""
         left = f"; {told}" if (told := time_left(self.time_left.of(self.state, time.monotonic()))) else ""
         LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:
             LOG.info("round %d was the last synchronous round: from now on, no site waits for another", done)
-        writing = self.background.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
+        writing = self.background.after_commit(summary, at, heads=heads, last=last, finished=self.state.finished)
         self._last_write = self.spawn(writing)
 
     async def _finish(self) -> None:
@@ -966,6 +1001,11 @@ class Coordinator:
                     self.swarm.reassign()
                 if self.no_space:  # check here, because it may take long until a site tries again
                     self.require_space()
+            warnings = self.warnings
+            for text in warnings:
+                if text not in self._warned:
+                    self.events.tell(run_events.Warned(text=text))
+            self._warned = frozenset(warnings)
 
     # -- tasks of the event loop
 

@@ -1,23 +1,27 @@
 """The ledger: the only place where a run's state changes.
 
 For each event, the round machine (pure functions in `atoll.rounds`) returns effects. Some effects are decisions. One
-transaction writes the row of the event itself and the decisions to the journal; after the commit, the ledger carries
-out all effects. If the transaction fails, nothing has changed. All calls run on one event loop.
+transaction writes the row of the event itself, the decisions, and what they mean for the followers of the run
+(`EventLog`) to the journal. After the commit, the followers are told, and the ledger carries out all effects. If the
+transaction fails, nothing has changed. All calls run on one event loop.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, MutableMapping, Sequence, Sized
+from collections.abc import Callable, Iterable, MutableMapping, Sequence, Sized
+from dataclasses import dataclass
 
 from atoll.errors import StoreError, transient_reason
+from atoll.protocol.run_events import Happened
 from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events, machine
 from atoll.rounds.early_stopping import MetricProgress
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import IssuedTicket
+from atoll.server.coordinator.event_log import EventLog, happened_by
 from atoll.server.coordinator.roster import Presence
 from atoll.store.store import Store
 
@@ -26,16 +30,34 @@ def nothing() -> None:
     """Do nothing: the default of a callback."""
 
 
+@dataclass(frozen=True)
+class Change:
+    """A change of the run's state, to be written to the journal.
+
+    Attributes:
+        before, after: the state before and after it.
+        decided: the decisions, in order.
+        row: writes the rows of the event itself.
+        happened: what the event means for people and programs; None: only its effects mean something.
+    """
+
+    before: State
+    after: State
+    decided: Sequence[events.Decision]
+    row: Callable[[], object] = nothing
+    happened: Happened | None = None
+
+
 class Ledger:
     """The state of one run. Events change it, through `record`. An event has effects; some effects are decisions.
 
     Args:
         rules: rules of the run's rounds.
-        write: function that calls the writer of an event's own row, and writes decisions into the journal (the server's
-            database): all or nothing.
+        write: function that writes a change into the journal (the server's database), all of it or nothing.
         act: function that carries out one effect. It is called after the decisions are in the journal.
         clock: function that returns the time in seconds, as `time.monotonic` does.
         on_failure: callback with an error of the store after which the run cannot go on.
+        publish: callback after each change that was written, before its effects are carried out.
 
     Attributes:
         state: state of the rounds, leases and tickets. `restore` sets it first.
@@ -46,32 +68,34 @@ class Ledger:
     def __init__(
         self,
         rules: Rules,
-        write: Callable[[Callable[[], object], Sequence[events.Decision]], None],
+        write: Callable[[Change], None],
         act: Callable[[events.Effect], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[StoreError], None] = lambda error: None,
+        publish: Callable[[], None] = nothing,
     ) -> None:
         self.rules = rules
-        self._write, self._act, self._clock, self._on_failure = write, act, clock, on_failure
+        self._write, self._act, self._clock = write, act, clock
+        self._on_failure, self._publish = on_failure, publish
 
     def restore(self, snapshot: Snapshot) -> None:
         """Set the state from the journal's content, and finish what a crash has interrupted."""
         state, effects = machine.restore(self.rules, snapshot, self._clock())
-        self._follow(state, effects, nothing)
+        self._follow(Change(state, state, _decided(effects)), effects)
 
     def record(
         self,
         event: events.Event,
         row: Callable[[], object] = nothing,
-        committed: Callable[[], None] = nothing,
+        happened: Happened | None = None,
     ) -> tuple[events.Effect, ...]:
         """Record an event: in one transaction its own row and the decisions that follow; then carry out all effects.
 
         Args:
             event: the event.
             row: writes the rows of the event itself; without it, the event has none.
-            committed: called after the commit, before the effects are carried out.
+            happened: what the event means, for the followers of the run; None: only its effects mean something.
 
         Returns:
             The effects of the event.
@@ -80,78 +104,88 @@ class Ledger:
             StoreError: the journal could not be written, for example because the disk is full. Nothing has changed, so
                 the same event may be recorded again.
         """
-        state, effects = machine.step(self.state, event, self._clock())
+        after, effects = machine.step(self.state, event, self._clock())
         try:
-            self._follow(state, effects, row, committed)
+            self._follow(Change(self.state, after, _decided(effects), row, happened), effects)
         except StoreError as error:
             if transient_reason(error) is None:
                 self._on_failure(error)
             raise
         return effects
 
-    def _follow(
-        self,
-        state: State,
-        effects: tuple[events.Effect, ...],
-        row: Callable[[], object],
-        committed: Callable[[], None] = nothing,
-    ) -> None:
-        decided = [effect for effect in effects if isinstance(effect, events.Decision)]
-        given_again = [each for each in decided if isinstance(each, events.TicketIssued) and not each.new]
-        new = [effect for effect in decided if effect not in given_again]
-        if new or row is not nothing:
-            self._write(row, new)
-        self.state = state
-        committed()
+    def _follow(self, change: Change, effects: tuple[events.Effect, ...]) -> None:
+        is_written = bool(change.decided) or change.row is not nothing
+        if is_written:
+            self._write(change)
+        self.state = change.after
+        if is_written:
+            self._publish()
         for effect in effects:
             self._act(effect)
 
 
-def record_in(
+def _decided(effects: Iterable[events.Effect]) -> list[events.Decision]:
+    """Return the decisions among effects, without a ticket that the journal already has."""
+    decided = [effect for effect in effects if isinstance(effect, events.Decision)]
+    return [each for each in decided if not isinstance(each, events.TicketIssued) or each.new]
+
+
+def write_change(
     store: Store,
     roster: MutableMapping[str, Presence],
-    row: Callable[[], object],
-    decided: Sequence[events.Decision],
+    log: EventLog,
+    change: Change,
     *,
     keep_weights: bool = False,
 ) -> None:
-    """Write an event's own row and the decisions that follow into the store's journal, in one transaction.
+    """Write a change of the run's state into the store's journal, in one transaction, with the events that it means.
 
     Args:
         store: store of the run.
         roster: site → what the server knows about its worker, such as the process and host to record for a lease.
-        row: writes the event's own row.
-        decided: the decisions.
+        log: the run's events.
+        change: the change.
         keep_weights: whether to record the weight of each site's first update when a round closes.
     """
-    run_log, tickets = store.run_log, store.tickets
     with store.journal.transaction():
-        row()
-        for effect in decided:
-            match effect:
-                case events.LeaseGranted(site, lease):
-                    presence = roster.setdefault(site, Presence(site))
-                    labels = json.dumps(presence.labels)
-                    run_log.put_member(site, lease, process=presence.holder, host=presence.host, labels_json=labels)
-                case events.LeaseEnded(site, lease, why, detail):
-                    run_log.end_member(site, lease, why, detail)
-                case events.RoundOpened(fragment, base, expected) | events.ExpectedChanged(fragment, base, expected):
-                    run_log.open_round(fragment, base, expected)
-                case events.TicketIssued(site, ticket, fragment, base):
-                    tickets.issue(ticket, site, fragment, base)
-                case events.TicketsExpired(numbers, reason):
-                    tickets.expire(numbers, reason)
-                case events.RoundReopened(fragment, base, numbers, reason):
-                    tickets.reopen(fragment, base, numbers, reason)
-                case events.GenerationBegun(base, why):
-                    run_log.begin_generation(base, why)
-                case events.RoundClosed(fragment, base, numbers):
-                    run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
-                case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
-                    summary = sat_out_by_all(effect, roster)
-                    run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
-                case events.RunFinished():
-                    run_log.finish()
+        change.row()
+        if change.happened is not None:
+            log.write([change.happened])
+        for effect in change.decided:
+            _write_decision(store, roster, effect, keep_weights=keep_weights)
+            happened = happened_by(effect, change.before, change.after, lambda effect: sat_out_by_all(effect, roster))
+            if happened is not None:
+                log.write([happened])
+
+
+def _write_decision(
+    store: Store, roster: MutableMapping[str, Presence], effect: events.Decision, *, keep_weights: bool
+) -> None:
+    run_log, tickets = store.run_log, store.tickets
+    match effect:
+        case events.LeaseGranted(site, lease):
+            presence = roster.setdefault(site, Presence(site))
+            labels = json.dumps(presence.labels)
+            run_log.put_member(site, lease, process=presence.holder, host=presence.host, labels_json=labels)
+        case events.LeaseEnded(site, lease, why, detail):
+            run_log.end_member(site, lease, why, detail)
+        case events.RoundOpened(fragment, base, expected) | events.ExpectedChanged(fragment, base, expected):
+            run_log.open_round(fragment, base, expected)
+        case events.TicketIssued(site, ticket, fragment, base):
+            tickets.issue(ticket, site, fragment, base)
+        case events.TicketsExpired(numbers, reason):
+            tickets.expire(numbers, reason)
+        case events.RoundReopened(fragment, base, numbers, reason):
+            tickets.reopen(fragment, base, numbers, reason)
+        case events.GenerationBegun(base, why):
+            run_log.begin_generation(base, why)
+        case events.RoundClosed(fragment, base, numbers):
+            run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
+        case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
+            summary = sat_out_by_all(effect, roster)
+            run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
+        case events.RunFinished():
+            run_log.finish()
 
 
 def sat_out_by_all(effect: events.RoundSatOut, roster: Sized) -> RoundSummary:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -32,7 +33,7 @@ from atoll.errors import (
     out_of_memory,
     transient_reason,
 )
-from atoll.protocol import messages, routes, status_messages
+from atoll.protocol import messages, routes, run_events
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, Operation, openapi
 from atoll.protocol.read_message import require_keys_once
 from atoll.server.coordinator.build_status import status_of
@@ -110,20 +111,46 @@ def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[str | 
     return app
 
 
+STATUS_S = 0.5
+"""Seconds for which the answer with the status is used again."""
+
+
 class ServerPages:
     """Handlers of requests about the server itself: status, metrics, health and the OpenAPI document."""
 
     def __init__(self, coordinator: Coordinator, version: str, refusals: Refusals) -> None:
         self._run, self._refusals = coordinator, refusals
+        self._status, self._status_until_s = b"", 0.0
+        coordinator.events.subscribe("the status", self._on_event)
         self._document = functools.cache(lambda: openapi(version))  # most servers never need it
 
     async def get_openapi(self) -> web.Response:
         """Return the description of all requests in the OpenAPI format."""
         return web.json_response(self._document())
 
-    async def get_status(self) -> status_messages.Status:
-        """Return the status of the run, as `atoll status` shows it."""
-        return status_of(self._run)
+    async def get_status(self) -> web.Response:
+        """Return the status of the run, as `atoll status` shows it.
+
+        However many clients ask, it is built at most once in `STATUS_S` seconds, and after an event that changes more
+        than the progress of one site.
+        """
+        now_s = time.monotonic()
+        if not self._status or now_s >= self._status_until_s:
+            self._status = status_of(self._run).model_dump_json().encode()
+            self._status_until_s = now_s + STATUS_S
+        return web.Response(body=self._status, content_type="application/json")
+
+    async def get_events(self, query: run_events.EventQuery) -> run_events.EventPage:
+        """Return what happened after an event. If nothing has, wait for the next event.
+
+        Raises:
+            Gone: the server has no such event yet, or no longer has the ones that follow it.
+        """
+        return await self._run.events.get_events(query)
+
+    def _on_event(self, event: run_events.Happened) -> None:
+        if not isinstance(event, run_events.TicketIssued | run_events.UpdateAccepted):
+            self._status = b""
 
     async def get_metrics(self) -> web.Response:
         """Return numbers about the run (`RunMetrics`) in the text format of Prometheus."""
@@ -156,6 +183,8 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
             arguments["secret"] = _hex("the secret", request.headers.get(routes.SECRET_HEADER, ""), 32)
         if operation.lease:
             arguments["lease"] = coordinator.require_lease(request.headers.get(routes.LEASE_HEADER))
+        if operation.query is not None:
+            arguments["query"] = _query(operation.query, request.query)
         if takes_message:
             arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
         if operation.request is bytes or operation.reply is bytes:
@@ -200,6 +229,18 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
             "Use the same Atoll version on both sides.",
         )
     return BadRequest(f"{kind.__name__}: {where}: {first['msg']}.", "See the expected fields in /openapi.json.")
+
+
+def _query(kind: type[Message], parameters: Mapping[str, str]) -> Message:
+    """Return the parameters of a query as a message: each at most once, as a JSON number."""
+    try:
+        if len(parameters) != len(set(parameters)):
+            raise BadRequest("A parameter stands twice in the query.", "Send each parameter once.")
+        return kind.model_validate({name: json.loads(text[:40]) for name, text in parameters.items()})
+    except ValidationError as error:
+        raise _readable(kind, error) from error
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The query is not of numbers: {error}.", "See the parameters in /openapi.json.") from error
 
 
 def _number(name: str, text: str) -> int:
