@@ -273,7 +273,7 @@ NO_OPERATION = Operation("", "", "", "", callers=READERS)
 
 
 def _admit(gate: Gate, request: web.Request, operation: Operation | None, roster: Mapping[str, Presence]) -> Caller:
-    """Return the caller of a request, if it may send it. A refusal is counted and logged with the address of the caller.
+    """Return the caller of a request, if it may send it. A refusal is counted, and logged with its address.
 
     Args:
         gate: the server's tokens, and the check of the Host header.
