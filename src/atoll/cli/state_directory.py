@@ -8,7 +8,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from atoll.errors import StateCorrupt, StoreError, UsageError
 from atoll.posix import file_error, read_own
 from atoll.protocol import routes, status_messages
 from atoll.store import journal_tables
+from atoll.store.caller_tokens import stored_tokens
 from atoll.store.journal import JOURNAL
 from atoll.tensors.schema import Schema
+from atoll.transport.tls import Token
 
 HISTORY = 20
 AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
@@ -121,6 +123,14 @@ def require_unchanged(db: sqlite3.Connection, state_dir: Path) -> None:
 def no_run(state_dir: Path) -> UsageError:
     """Return the error for a directory that contains no run."""
     return UsageError(f"There is no run in {str(state_dir)!r}.", "Give the run file's disk.state_dir.")
+
+
+def admin_token(state_dir: Path) -> Token | None:
+    """Return the admin's token in a state directory; None if there is none, or this user may not read it."""
+    with suppress(StoreError):
+        if (text := stored_tokens(state_dir).get("admin")) is not None:
+            return Token(text, str(state_dir / "admin.token"))
+    return None
 
 
 def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:

@@ -43,6 +43,7 @@ from atoll.server.saved_state import SavedState, save
 from atoll.server.startup import CODE, open_again, open_run, settings_beside, take_over_shapes
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
+from atoll.store.caller_tokens import keep_tokens, stored_tokens
 from atoll.store.run_log import recorded_failure
 from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
@@ -352,6 +353,7 @@ class Server:
         opened = open_run(self.settings, self._model, persistor, self._outer, self._saved)
         self._model = None  # free its memory: version 0 is on disk
         try:
+            self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
             return Coordinator(*opened, persistor, self._filters.results, self._workflows)
         except BaseException:
             opened[1].close()
@@ -415,11 +417,9 @@ class Server:
         known = status.workers if before else []
         workers = {each.site: each for each in known if each.state in ("alive", "not told", "ended")}
 
-        def note(lease: str | None = None) -> None:
-            with contextlib.suppress(AtollError):
-                site = Lease.parse(lease).site
-                if site in workers:
-                    workers[site] = workers[site].model_copy(update={"state": "ended"})
+        def note(lease: Lease | None = None) -> None:
+            if lease is not None and lease.site in workers:
+                workers[lease.site] = workers[lease.site].model_copy(update={"state": "ended"})
             if workers and all(each.state == "ended" for each in workers.values()):
                 all_told.set()
 
@@ -429,6 +429,8 @@ class Server:
         if all_told.is_set():
             return
         LOG.warning("telling the sites of the run for %g s that it cannot be started again, then ending", most_s)
+        with contextlib.suppress(AtollError):
+            self._gate.tokens.accept(stored_tokens(state_dir))
         why = f"{before.rstrip('.')}. It" if before else "It"
         failed = failure_for_sites(self.settings.run.name, f"{why} cannot be started again: {error.message}")
         runner = runner_of(make_refusing_app(self._gate, failed, note), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)

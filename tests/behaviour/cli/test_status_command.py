@@ -214,6 +214,37 @@ def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> No
     assert outcome.stderr == "atoll: The server wants a token. Set ATOLL_TOKEN.\n"
 
 
+@pytest.mark.covers("X2")
+def test_a_reader_sees_the_status_with_its_token_and_the_owner_with_the_folder(
+    tmp_path: Path, atoll_command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has the token of the sites. The folder's token comes before one in the environment."""
+    monkeypatch.setenv("ATOLL_TOKEN", "of-sites")
+    with plain_server(tmp_path, nn.Linear(2, 1), **{"run.name": "watched"}) as server:
+        copy = tmp_path / "copy"
+        copy.touch(mode=0o600)
+        copy.write_text((tmp_path / "state" / "reader.token").read_text())
+
+        def shown(*args: str, **variables: str) -> tuple[int, str]:
+            outcome = atoll_command("status", *args, **{"ATOLL_TOKEN": ""} | variables)
+            return outcome.returncode, outcome.stdout.partition(":")[0] or outcome.stderr.strip()
+
+        live = (0, "watched at http")
+        assert shown("--server", server.url, "--token-file", str(copy)) == live
+        assert shown("--server", server.url, ATOLL_TOKEN_FILE=str(copy)) == live
+        assert shown("--dir", "state") == shown("--dir", "state", ATOLL_TOKEN="wrong") == live
+        code, said = shown("--server", server.url)
+        assert code == 8
+        assert "requires a token" in said
+        code, said = shown("--dir", "state", "--token-file", str(copy))
+        assert code == 2
+        assert "--dir cannot be combined with" in said
+        copy.write_text("wrong")
+        code, said = shown("--server", server.url, "--token-file", str(copy))
+        assert code == 8
+        assert f"The one in the token file {str(copy)!r} is not the server's." in said
+
+
 @pytest.mark.covers("X4")
 def test_the_live_table_has_the_same_words_and_what_is_said_meanwhile_stands_above_it(known, monkeypatch) -> None:
     from rich.console import Console

@@ -301,7 +301,7 @@ class Coordinator:
         """The shapes with which the run begins again after this server; None if it does not, or has failed."""
         return self.new_shapes if self.failed is None else None
 
-    def failure_for(self, lease: str | None) -> ServerFailed | None:
+    def failure_for(self, lease: Lease | None) -> ServerFailed | None:
         """If the run has failed with a final error, return the error that answers a site's request; else None.
 
         Record that the site is told.
@@ -311,10 +311,11 @@ class Coordinator:
         """
         if self.failed is None or not self.failed.is_final:
             return None
-        with contextlib.suppress(AtollError):
-            site = self.require_lease(lease).site
-            self.untold.discard(site)
-            self.roster[site].state = "ended"
+        if lease is not None:
+            with contextlib.suppress(AtollError):
+                site = self.require_lease(lease).site
+                self.untold.discard(site)
+                self.roster[site].state = "ended"
         return failure_for_sites(self.settings.run.name, self.failed.message)
 
     @property
@@ -509,14 +510,13 @@ class Coordinator:
             finished=self.state.finished,
         )
 
-    def require_lease(self, sent: Lease | str | None) -> Lease:
+    def require_lease(self, lease: Lease) -> Lease:
         """Return the lease of a request if it is valid, and record that the site is alive.
 
         Raises:
             LeaseLost: the process has to join again.
             Superseded: another process has joined under the site's name.
         """
-        lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
         # after a crash of the server's host, leases of two processes may have the same number, but not the same secret
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):

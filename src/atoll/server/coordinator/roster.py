@@ -238,20 +238,6 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
     }
 
 
-def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
-    """Return the record of the worker that sent a request; None if the request has no lease, or a wrong secret.
-
-    Args:
-        text: lease header of the request; None if the request has none.
-        roster: site → record of its worker.
-    """
-    if text is None or not re.match(messages.LEASE_PATTERN, text):
-        return None
-    lease = Lease.parse(text)
-    presence = roster.get(lease.site)
-    return presence if presence is not None and lease.opens(presence) else None
-
-
 # -- Warnings about missing sites: when a site ends, and when a round closes without a site.
 
 

@@ -25,7 +25,8 @@ from atoll.format_text import number_of
 from atoll.protocol import messages, routes
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.coordinator.roster import Lease, holder_of
+from atoll.server.coordinator.roster import Lease
+from atoll.server.http.caller import Caller
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
@@ -76,7 +77,9 @@ class ByteRoutes:
             part_digests=[digest.hex() for digest in row.part_digests],
         )
 
-    async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+    async def get_version(
+        self, fragment: int, version: int, digest: str, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send the file of a version, or a byte range of it. The server of a swarm has only version 0.
 
         Raises:
@@ -84,15 +87,17 @@ class ByteRoutes:
         """
         if self.run.swarm is None:
             pinned = self.store.versions.pin(fragment, version)
-            return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, request)
+            return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, caller, request)
         if version or self.store.run_log.version_digest(fragment, version) != digest:
             raise Gone(
                 f"Version {version} is stored at workers of this swarm.", "Get its manifest, which lists the workers."
             )
         with self.store.initial_file(fragment) as fd:
-            return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
+            return await self._send(caller, request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
-    async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+    async def get_delta(
+        self, fragment: int, version: int, digest: str, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send a version's delta (the encoded difference from the previous version), or a byte range of it.
 
         Raises:
@@ -101,9 +106,11 @@ class ByteRoutes:
         pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
         nbytes = downlink.layout.nbytes if downlink else 0
-        return await self._serve(pinned, nbytes, digest, request)
+        return await self._serve(pinned, nbytes, digest, caller, request)
 
-    async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
+    async def get_model_part(
+        self, fragment: int, version: int, part: int, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send one part of a version, with full-precision values as in exports, then the part's BLAKE3 (32 bytes).
 
         Raises:
@@ -119,7 +126,7 @@ class ByteRoutes:
             response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
             await response.prepare(request)
             hasher, loop = blake3(), asyncio.get_running_loop()
-            with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(request)) as idle:
+            with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(caller)) as idle:
                 while (run := await loop.run_in_executor(self.run.io, next, runs, None)) is not None:
                     if pin.revoked.is_set():  # when the client tries again, it gets the error `Gone`
                         break_off(request)
@@ -132,7 +139,7 @@ class ByteRoutes:
         return response
 
     async def _serve(
-        self, pinned: Pin[VersionRow] | Pin[DeltaRow], nbytes: int, digest: str, request: web.Request
+        self, pinned: Pin[VersionRow] | Pin[DeltaRow], nbytes: int, digest: str, caller: Caller, request: web.Request
     ) -> web.StreamResponse:
         try:
             if pinned.row.digest != digest:
@@ -140,12 +147,18 @@ class ByteRoutes:
                     f"Version {pinned.row.version} or its delta no longer has the digest {digest[:12]}.",
                     "Download the newest version instead.",
                 )
-            return await self._send(request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
+            return await self._send(caller, request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
         finally:
             pinned.release()
 
     async def _send(
-        self, request: web.Request, fd: int, nbytes: int, digest: str, revoked: Callable[[], bool] = lambda: False
+        self,
+        caller: Caller,
+        request: web.Request,
+        fd: int,
+        nbytes: int,
+        digest: str,
+        revoked: Callable[[], bool] = lambda: False,
     ) -> web.StreamResponse:
         return await serve_file(
             request,
@@ -155,12 +168,12 @@ class ByteRoutes:
             pool=self.run.io,
             idle_timeout_s=self.plan.settings.network.idle_timeout_s,
             revoked=revoked,
-            on_bytes=self._counter(request),
+            on_bytes=self._counter(caller),
         )
 
-    def _counter(self, request: web.Request) -> Callable[[int], None]:
-        """Return a function that counts sent bytes for the server, and for the site if the request has a lease."""
-        presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
+    def _counter(self, caller: Caller) -> Callable[[int], None]:
+        """Return a function that counts sent bytes for the server, and for the site if the request is from one."""
+        presence = self.run.roster.get(caller.site)
 
         def count(nbytes: int) -> None:
             self.run.bytes_down += nbytes
@@ -213,7 +226,9 @@ class ByteRoutes:
         entry = self.run.objects.complete_one(object, secret)
         return messages.BlobManifest.of(entry.manifest, self.run.objects.inline_bytes(entry))
 
-    async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
+    async def get_object_data(
+        self, object: str, secret: str, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send a complete object, or a byte range of it. If the object is removed meanwhile, close the connection.
 
         Raises:
@@ -224,7 +239,7 @@ class ByteRoutes:
         entry = self.run.objects.complete_one(object, secret)
         fd = self.run.objects.reader(entry)
         try:
-            return await self._send(request, fd, entry.cuts.nbytes, entry.manifest.id, entry.removed.is_set)
+            return await self._send(caller, request, fd, entry.cuts.nbytes, entry.manifest.id, entry.removed.is_set)
         finally:
             os.close(fd)
 
