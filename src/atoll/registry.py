@@ -95,6 +95,7 @@ TABLES: dict[str, dict[str, str]] = {
         "constant": "atoll.reducers:constant",
         "inverse_sqrt": "atoll.reducers:inverse_sqrt",
     },
+    "extensions": {},
     "workflows": {
         "cross_site_evaluation": "atoll.server.tasks.cross_site_evaluation:cross_site_evaluation",
     },

@@ -7,6 +7,7 @@ exactly the operations that are served.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -382,20 +383,22 @@ HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
 """Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers."""
 
 
-def openapi(version: str, *, is_open: bool = False) -> dict[str, Any]:
+def openapi(version: str, *, is_open: bool = False, more: Sequence[Operation] = ()) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the interface.
 
     Args:
         version: version of Atoll.
         is_open: whether the server has no token.
+        more: the operations of the server's extensions.
     """
-    kinds: list[Any] = [kind for operation in OPERATIONS for kind in (operation.request, operation.reply)]
+    operations = (*OPERATIONS, *more)
+    kinds: list[Any] = [kind for operation in operations for kind in (operation.request, operation.reply)]
     models = sorted({kind for kind in kinds if _is_message(kind)} | {messages.Problem}, key=lambda kind: kind.__name__)
     _, definitions = models_json_schema(
         [(kind, "validation") for kind in models], ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
+    for operation in operations:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _describe(operation, is_open=is_open)
     return {
         "openapi": "3.1.0",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from atoll.format_text import number_of, numbers, of_fragment, size
 from atoll.protocol.messages import Count, Estimate, Many, Message, Report, Shown, Steps, Table
@@ -245,6 +245,7 @@ class Status(Message):
     durability: Shown = "process"
     durable_version: Count | None = None
     warnings: Many[Shown] = Field(default_factory=list)
+    extensions: Table[JsonValue] = Field(default_factory=dict, description="What each extension of the server shows.")
 
     @property
     def version(self) -> int:

@@ -64,6 +64,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
         durability=settings.disk.durability,
         durable_version=min(durable) if len(durable) == len(found) else None,
         warnings=run.warnings,
+        extensions=run.extensions.status(),
     )
 
 

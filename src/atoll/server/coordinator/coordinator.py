@@ -54,6 +54,7 @@ from atoll.server.coordinator.background_writes import (
     wait_for_end,
 )
 from atoll.server.coordinator.event_log import EventLog
+from atoll.server.coordinator.extension import Extensions
 from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.first_shapes import NewShapes, new_shapes
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info, why_anew
@@ -134,6 +135,7 @@ class Coordinator:
         self.events = EventLog(store)
         self.events.subscribe("the coordinator", self._on_event)
         write = functools.partial(write_change, store, self.roster, self.events, keep_weights=plan.needs_population)
+        self.extensions = Extensions(self)
         self.ledger = Ledger(rules, write, self._act, on_failure=self.fail, publish=self.events.publish)
         history = store.run_log.history(None, 0) if rules.tracking.metric else []
         progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
@@ -271,6 +273,7 @@ class Coordinator:
     async def stop(self) -> None:
         """End all tasks, and close the store. The next start continues from the files on disk."""
         self._local_rounds.cancel()
+        await self.extensions.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -402,6 +405,7 @@ class Coordinator:
             *self.admission.reports.warnings,
             *self.task_queue.warnings.values(),
             *self.events.problems.values(),
+            *self.extensions.problems.values(),
             *(presence.rival for presence in present if presence.rival),
             *(f"{presence.site}: {text}" for presence in present for text in presence.beat.warnings),
         ]
@@ -995,6 +999,7 @@ class Coordinator:
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
             await asyncio.sleep(pause_s)
             self.objects.sweep()
+            self.extensions.tick(time.monotonic())
             with contextlib.suppress(DiskFull):
                 self.ledger.record(events.TimePassed())
                 if self.swarm is not None:

@@ -86,6 +86,9 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
         coordinator,
         coordinator.task_queue,
     )
+    for operation in coordinator.extensions.operations:
+        handler = _adapt(operation, coordinator.extensions.method(operation), coordinator)
+        app.router.add_route(operation.method, operation.path, handler, name=operation.name)
     for operation in OPERATIONS:
         method = next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
         handler = _adapt(operation, method, coordinator)
@@ -129,7 +132,9 @@ class ServerPages:
         self._status, self._status_until_s = b"", 0.0
         coordinator.events.subscribe("the status", self._on_event)
         # most servers never need it
-        self._document = functools.cache(lambda: openapi(version, is_open=gate.tokens.is_open))
+        self._document = functools.cache(
+            lambda: openapi(version, is_open=gate.tokens.is_open, more=coordinator.extensions.operations)
+        )
 
     async def get_openapi(self) -> web.Response:
         """Return the description of all requests in the OpenAPI format."""
@@ -272,7 +277,7 @@ PAGES = {operation.name for operation in OPERATIONS if hasattr(ServerPages, oper
 
 
 def _guard(gate: Gate, coordinator: Coordinator) -> Any:
-    operations = {operation.name: operation for operation in OPERATIONS}
+    operations = {operation.name: operation for operation in (*OPERATIONS, *coordinator.extensions.operations)}
 
     @web.middleware
     async def guard(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
