@@ -36,6 +36,7 @@ from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.user_code import Function
+from atoll.server.guests import guests
 from atoll.server.http.app import HTTP_LOG, make_app, make_refusing_app
 from atoll.server.http.auth import open_gate
 from atoll.server.initial_model import NO_MODEL
@@ -354,7 +355,7 @@ class Server:
         self._model = None  # free its memory: version 0 is on disk
         try:
             self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
-            return Coordinator(*opened, persistor, self._filters.results, self._workflows)
+            return Coordinator(*opened, persistor, self._filters.results, guests, self._workflows)
         except BaseException:
             opened[1].close()
             raise

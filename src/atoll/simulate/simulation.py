@@ -25,6 +25,7 @@ from atoll.server.coordinator.build_status import keep_status
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import Given
 from atoll.server.coordinator.persistor import Persistor
+from atoll.server.guests import guests
 from atoll.server.startup import open_run, settings_beside
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.simulate import STATE_DIR, require_engine
@@ -231,7 +232,7 @@ class Simulation:
     async def _simulate(self) -> None:
         persistor = Persistor(self.settings)
         plan, store, lost = open_run(self.settings, self._model, persistor, self._outer)
-        run = Coordinator(plan, store, lost, persistor, self._filters.results)
+        run = Coordinator(plan, store, lost, persistor, self._filters.results, guests)
         run.attendance.simulated = True
         self._model = None  # version 0 is on disk
         try:

@@ -352,7 +352,7 @@ def test_neither_server_nor_aggregator_keeps_a_file_open_after_a_round(tmp_path:
 
         def spools_open() -> list[int]:
             assert server._run is not None
-            pid = server._run._local_rounds._aggregator._process.pid
+            pid = server._run.place._aggregator._process.pid
             return [sum("/slots/spool-" in path for path in open_paths(each)) for each in ("self", str(pid))]
 
         require_updates_in_use(server, 0)
@@ -513,7 +513,7 @@ def test_a_killed_aggregator_is_started_again_and_the_run_goes_on(
         said = "was killed from outside, by SIGKILL. It is started again"
         assert world.text.count(said) == 2
         assert world.server._run is not None
-        os.kill(world.server._run._local_rounds._aggregator._process.pid, signal.SIGKILL)
+        os.kill(world.server._run.place._aggregator._process.pid, signal.SIGKILL)
         wait_until(lambda: world.text.count(said) == 3, "the end of the process")
         world.rounds(trained, 2)
         world.finish()

@@ -134,11 +134,11 @@ def test_status_and_the_servers_lines_say_how_long_a_run_still_takes(
 def test_a_status_compares_the_speeds_of_all_sites_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not once for each site: with 1,000 sites, a status would hold up all requests for seconds."""
     dynamic = {"algorithm.name": "diloco", "diloco.dynamic_local_steps": True, "async.enabled": True}
-    count, alive = itertools.count(), Coordinator._alive
+    count, alive = itertools.count(), Coordinator.alive
     with plain_server(tmp_path, START, **dynamic, **SILENT) as server:
         for number in range(5):
             WireSite(server.url, f"site-{number}")
-        monkeypatch.setattr(Coordinator, "_alive", lambda run: (next(count), alive(run))[1])
+        monkeypatch.setattr(Coordinator, "alive", lambda run: (next(count), alive(run))[1])
         workers = server.status().workers
     assert [worker.local_steps for worker in workers] == [server.settings.diloco.sync_every] * 5
     assert next(count) < 5

@@ -20,8 +20,9 @@ from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import Lease
+from atoll.server.guests import guests
 from atoll.server.startup import open_run
-from atoll.server.swarm.assignments import Assignment, Offer
+from atoll.server.swarm.assignments import Assignment, Offer, SwarmRounds
 from atoll.tensors.reference import TensorRef
 
 DIGEST = "1" * 64
@@ -63,8 +64,9 @@ class ScriptedSwarm:
     def __init__(self, run: Coordinator) -> None:
         self.run = run
         self.workers: dict[str, ScriptedWorker] = {}
-        assert run.swarm is not None
-        self.swarm = run.swarm
+        assert run.place is not None
+        assert isinstance(run.place, SwarmRounds)
+        self.swarm = run.place
 
     @property
     def job(self) -> Assignment:
@@ -95,7 +97,7 @@ class ScriptedSwarm:
             held=list(worker.held.values()),
             **worker.said,
         )
-        worker.work = await self.swarm.report(worker.lease, message)
+        worker.work = await self.swarm.work_in_swarm(worker.lease, message)
         return worker.work
 
     async def hold(self, *sites: str, version: int = 0, digest: str = "") -> None:
@@ -163,7 +165,8 @@ async def scripted_swarm(folder: Path, *sites: str, **settings: Any) -> AsyncIte
     torch.manual_seed(0)
     chosen = Settings.build(given | settings)
     persistor = Persistor(chosen)
-    run = Coordinator(*open_run(chosen, nn.Linear(3, 1), persistor, None), persistor, SiteFilters(chosen))
+    opened = open_run(chosen, nn.Linear(3, 1), persistor, None)
+    run = Coordinator(*opened, persistor, SiteFilters(chosen), guests)
     run.start()
     try:
         swarm = ScriptedSwarm(run)

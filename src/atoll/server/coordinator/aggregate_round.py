@@ -16,11 +16,12 @@ from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, m
 from atoll.aggregation.plan import Plan
 from atoll.errors import AtollError, StateCorrupt
 from atoll.posix import file_error
-from atoll.protocol import status_messages
+from atoll.protocol import messages, status_messages
 from atoll.protocol.values import FrozenRound, FrozenUpdate
 from atoll.rounds.events import RoundClosed
 from atoll.rounds.sampling import Sampling
 from atoll.server.coordinator.accept_update import staleness
+from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_aggregator_process import Aggregator
 from atoll.store.journal_tables import TicketRow, VersionRow
@@ -123,7 +124,12 @@ class MadeVersion(NamedTuple):
 
 
 class LocalRounds:
-    """Aggregates rounds on the server, with the run's reducers or with a user's aggregator in a separate process."""
+    """Aggregates rounds on the server, with the run's reducers or with a user's aggregator in a separate process.
+
+    It is the `RoundPlace` of runs without a swarm.
+    """
+
+    is_here = True
 
     def __init__(self, plan: Plan, store: Store, filtering: Filtering, io: Executor) -> None:
         self._plan, self._store, self._filtering, self._io = plan, store, filtering, io
@@ -145,10 +151,36 @@ class LocalRounds:
                 self._plan, lambda error: loop.call_soon_threadsafe(fail, error), self._filtering
             )
 
-    def offer(self, ticket: TicketRow, number: int) -> None:
+    async def admit(self, message: messages.Join) -> None:
+        """Do nothing: any worker that fits the run can take part."""
+
+    def why_withheld(self, site: str, fragment: int) -> str:
+        """Return an empty text: the server gives a ticket whenever a round is open."""
+        return ""
+
+    def trouble(self, fragment: int) -> str:
+        """Return an empty text: the coordinator knows why a version cannot be written."""
+        return ""
+
+    def status(self, fragment: int) -> status_messages.PlaceStatus | None:
+        """Return None: the server makes the versions."""
+        return None
+
+    def sources(self, fragment: int, version: int, digest: str) -> list[str]:
+        """Return an empty list: the server has all versions."""
+        return []
+
+    async def deliver(self, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt | None:
+        """Return None: the parts of an update are at the server."""
+        return None
+
+    def arrived(self, row: TicketRow, number: int) -> None:
         """Pass an accepted update of round `number` to a user's aggregator that wants updates as they arrive."""
         if self._aggregator is not None:
-            self._aggregator.offer(self._store, ticket, number)
+            self._aggregator.offer(self._store, row, number)
+
+    def tick(self) -> None:
+        """Do nothing."""
 
     async def aggregate(self, closed: RoundClosed, number: int) -> MadeVersion:
         """Aggregate the updates of a closed round, step the outer optimizer, and write the next version.
@@ -210,7 +242,7 @@ class LocalRounds:
         """Cancel the running aggregation, if there is one."""
         self._cancelled.set()
 
-    def end_aggregator(self) -> None:
+    def close(self) -> None:
         """End the process of the user's aggregator, if there is one."""
         if self._aggregator is not None:
             self._aggregator.close()

@@ -147,7 +147,7 @@ def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.Fra
         waiting_for=awaited,
         sat_out=list(round_.sat_out) if round_.phase == "open" else [],
         reason=run.trouble.get(index) or run.why(index, now_s),
-        place=run.swarm.status(index) if run.swarm is not None else None,
+        place=run.place.status(index),
     )
 
 

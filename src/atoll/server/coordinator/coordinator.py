@@ -24,9 +24,7 @@ from atoll.aggregation.plan import Plan
 from atoll.algorithms.diloco import dynamic_local_steps
 from atoll.errors import (
     AtollError,
-    BadRequest,
     Busy,
-    ConfigError,
     Conflict,
     DiskFull,
     Gone,
@@ -38,13 +36,12 @@ from atoll.errors import (
     out_of_memory,
 )
 from atoll.format_text import number_of, time_left, visible
-from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages, task_messages
+from atoll.protocol import messages, run_events, status_messages, task_messages
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import Rules, State
 from atoll.runtime import failpoint, stay_single_threaded
 from atoll.server.coordinator.accept_update import UpdateAdmission, outcome_of
-from atoll.server.coordinator.aggregate_round import LocalRounds
 from atoll.server.coordinator.background_writes import (
     BackgroundWriter,
     measured_of,
@@ -61,6 +58,7 @@ from atoll.server.coordinator.joining import counted_of, require_fit, run_info, 
 from atoll.server.coordinator.ledger import Ledger, snapshot_of, write_change
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
+from atoll.server.coordinator.ports import Guests
 from atoll.server.coordinator.roster import (
     Attendance,
     Lease,
@@ -73,8 +71,6 @@ from atoll.server.coordinator.roster import (
 from atoll.server.coordinator.settings_advice import advice
 from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_code import UserThreads
-from atoll.server.swarm.assignments import SwarmRounds
-from atoll.server.tasks.task_queue import TaskQueue
 from atoll.store.journal_tables import PartRow, TicketRow, VersionRow
 from atoll.store.kept_objects import ObjectStore
 from atoll.store.store import Store, directory_gone
@@ -122,6 +118,7 @@ class Coordinator:
         lost: Iterable[str],
         persistor: Persistor,
         filters: SiteFilters,
+        guests: Callable[[Coordinator], Guests],
         workflows: Workflows | None = None,
     ) -> None:
         self.plan, self.store, self.settings = plan, store, plan.settings
@@ -151,24 +148,10 @@ class Coordinator:
             idle_timeout_s=self.settings.network.idle_timeout_s,
         )
         self.workflows = workflows
-        self.task_queue = TaskQueue(
-            self.objects,
-            self.wake,
-            self._alive,
-            self.changed,
-            self.require_lease,
-            self.require_space,
-            self.io,
-        )
-        self.task_queue.tell = self.events.tell
         self.background, self.user_threads = BackgroundWriter(plan, store, self.io, persistor), UserThreads()
         self.filtering = Filtering(filters, plan, store, self.user_threads)
-        local = LocalRounds(plan, store, self.filtering, self.io)
         self.admission = UpdateAdmission(plan, store, self.ledger, self.roster)
-        self.swarm = (
-            SwarmRounds(plan, store, self.ledger, self.admission, self.wake, self.fail) if plan.is_swarm else None
-        )
-        self._local_rounds, self._rounds = local, self.swarm or local
+        self.place, self.task_queue = guests(self)
 
         totals = store.run_log.totals()
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
@@ -210,7 +193,7 @@ class Coordinator:
             ConfigError, RunFailed: the aggregator that the settings name cannot be started.
         """
         self.address, self._moved_from = address, moved_from
-        self._local_rounds.start(self.fail)
+        self.place.start(self.fail)
         if self.filtering.filters:
             LOG.info("filters for the updates and answers of sites: %s", self.filtering.filters)
         for text in self.advice:
@@ -224,7 +207,7 @@ class Coordinator:
         if self.state.progress.best is not None:  # the server may have been killed before writing it
             self._saving_best = self.spawn(self.background.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
-            if self.swarm is not None:  # the aggregating worker reports again what it has collected
+            if not self.place.is_here:  # the aggregating worker reports again what it has collected
                 self.ledger.record(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
@@ -272,14 +255,14 @@ class Coordinator:
 
     async def stop(self) -> None:
         """End all tasks, and close the store. The next start continues from the files on disk."""
-        self._local_rounds.cancel()
+        self.place.cancel()
         await self.extensions.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.io.shutdown(wait=True)
         self.objects.close()
-        self._local_rounds.end_aggregator()
+        self.place.close()
         self.filtering.close()
         self.background.persistor.close()  # before the store, because the persistor reads from it
         self.store.close()
@@ -296,7 +279,7 @@ class Coordinator:
             self.events.tell(run_events.RunFailed(reason=error.message))
             self.ended.set()
             if error.is_final:
-                self.untold = set(self._alive())
+                self.untold = set(self.alive())
                 self.send_away()
 
     @property
@@ -324,7 +307,7 @@ class Coordinator:
     @property
     def untold_alive(self) -> list[str]:
         """After a failure: the sites that take part and were not told of it yet."""
-        return [site for site in self._alive() if site in self.untold]
+        return [site for site in self.alive() if site in self.untold]
 
     def stop_telling(self) -> list[str]:
         """After a failure, just before the server ends, return the sites that take part and were not told of it."""
@@ -366,7 +349,7 @@ class Coordinator:
     def _on_event(self, event: run_events.Happened) -> None:
         match event:
             case run_events.UpdateAccepted(ticket=ticket, round=number):
-                self._local_rounds.offer(self.store.tickets.get(ticket), number)
+                self.place.arrived(self.store.tickets.get(ticket), number)
             case run_events.RoundEnded(summary=summary, at=at):
                 self.history.append(summary)
                 if summary.version is None:
@@ -378,7 +361,8 @@ class Coordinator:
         """Wake every request that waits in `changed`, because the run's state has changed."""
         self._changed.set()
 
-    def _alive(self) -> list[str]:
+    def alive(self) -> list[str]:
+        """Return the sites that take part, sorted."""
         return sorted(site for site, member in self.state.members.items() if member.alive)
 
     async def changed(self, timeout_s: float) -> None:
@@ -473,8 +457,7 @@ class Coordinator:
                 it has another model. In a swarm, ConfigError also if the server or other workers cannot reach it.
         """
         require_fit(message, self.plan, self.store)
-        if self.swarm is not None:
-            await self.swarm.view.peers.join(message)
+        await self.place.admit(message)
         previous = self.roster.get(message.site)
         self.roster[message.site], secret = Presence.joining(message, previous)
         try:
@@ -591,7 +574,7 @@ class Coordinator:
         while True:
             if message.tasks and self.task_queue.rounds == "to come":
                 return self._wait_reply(message.fragment, "tasks come before the rounds", previous)
-            if self.swarm is not None and (reason := self.swarm.waits(lease.site, message.fragment)):
+            if reason := self.place.why_withheld(lease.site, message.fragment):
                 if time.monotonic() >= until_s:
                     return self._wait_reply(message.fragment, reason, previous)
                 await self.changed(min(1.0, until_s - time.monotonic()))
@@ -678,7 +661,7 @@ class Coordinator:
         diloco = self.settings.diloco
         if not diloco.dynamic_local_steps or not self.plan.algorithm.sync_every:
             return dict.fromkeys(sites, 0)
-        speeds = {site: self.roster[site].beat.steps_per_s for site in self._alive() if site in self.roster}
+        speeds = {site: self.roster[site].beat.steps_per_s for site in self.alive() if site in self.roster}
         fastest = max(speeds.values(), default=0.0)
         return {
             site: dynamic_local_steps(speeds.get(site, 0.0), fastest, diloco.sync_every, diloco.num_fragments)
@@ -728,7 +711,7 @@ class Coordinator:
     def why(self, fragment: int, now_s: float) -> str:
         """Describe what a fragment's round waits for, and the known problems of the missing sites."""
         sites = [site for site, _ in self.state.missing(fragment)]
-        trouble = self.swarm.trouble(fragment) if self.swarm is not None else ""
+        trouble = self.place.trouble(fragment)
         silent = why_silent(sites, self.roster, self.state, self.settings.network, now_s, self._moved_from)
         return "; ".join(filter(None, [self.state.why(fragment, now_s), trouble, *silent]))
 
@@ -819,7 +802,7 @@ class Coordinator:
         """
         row = self._ticket_of(lease, ticket)
         if row.is_in:
-            return _receipt_again(row, message.digest)
+            return receipt_again(row, message.digest)
         self.require_open(lease, ticket)
         if message.generation != self.store.run_log.generation.number:
             raise TicketClosed(
@@ -833,8 +816,8 @@ class Coordinator:
                 "The server's state was probably restored from a backup. Ask for the next ticket.",
             )
         message = self.admission.with_kept_weight(lease.site, message)
-        if self.swarm is not None:
-            return await self._offer(self.swarm, lease, row, message)
+        if (receipt := await self.place.deliver(lease, row, message)) is not None:
+            return receipt
         parts, layout = self.store.tickets.whole(row), self.plan.fragments[row.fragment].update
         digest = _digest(layout, parts)
         if digest != message.digest:
@@ -872,52 +855,6 @@ class Coordinator:
         self.require_open(lease, ticket)
         self.admission.sit_out(lease.site, ticket, message.metrics)
 
-    # -- swarms
-
-    async def _offer(
-        self, swarm: SwarmRounds, lease: Lease, row: TicketRow, message: messages.Complete
-    ) -> messages.Receipt:
-        """Let other workers of a swarm download an update. Wait until it is accepted, at most `LONG_POLL_S` seconds."""
-        if message.source is None:
-            raise BadRequest(
-                f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
-                "Use the same Atoll version on both sides.",
-            )
-        until_s = time.monotonic() + routes.LONG_POLL_S
-        swarm.offer(lease.site, row.ticket, row.fragment, message)
-        while True:
-            row = self.store.tickets.get(row.ticket)
-            if row.state == "refused":
-                raise why_closed(row)
-            if row.is_in:
-                return _receipt_again(row, message.digest)
-            self.require_open(lease, row.ticket)
-            unpulled = row.ticket not in swarm.view.offers
-            if unpulled or time.monotonic() >= until_s:
-                return messages.Receipt(digest=message.digest, accepted=False, unpulled=unpulled)
-            await swarm.news.wait(until_s - time.monotonic())
-
-    async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
-        """Return the values that a worker of a swarm needs to aggregate updates and step the outer optimizer.
-
-        Raises:
-            ConfigError: the run is not a swarm.
-        """
-        return self._require_swarm().plan_message
-
-    async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
-        """Record a worker's report. Return the worker's work as soon as the work changes, or after `wait_s` seconds.
-
-        Raises:
-            ConfigError: the run is not a swarm.
-        """
-        return await self._require_swarm().report(lease, message)
-
-    def _require_swarm(self) -> SwarmRounds:
-        if self.swarm is None:
-            raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
-        return self.swarm
-
     # -- rounds
 
     async def _next_version(self, closed: events.RoundClosed) -> None:
@@ -938,7 +875,7 @@ class Coordinator:
 
     async def _make_version(self, closed: events.RoundClosed, number: int) -> None:
         """Make and commit the version of a closed round. If the round is open again, do nothing."""
-        made = await self._rounds.aggregate(closed, number)
+        made = await self.place.aggregate(closed, number)
         if made is None:
             return
         metric, fragment = self.ledger.rules.tracking.metric, closed.fragment
@@ -1002,8 +939,7 @@ class Coordinator:
             self.extensions.tick(time.monotonic())
             with contextlib.suppress(DiskFull):
                 self.ledger.record(events.TimePassed())
-                if self.swarm is not None:
-                    self.swarm.reassign()
+                self.place.tick()
                 if self.no_space:  # check here, because it may take long until a site tries again
                     self.require_space()
             warnings = self.warnings
@@ -1058,7 +994,7 @@ def _takes_over_shapes() -> Busy:
     return busy
 
 
-def _receipt_again(row: TicketRow, digest: str) -> messages.Receipt:
+def receipt_again(row: TicketRow, digest: str) -> messages.Receipt:
     """Return the receipt of an accepted update to a request that is repeated.
 
     Raises:

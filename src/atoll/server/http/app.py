@@ -27,6 +27,7 @@ from atoll.errors import (
     AtollError,
     AuthError,
     BadRequest,
+    ConfigError,
     Forbidden,
     ServerFailed,
     StoreError,
@@ -35,7 +36,7 @@ from atoll.errors import (
     out_of_memory,
     transient_reason,
 )
-from atoll.protocol import messages, routes, run_events
+from atoll.protocol import messages, routes, run_events, swarm_messages
 from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, openapi
 from atoll.protocol.read_message import require_keys_once
 from atoll.server.coordinator.build_status import status_of
@@ -85,6 +86,8 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
         PartReceiver(coordinator),
         coordinator,
         coordinator.task_queue,
+        coordinator.place,
+        NoSwarm(),
     )
     for operation in coordinator.extensions.operations:
         handler = _adapt(operation, coordinator.extensions.method(operation), coordinator)
@@ -118,6 +121,22 @@ def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[Lease 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", refuse)
     return app
+
+
+class NoSwarm:
+    """Handlers of a swarm's requests at a server that aggregates itself."""
+
+    async def get_swarm_plan(self) -> swarm_messages.SwarmPlan:
+        """Refuse the request.
+
+        Raises:
+            ConfigError: the run is not a swarm.
+        """
+        raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
+
+    async def work_in_swarm(self, lease: Lease, message: swarm_messages.PeerReport) -> swarm_messages.PeerWork:
+        """Refuse the request, as `get_swarm_plan` does."""
+        raise ConfigError("The run is not a swarm: the server aggregates.", "Set swarm.enabled = true.")
 
 
 STATUS_S = 0.5

@@ -63,7 +63,7 @@ class ByteRoutes:
             digest=row.digest,
             part_digests=[digest.hex() for digest in row.part_digests],
             delta=self._delta(fragment, version),
-            sources=self.run.swarm.view.sources(fragment, version, row.digest) if self.run.swarm else [],
+            sources=self.run.place.sources(fragment, version, row.digest),
         )
 
     def _delta(self, fragment: int, version: int) -> messages.Delta | None:
@@ -85,7 +85,7 @@ class ByteRoutes:
         Raises:
             Gone: the server does not have the version, or has one with another digest.
         """
-        if self.run.swarm is None:
+        if self.run.place.is_here:
             pinned = self.store.versions.pin(fragment, version)
             return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, caller, request)
         if version or self.store.run_log.version_digest(fragment, version) != digest:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from atoll.aggregation.check_arriving_parts import Overflow
 from atoll.aggregation.plan import Plan
 from atoll.blobs.manifest import state_id
-from atoll.errors import AtollError, RunFailed, UpdateRefused
-from atoll.protocol import messages, status_messages
+from atoll.errors import AtollError, BadRequest, RunFailed, UpdateRefused
+from atoll.protocol import messages, routes, status_messages
 from atoll.protocol.swarm_messages import (
     MOST_SOURCES,
     Collect,
@@ -31,6 +31,7 @@ from atoll.protocol.swarm_messages import (
     PeerWork,
     ReducedRound,
     Source,
+    SwarmPlan,
     digests_in,
 )
 from atoll.protocol.values import FrozenRound
@@ -40,11 +41,14 @@ from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, rankin
 from atoll.runtime import OWN_RANDOM, failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
 from atoll.server.coordinator.aggregate_round import MadeVersion, frozen_round, summary_of
+from atoll.server.coordinator.coordinator import receipt_again
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.roster import Lease
 from atoll.server.swarm.peer_reachability import Peers
+from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store
+from atoll.store.tickets import why_closed
 from atoll.store.versions import VersionDigests
 
 LOG = logging.getLogger("atoll.server")
@@ -344,7 +348,7 @@ class SwarmView:
 
 
 class SwarmRounds:
-    """Chooses the workers that aggregate and check the rounds of a swarm, and commits their results.
+    """Chooses the workers that aggregate and check the rounds of a swarm. It is the `RoundPlace` of a swarm.
 
     Call methods on the server's event loop. No method connects to a worker.
 
@@ -354,7 +358,7 @@ class SwarmRounds:
         ledger: state of the run.
         admission: object that accepts and refuses updates.
         wake: callback that wakes the requests of workers that wait for a ticket.
-        fail: function that ends the server because of an error.
+        require_open: function that raises an error unless a site may submit an update under a ticket.
 
     Attributes:
         plan_message: the values that a worker needs to aggregate.
@@ -369,10 +373,11 @@ class SwarmRounds:
         ledger: Ledger,
         admission: UpdateAdmission,
         wake: Callable[[], None],
-        fail: Callable[[AtollError], None],
+        require_open: Callable[[Lease, int], None],
     ) -> None:
         self._plan, self._store, self._ledger, self._settings = plan, store, ledger, plan.settings
-        self._admission, self._wake, self._fail = admission, wake, fail
+        self._admission, self._wake, self._require_open = admission, wake, require_open
+        self._fail: Callable[[AtollError], None] = lambda error: None
         self._decodes = False  # whether a worker has decoded an update since the start of the server
         self.plan_message = plan.values.message()
         self.view = SwarmView(plan, store, ledger)
@@ -382,9 +387,27 @@ class SwarmRounds:
         self._reopened = [0] * len(self.view.assignments)  # by fragment: number of lost aggregators so far
         self._answers, self._since_ms = 0, int(1e3 * time.time())
 
+    is_here = False
+
+    def start(self, fail: Callable[[AtollError], None]) -> None:
+        """Begin. `fail` is called if no worker can decode updates."""
+        self._fail = fail
+
+    async def admit(self, message: messages.Join) -> None:
+        """Let a worker join the swarm.
+
+        Raises:
+            ConfigError: the server or other workers cannot reach it.
+        """
+        await self.view.peers.join(message)
+
     # -- reports and offers of workers
 
-    async def report(self, lease: Lease, message: PeerReport) -> PeerWork:
+    async def get_swarm_plan(self) -> SwarmPlan:
+        """Return the values that a worker needs to aggregate updates and step the outer optimizer."""
+        return self.plan_message
+
+    async def work_in_swarm(self, lease: Lease, message: PeerReport) -> PeerWork:
         """Record a worker's report. Wait until the worker's work changes, and return the work.
 
         The wait also ends after `message.wait_s` seconds, when the worker's next report arrives, or when the worker
@@ -405,6 +428,35 @@ class SwarmRounds:
                 peer.answered(work)
                 return work.model_copy(update={"server": self._since_ms, "order": self._answers})
             await self.news.wait(left_s)
+
+    async def deliver(self, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt:
+        """Let other workers download an update. Wait until it is accepted, at most `LONG_POLL_S` seconds.
+
+        Raises:
+            BadRequest: the message lacks the address from which other workers can download the update.
+            TicketClosed, UpdateRefused: the update is not accepted.
+        """
+        if message.source is None:
+            raise BadRequest(
+                f"The update of {lease.site} lacks the address from which other workers of the swarm can download it.",
+                "Use the same Atoll version on both sides.",
+            )
+        until_s = time.monotonic() + routes.LONG_POLL_S
+        self.offer(lease.site, row.ticket, row.fragment, message)
+        while True:
+            row = self._store.tickets.get(row.ticket)
+            if row.state == "refused":
+                raise why_closed(row)
+            if row.is_in:
+                return receipt_again(row, message.digest)
+            self._require_open(lease, row.ticket)
+            unpulled = row.ticket not in self.view.offers
+            if unpulled or time.monotonic() >= until_s:
+                return messages.Receipt(digest=message.digest, accepted=False, unpulled=unpulled)
+            await self.news.wait(until_s - time.monotonic())
+
+    def arrived(self, row: TicketRow, number: int) -> None:
+        """Do nothing: the aggregating worker has the update already."""
 
     def offer(self, site: str, ticket: int, fragment: int, complete: messages.Complete) -> None:
         """Record that other workers can download an update.
@@ -427,7 +479,7 @@ class SwarmRounds:
 
     # -- status, and reasons why a round waits
 
-    def waits(self, site: str, fragment: int) -> str:
+    def why_withheld(self, site: str, fragment: int) -> str:
         """Return why the swarm cannot give a site a ticket yet; empty if it can."""
         peers = self.view.peers
         if self._ledger.state.rounds[fragment].phase in ("finished", "gathering") or not peers.is_alive(site):
@@ -458,6 +510,10 @@ class SwarmRounds:
             holders=sorted(view.holding(fragment, job.version)),
             collected=[view.offers[ticket].site for ticket in view.available(fragment) if ticket in collected],
         )
+
+    def sources(self, fragment: int, version: int, digest: str) -> list[str]:
+        """Return references to a version at workers that have it."""
+        return self.view.sources(fragment, version, digest)
 
     def _why_no_aggregator(self, fragment: int) -> str:
         job, peers = self.view.assignments[fragment], self.view.peers
@@ -497,6 +553,15 @@ class SwarmRounds:
             LOG.warning("round %d waits: %s", self._ledger.state.rounds[fragment].number, why)
 
     # -- decisions
+
+    def tick(self) -> None:
+        """Replace aggregators and checkers if it is due."""
+        self.reassign()
+
+    def cancel(self) -> None:
+        """Do nothing: the workers keep what they have."""
+
+    close = cancel
 
     def reassign(self) -> None:
         """Replace aggregators and checkers if new reports require it. Evict a worker that others cannot reach."""

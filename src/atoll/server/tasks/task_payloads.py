@@ -25,7 +25,7 @@ from atoll.runtime import single_thread
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.filter_table import Given, SiteFilters
 from atoll.server.coordinator.user_code import UserThreads
-from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, read_contents
+from atoll.server.tasks.task_queue import Answer, TaskPayload, TaskPayloads, queue_of, read_contents
 from atoll.tensors.custom_types import Stream
 from atoll.tensors.payload import Packed
 
@@ -273,7 +273,7 @@ class PayloadWriter:
 
     def written(self, task: str, packed: Packed) -> TaskPayload:
         """Write a payload in the calling thread. A small payload without tensors becomes a text, and needs no file."""
-        objects, queue = self._run.objects, self._run.task_queue
+        objects, queue = self._run.objects, queue_of(self._run)
         streamed = task in self._run.settings.workflow.streamed_tasks
         way = way_of(task, packed, self._sizes, streamed=streamed)
         if way.warning:

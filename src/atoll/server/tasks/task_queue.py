@@ -23,6 +23,7 @@ from atoll.posix import OwnedFile, file_error
 from atoll.protocol import run_events
 from atoll.protocol import task_messages as tm
 from atoll.protocol.status_messages import TaskStatus
+from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Lease
 from atoll.server.coordinator.user_code import shared
 from atoll.store.kept_objects import Entry, ObjectStore
@@ -218,6 +219,12 @@ class OpenTask:
             open=is_open,
             seconds=time.monotonic() - self.begun_s,
         )
+
+
+def queue_of(run: Coordinator) -> TaskQueue:
+    """Return the queue of tasks of a run."""
+    assert isinstance(run.task_queue, TaskQueue)
+    return run.task_queue
 
 
 class TaskQueue:

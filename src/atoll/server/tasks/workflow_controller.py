@@ -33,7 +33,7 @@ from atoll.protocol import task_messages as tm
 from atoll.registry import nearest
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.tasks.task_payloads import PayloadWriter, TaskFilters
-from atoll.server.tasks.task_queue import Answer, TaskPayloads
+from atoll.server.tasks.task_queue import Answer, TaskPayloads, queue_of
 from atoll.tensors.payload import pack
 
 LOG = logging.getLogger("atoll.server")
@@ -64,7 +64,7 @@ def progress_of(run: Coordinator, site: str) -> ProgressSigns:
 def progress_of_run(run: Coordinator) -> ProgressSigns:
     """Return those values of a run that change when the server or a site makes progress."""
     return (
-        run.task_queue.moves,
+        queue_of(run).moves,
         run.bytes_up,
         run.bytes_down,
         tuple(round_.head for round_ in run.state.rounds),
@@ -244,7 +244,7 @@ class Controller:
         Raises:
             RunFailed: fewer than `at_least` sites take part after `timeout_s`.
         """
-        alive = self.run.task_queue.alive
+        alive = queue_of(self.run).alive
 
         async def wait() -> list[str]:
             if not await self._until(lambda: len(alive()) >= at_least, timeout_s):
@@ -386,7 +386,7 @@ class Controller:
         Raises:
             UsageError: one of these sites has not joined by then. The message suggests the nearest name.
         """
-        roster, wanted, queue = self.run.roster, self.run.settings.rounds.sites, self.run.task_queue
+        roster, wanted, queue = self.run.roster, self.run.settings.rounds.sites, queue_of(self.run)
         waits = f"{task} waits"
 
         def unknown() -> str:
@@ -421,7 +421,7 @@ class Controller:
     async def _collect(
         self, name: str, sites: Sequence[str], payloads: TaskPayloads, limits: AnswerLimits
     ) -> list[Answer]:
-        queue, min_responses = self.run.task_queue, limits.min_responses
+        queue, min_responses = queue_of(self.run), limits.min_responses
         streamed = name in self.run.settings.workflow.streamed_tasks
         task = queue.open(name, sites, payloads, streamed=streamed, sizes=self._sizes)
 

@@ -32,6 +32,7 @@ from atoll.server.coordinator.background_writes import until_passed
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.user_code import Components, Function
 from atoll.server.tasks.task_payloads import TaskFilters
+from atoll.server.tasks.task_queue import queue_of
 from atoll.server.tasks.workflow_controller import Controller, ServerStops, progress_of_run
 
 LOG = logging.getLogger("atoll.server")
@@ -202,7 +203,7 @@ class WorkflowSchedule:
 
     def start(self, run: Coordinator) -> None:
         """Begin the workflows, or continue them after a restart of the server. Call this on the server's event loop."""
-        self._run, queue = run, run.task_queue
+        self._run, queue = run, queue_of(run)
         queue.active, queue.trains = self.sends_tasks, self.trains
         queue.rounds = "to come"
         train = next((index for index, step in enumerate(self.steps) if step.trains), None)
@@ -252,7 +253,7 @@ class WorkflowSchedule:
                 )
         if train is not None and train in ended:
             if self._run.state.finished:
-                self._run.task_queue.rounds = "over"
+                queue_of(self._run).rounds = "over"
             else:  # the settings ask for more rounds now
                 self._run.store.run_log.forget_workflows_from(train)
                 ended = {index: name for index, name in ended.items() if index < train}
@@ -282,8 +283,8 @@ class WorkflowSchedule:
         if self.trains:
             await self._run.trained.wait()  # until the result is exported, even if training ended before this start
         LOG.info("the workflow %s has ended", self.steps[-1].entry.name)
-        self._filters.warn_of_unsent(self._run.task_queue.names)
-        self._run.task_queue.finish()
+        self._filters.warn_of_unsent(queue_of(self._run).names)
+        queue_of(self._run).finish()
         self._run.finished.set()
 
     async def _record(self, index: int, name: str) -> None:
@@ -291,7 +292,7 @@ class WorkflowSchedule:
         failpoint("workflow.ended")
 
     async def _train(self, step: WorkflowRun) -> None:
-        run, queue = self._run, self._run.task_queue
+        run, queue = self._run, queue_of(self._run)
         queue.rounds = "now"
 
         async def begin() -> None:
@@ -317,7 +318,7 @@ class WorkflowSchedule:
 
     def _require_in_time(self, step: WorkflowRun, wanted: int, limit_s: float | None) -> None:
         if limit_s and time.monotonic() - step.begun_s >= limit_s:
-            present = self._run.task_queue.alive()
+            present = queue_of(self._run).alive()
             names = ", ".join(present) or "none"
             raise RunFailed(
                 f"The workflow {step.entry.name} waited {limit_s:g} s for {number_of(wanted, 'site')}, but only "
@@ -359,7 +360,7 @@ class WorkflowSchedule:
             limit_s = LATER_START_S if index else 0.0
         while True:
             members = self._run.state.members.values()
-            present, ended = len(self._run.task_queue.alive()), sum(each.why in ("left", "failed") for each in members)
+            present, ended = len(queue_of(self._run).alive()), sum(each.why in ("left", "failed") for each in members)
             wanted = max(1, self._settings.rounds.sites - (ended if index else 0))
             if present >= wanted:
                 step.detail = ""

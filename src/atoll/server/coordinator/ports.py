@@ -1,0 +1,116 @@
+"""The ports of the coordinator: where closed rounds become versions, and the tasks that sites do beside the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Protocol
+
+from atoll.errors import AtollError
+from atoll.protocol import messages, status_messages
+from atoll.rounds import events
+from atoll.server.coordinator.aggregate_round import MadeVersion
+from atoll.server.coordinator.roster import Lease
+from atoll.store.journal_tables import TicketRow
+
+
+class RoundPlace(Protocol):
+    """The place at which the versions of a run are made. All methods run on the server's event loop.
+
+    Attributes:
+        is_here: whether the server has the updates and the files of the versions.
+    """
+
+    is_here: bool
+
+    def start(self, fail: Callable[[AtollError], None]) -> None:
+        """Begin. `fail` is called if the run cannot go on.
+
+        Raises:
+            ConfigError, RunFailed: the place cannot begin.
+        """
+
+    async def admit(self, message: messages.Join) -> None:
+        """Raise an error if the worker that wants to join cannot take part at this place.
+
+        Raises:
+            ConfigError: the worker cannot take part.
+        """
+
+    def why_withheld(self, site: str, fragment: int) -> str:
+        """Return why a site gets no ticket yet; empty if it may get one."""
+
+    def trouble(self, fragment: int) -> str:
+        """Return why a fragment's next version is not made; empty if there is no problem."""
+
+    def status(self, fragment: int) -> status_messages.PlaceStatus | None:
+        """Return which workers make a fragment's versions; None: the server does."""
+
+    def sources(self, fragment: int, version: int, digest: str) -> list[str]:
+        """Return references to a version at workers that have it; empty: the server has it."""
+
+    async def deliver(self, lease: Lease, row: TicketRow, message: messages.Complete) -> messages.Receipt | None:
+        """Take in an update that its site has completed; None: its parts are at the server.
+
+        Raises:
+            BadRequest: the message does not say where the update is.
+            TicketClosed, UpdateRefused: the update is not accepted.
+        """
+
+    def arrived(self, row: TicketRow, number: int) -> None:
+        """Hear that the update of a ticket was accepted, for round `number`."""
+
+    async def aggregate(self, closed: events.RoundClosed, number: int) -> MadeVersion | None:
+        """Make the next version from a closed round; None: the round is open again.
+
+        Raises:
+            DiskFull: the disk is full. Nothing is lost; the same call can be repeated.
+            AtollError: the version cannot be made.
+        """
+
+    def tick(self) -> None:
+        """Do what is due. This is called about once a second."""
+
+    def cancel(self) -> None:
+        """End what is under way, because the server is about to end."""
+
+    def close(self) -> None:
+        """Free what the place holds."""
+
+
+class Tasks(Protocol):
+    """The tasks of a run's workflows, which sites do before, after or in place of rounds.
+
+    Attributes:
+        active: whether the run sends tasks now or will send some later.
+        trains: whether the run has rounds now or will have some later.
+        rounds: state of the run's rounds: "to come", "now" or "over".
+        follows: whether the run sends tasks after its rounds.
+        finished: whether the last workflow has ended.
+        counts: how a task's payload is sent → number of tasks so far.
+        warnings: name of a task → a warning about it.
+    """
+
+    active: bool
+    trains: bool
+    rounds: Literal["to come", "now", "over"]
+    follows: bool
+    finished: bool
+    counts: dict[str, int]
+    warnings: dict[str, str]
+
+    def require_rounds(self) -> None:
+        """Raise an error if a site asks for a ticket, but the run has only tasks.
+
+        Raises:
+            ConfigError: the run has no rounds.
+        """
+
+    def status(self) -> list[status_messages.TaskStatus]:
+        """Return the status of the last tasks, oldest first."""
+
+
+class Guests(NamedTuple):
+    """What plugs into a coordinator."""
+
+    place: RoundPlace
+    tasks: Tasks
