@@ -65,7 +65,8 @@ def _kept(path: Path) -> str:
         LOG.warning("%s is damaged: writing another token", path)
     token = secrets.token_urlsafe(BYTES)
     try:
-        replace_file(path, [f"{token}\n".encode()])
+        # a fixed name, so that the next start removes what a killed one has left
+        replace_file(path, [f"{token}\n".encode()], temporary=path.with_name(f"{path.name}.tmp"))
     except OSError as error:
         raise file_error(error, path) from error
     return token

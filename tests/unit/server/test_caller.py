@@ -136,4 +136,6 @@ def test_a_damaged_token_is_none(tmp_path: Path, content: bytes) -> None:
     kept = keep_tokens(tmp_path)
     (tmp_path / "admin.token").write_bytes(content)
     assert stored_tokens(tmp_path) == {"reader": kept["reader"]}
+    (tmp_path / "admin.token.tmp").write_text("left by a killed server")
     assert keep_tokens(tmp_path)["admin"] not in (kept["admin"], content.decode("latin-1"))
+    assert {path.name for path in tmp_path.iterdir()} == {"admin.token", "reader.token"}
