@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.state_directory import stored_status
+from atoll.cli.stored_status import stored_status
 from atoll.cli.text import (
     against_data_parallel,
     awaited,
@@ -34,7 +34,7 @@ from atoll.cli.text import (
 from atoll.errors import AtollError, ServerUnreachable, UsageError
 from atoll.format_text import visible
 from atoll.protocol import routes, status_messages
-from atoll.store.journal import JOURNAL
+from atoll.store.reader import has_run
 from atoll.transport.http_client import ask, server_address
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def command(
         named = server or os.environ.get("ATOLL_SERVER")
         if watch and not error.is_other:
             status = _ask_until_answered(address)
-        elif named or watch or not (HERE / JOURNAL).exists():
+        elif named or watch or not has_run(HERE):
             raise ServerUnreachable(
                 error.message, f"{error.remedy} To see a run that is over, give --dir with its state directory.".strip()
             ) from error

@@ -43,7 +43,7 @@ from atoll.server.saved_state import SavedState, save
 from atoll.server.startup import CODE, open_again, open_run, settings_beside, take_over_shapes
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
-from atoll.store.run_log import recorded_failure
+from atoll.store.reader import recorded_failure
 from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of
