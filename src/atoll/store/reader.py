@@ -228,7 +228,10 @@ def open_state(state_dir: Path) -> Iterator[StateReader]:
 
 
 def _connected(path: Path) -> sqlite3.Connection:
-    """Connect to a journal, or to a copy of it, and begin a transaction."""
+    """Connect to a journal, or to a copy of it, and begin a transaction.
+
+    In a server's process the first way works: closing a copied file would end the process's locks on the journal.
+    """
     _, log, index, _ = journal_tables.files_of(path)
     if log.exists() and index.exists():
         with suppress(sqlite3.OperationalError):  # this user may not use the index; or the disk cannot lock files
