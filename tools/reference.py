@@ -164,7 +164,7 @@ def check_complete() -> None:
     Raises:
         SystemExit: a variable, an exit code or a setting without a description.
     """
-    variables = config.NOT_SETTINGS - {"ATOLL_FAILPOINTS", "ATOLL_LAST_STATUS", "ATOLL_LEASES"}
+    variables = config.NOT_SETTINGS - {"ATOLL_FAILPOINTS", "ATOLL_LEASES"}
     if variables != set(WORKER):
         raise SystemExit(f"reference: describe {sorted(variables ^ set(WORKER))} in WORKER.")
     unknown = {kind.exit_code for kind in errors.BY_CODE.values()} - set(EXIT_CODES)

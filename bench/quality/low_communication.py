@@ -199,7 +199,7 @@ def run(way: Way, data: Data, seed: int, rate: float) -> dict[str, Any]:
                     progress = pace.steps / total if is_async else diloco.step / steps
                     stepping.take(progress, following())
                     pace.count()
-                trained_s = time.monotonic() - began - diloco.seconds_waited
+                trained_s = time.monotonic() - began - diloco.sync_metrics["seconds_waited"]
                 step_s[worker] = trained_s / max(1, diloco.step)
             told[worker] = diloco.sync_metrics
 

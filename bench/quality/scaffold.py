@@ -169,7 +169,7 @@ def run(task: Task, algorithm: str, sites: list[Pictures], test: Pictures, seed:
             curve, *_ = [future.result() for future in futures]
             refused = server.status().refused
         lines = [json.loads(line) for line in (server.exports / "metrics.jsonl").read_text().splitlines()]
-    complete = sum(len(line["workers"]) == SITES for line in lines if "workers" in line)
+    complete = sum(len(line["sites"]) == SITES for line in lines if "sites" in line)
     return {
         "accuracy": [round(value, 3) for value in curve],
         "failed": task.rounds - complete + refused,

@@ -9,6 +9,7 @@
     ├── PeerError              6   an error that the server or another worker reports
     │   ├── VersionSkew            different protocol versions
     │   ├── AuthError          8   a missing or wrong token, secret or Host header
+    │   │   └── Forbidden              a request of another kind of caller, such as a site's with a reader's token
     │   ├── ServerFailed    10   the run has failed at the server, which has ended or is about to
     │   ├── LeaseLost              the server declared the worker dead or does not know it: join again
     │   ├── Superseded             a newer process joined under the same site name
@@ -156,6 +157,12 @@ class AuthError(PeerError):
     """A request has no valid token or secret, or has a Host header that the server does not accept."""
 
     code, exit_code = "auth", 8
+
+
+class Forbidden(AuthError):
+    """A request has a valid token or secret, but is for other callers: for example, only for the admin."""
+
+    code = "forbidden"
 
 
 class ServerFailed(PeerError):

@@ -36,7 +36,7 @@ def time_left(seconds: float | None) -> str:
     return f"about {duration(seconds)} left" if seconds is not None else ""
 
 
-def counted(count: int, what: str) -> str:
+def number_of(count: int, what: str) -> str:
     """Return a count with its noun: "1 death", "2 deaths", "2 entries"."""
     return f"{count} {what if count == 1 else f'{what[:-1]}ies' if what.endswith('y') else f'{what}s'}"
 
@@ -51,12 +51,12 @@ def numbers(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
 
 
-def where_different(one: str, other: str, shown: int = 12) -> tuple[str, str]:
-    """Return two long ids, each cut to `shown` characters around the first place where they differ."""
+def where_different(one: str, other: str, chars: int = 12) -> tuple[str, str]:
+    """Return two long ids, each cut to `chars` characters around the first place where they differ."""
     place = next((index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-    start = max(0, place - shown // 2) if place >= shown else 0
+    start = max(0, place - chars // 2) if place >= chars else 0
     before = "…" if start else ""
-    return before + one[start : start + shown], before + other[start : start + shown]
+    return before + one[start : start + chars], before + other[start : start + chars]
 
 
 def visible(text: str, most: int | None = None) -> str:

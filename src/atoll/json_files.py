@@ -30,8 +30,8 @@ class NoteDamaged(ValueError):
 
 
 def seal(note: Mapping[str, Any]) -> str:
-    """Return the note as one line of JSON, with the digest as its last key."""
-    text = json.dumps(note, sort_keys=True)
+    """Return the note as one line of JSON, with the digest as its last key. Messages in it become objects."""
+    text = json.dumps(note, sort_keys=True, default=dict)
     comma = ", " if note else ""
     return f'{text[:-1]}{comma}"{KEY}": "{blake3(text.encode()).hexdigest()}"}}'
 

@@ -28,8 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from atoll.errors import AtollError, ConfigError, UsageError, public_api
-from atoll.format_text import counted as number_of
-from atoll.format_text import shown
+from atoll.format_text import number_of, shown
 
 if TYPE_CHECKING:
     from pydantic_core import CoreSchema
@@ -96,6 +95,7 @@ TABLES: dict[str, dict[str, str]] = {
         "constant": "atoll.reducers:constant",
         "inverse_sqrt": "atoll.reducers:inverse_sqrt",
     },
+    "extensions": {},
     "workflows": {
         "cross_site_evaluation": "atoll.server.tasks.cross_site_evaluation:cross_site_evaluation",
     },

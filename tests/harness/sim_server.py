@@ -5,15 +5,14 @@ The pass over the tensors is a weighted mean of fractions, so that "exact" means
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
 from typing import Protocol
 
 from atoll.rounds import events, machine
 from atoll.rounds.state import Rules, State
-from atoll.server.coordinator.ledger import FACTS, Ledger
+from atoll.server.coordinator.ledger import Change, Ledger, nothing
 from harness.sim_checks import Checks, MadeUpdate
 from harness.sim_journal import SimJournal, initial, snapshot
 
@@ -112,23 +111,24 @@ class SimServer:
         return self.ledger.state
 
     def _new_ledger(self) -> Ledger:
-        return Ledger(self.rules, self._write_each, self._act, clock=self._clock_s)
+        return Ledger(self.rules, self._write_all, self._act, clock=self._clock_s)
 
     def _act(self, effect: events.Effect) -> None:
         if isinstance(effect, events.RoundClosed):
             self._later(PASS_S, lambda: self._pass(effect.fragment))
 
-    def _write_each(self, decided: Sequence[events.Effect]) -> None:
-        """Each write stands alone here: harder than a transaction of the store, which a crash undoes as a whole."""
-        for effect in decided:
-            self._note_end()
-            self._write(partial(self._record, effect))
-            self._written = True
+    def _write_all(self, change: Change) -> None:
+        """One transaction: a crash comes before it or after it."""
 
-    def _note_end(self) -> None:
-        """Tell the checks of a site that ends, before what follows from it is written."""
-        if isinstance(self._event, events.WorkerEnds) and self._event.site in self.state.ending:
+        def rows() -> None:
+            change.row()
+            for effect in change.decided:
+                self._record(effect)
+
+        if isinstance(self._event, events.WorkerEnds):  # before the checks see what follows from it
             self.checks.ends(self._event.site)
+        self._write(rows)
+        self._written = True
 
     def handle(self, request: Request) -> list[Reply]:
         """The replies to `request`; none where the server is down or goes down over it."""
@@ -204,10 +204,11 @@ class SimServer:
                 self._later(PASS_S, lambda fragment=fragment: self._pass(fragment))  # type: ignore[misc]
         self._compare()
 
-    def _run(self, event: events.Event) -> tuple[events.Effect, ...]:
-        self._event, self._written = event, isinstance(event, FACTS)
-        effects = self.ledger.apply(event)
-        self._note_end()
+    def _run(self, event: events.Event, row: Callable[[], object] = nothing) -> tuple[events.Effect, ...]:
+        self._event, self._written = event, False
+        effects = self.ledger.record(event, row)
+        if isinstance(event, events.WorkerEnds) and event.site in self.state.ending:
+            self.checks.ends(event.site)
         if self._written:
             self._compare()
         return effects
@@ -253,8 +254,7 @@ class SimServer:
         elif verdict is not None:
             replies.append(Rejected(request.ticket, verdict))
         elif request.update.value is None:
-            self._write(lambda: self._refuse(request.ticket))
-            self._run(events.RefusalRecorded(request.ticket, "not finite"))
+            self._run(events.RefusedUpdate(request.ticket, "not finite"), lambda: self._refuse(request.ticket))
             replies.append(Rejected(request.ticket, "not finite"))
         elif self.mutant == "acknowledge before journal":
             self._acknowledge(request.ticket, replies)
@@ -275,8 +275,7 @@ class SimServer:
             self.journal.accept(request.ticket, order)
             self.journal.updates.append((request.ticket, request.update))
 
-        self._write(row)
-        self._run(events.UpdateAccepted(request.ticket, order))
+        self._run(events.UpdateAccepted(request.ticket, order), row)
 
     def _refuse(self, number: int) -> None:
         ticket = self.journal.tickets[number]
@@ -304,6 +303,7 @@ class SimServer:
             write_model()
             move_head()
 
-        for row in (write_model, move_head) if self.mutant == "two-step commit" else (commit,):
-            self._write(row)
-        self._run(events.VersionCommitted(fragment, round_.head + 1))
+        if self.mutant == "two-step commit":
+            self._write(write_model)
+        row = move_head if self.mutant == "two-step commit" else commit
+        self._run(events.VersionCommitted(fragment, round_.head + 1), row)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from atoll.protocol import messages, routes
-from atoll.protocol.messages import Ticket
-from atoll.protocol.values import UpdateInfo
+from atoll.protocol.messages import Report, Ticket
 from atoll.tensors.dtypes import torch_dtype
 from atoll.transport.part_transfer import HttpTransfer
 from atoll.worker.exchange.base_and_outbox import OutboxNote
@@ -19,13 +18,13 @@ from kit.requests import begin_request
 
 
 def formed(
-    place: Participation, change_: Callable[[dict[str, torch.Tensor]], Any] | None = None, **info: Any
+    place: Participation, change_: Callable[[dict[str, torch.Tensor]], Any] | None = None, **report: Any
 ) -> Ticket:
     """Ask for a ticket, pull its version, and form an update in the outbox; the ticket.
 
     Args:
         change_: trains the tensors in place; without it the update is zero.
-        info: fields of `UpdateInfo`.
+        report: fields of its `Report`.
     """
     ticket = place.exchange.ask(wait_s=10.0).ticket
     assert ticket is not None
@@ -34,7 +33,7 @@ def formed(
     place.exchange.pull(ticket.base, tensors)
     if change_ is not None:
         change_(tensors)
-    place.exchange.form(ticket, tensors, UpdateInfo(**{"steps": 1, **info}))
+    place.exchange.form(ticket, tensors, Report(**{"steps": 1, **report}))
     return ticket
 
 
@@ -51,7 +50,7 @@ def push(place: Participation, *indices: int) -> messages.Complete:
     digests = [bytes.fromhex(text) for text in note.part_digests]
     parts = [outbox.layout.parts[index] for index in indices] or outbox.layout.parts
     HttpTransfer(place.session.http, 1, 10.0).push(routes.parts_of(note.ticket), outbox.fd, parts, digests)
-    return messages.Complete(digest=note.digest, weight=note.weight, steps=1)
+    return messages.Complete(digest=note.digest, weight=note.report.weight, steps=1)
 
 
 def put_part(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import atoll
+from atoll.protocol.status_messages import RoundSummary
 from kit.halfway import ask_journal
 
 
@@ -18,6 +20,12 @@ def saved_model(server: atoll.Server, folder: Path) -> dict[str, Tensor]:
     """The newest version of the model, from the state that the server saves."""
     state = load_file(server.save_state(folder / "now.safetensors"))
     return {name: tensor for name, tensor in state.items() if not name.startswith("atoll:")}
+
+
+def of_sites(rounds: Iterable[RoundSummary | Mapping[str, Any]], field: str = "site") -> list[list[Any]]:
+    """One list a round: this field of each of its sites."""
+    told = (each if isinstance(each, Mapping) else each.model_dump() for each in rounds)
+    return [[site[field] for site in each["sites"]] for each in told]
 
 
 class Result:
@@ -47,7 +55,12 @@ class Result:
         )
         self.tickets = ask_journal(folder, "SELECT site, base_version, state FROM tickets ORDER BY 1, 2, ticket")
         rows = ask_journal(folder, "SELECT summary_json FROM history WHERE summary_json != '' ORDER BY seq")
-        self.history: list[dict[str, Any]] = [json.loads(text) for (text,) in rows]
+        self.history: list[dict[str, Any]] = [json.loads(text) | {"sites": []} for (text,) in rows]
+        of = {(summary["fragment"], summary["version"]): summary["sites"] for summary in self.history}
+        for fragment, version, text in ask_journal(
+            folder, "SELECT fragment, version, summary_json FROM site_rounds ORDER BY site"
+        ):
+            of[fragment, version].append(json.loads(text))
 
     @property
     def bits(self) -> tuple[Any, ...]:

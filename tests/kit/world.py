@@ -204,7 +204,7 @@ class World:
     @property
     def staleness(self) -> list[tuple[str, int]]:
         """(site, how many versions behind) of every update that counted, in order."""
-        return [pair for row in self.status.history for pair in zip(row.workers, row.staleness, strict=True)]
+        return [(each.site, each.staleness) for row in self.status.history for each in row.sites]
 
     @property
     def text(self) -> str:

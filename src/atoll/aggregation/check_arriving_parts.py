@@ -222,28 +222,26 @@ def receive_buffer(start: int, stop: int) -> memoryview:
     return _scratch().view("source", stop - start, start % ALIGN_BYTES)
 
 
-class PartChecker:
-    """Receives one part: writes, hashes and checks its bytes in order. Only one thread at a time may use an instance.
+class PartHasher:
+    """Receives one part: writes and hashes its bytes in order. Only one thread at a time may use an instance.
 
     Args:
-        inspection: the checks.
-        part: the part, a range of the update's file.
-        write: function that appends bytes to the part in the update's file.
-        fd: descriptor of the update's file, to read written bytes back.
-
-    Attributes:
-        stats: result of the checks; None until the part is complete.
+        part: the part, a range of a file.
+        write: function that appends bytes to the part in the file.
     """
 
-    def __init__(self, inspection: Inspection, part: Part, write: Callable[[memoryview], None], fd: int) -> None:
-        self._scan, self._next, self._stop, self._write = PartScan(inspection, part, fd), part.start, part.stop, write
-        self._hasher = blake3()
-        self.stats: PartStats | None = None
+    def __init__(self, part: Part, write: Callable[[memoryview], None]) -> None:
+        self._next, self._stop, self._write, self._hasher = part.start, part.stop, write, blake3()
 
     @property
     def complete(self) -> bool:
-        """Whether all bytes of the part are written and checked."""
-        return self.stats is not None
+        """Whether all bytes of the part are written."""
+        return self._next == self._stop
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE3 of the bytes that were written so far."""
+        return self._hasher.digest()
 
     def take(self, fill: Callable[[memoryview], int]) -> None:
         """Receive bytes by calling `fill`, until it returns 0 or the part is complete.
@@ -256,17 +254,48 @@ class PartChecker:
             Exception: an error of `fill` or `write`.
         """
         count = -1
-        while self._next < self._stop and count:
-            memory, filled = receive_buffer(self._next, self._scan.next_stop(self._next)), 0
+        while not self.complete and count:
+            memory, filled = receive_buffer(self._next, self._next_stop()), 0
             while filled < len(memory) and (count := fill(memory[filled:])):
                 filled += count
             if filled:
                 self._write(memory[:filled])
                 self._hasher.update(memory[:filled])
                 self._next += filled
-                self._scan.check_until(self._next, filled)
-        if self._next == self._stop and self.stats is None:
-            self.stats = self._scan.stats(self._hasher.digest())
+                self._check(filled)
+
+    def _next_stop(self) -> int:
+        """Return the file offset up to which to receive next."""
+        return min(self._stop, self._next + RUN_BYTES)
+
+    def _check(self, received: int) -> None:
+        """Check the last `received` bytes, which are still in the memory from `receive_buffer`."""
+
+
+class PartChecker(PartHasher):
+    """Receives one part of an update: also checks its values.
+
+    Args:
+        inspection: the checks.
+        part: the part, a range of the update's file.
+        write: function that appends bytes to the part in the update's file.
+        fd: descriptor of the update's file, to read written bytes back.
+    """
+
+    def __init__(self, inspection: Inspection, part: Part, write: Callable[[memoryview], None], fd: int) -> None:
+        super().__init__(part, write)
+        self._scan = PartScan(inspection, part, fd)
+
+    @property
+    def stats(self) -> PartStats:
+        """Result of the checks of the bytes that were written so far."""
+        return self._scan.stats(self.digest)
+
+    def _next_stop(self) -> int:
+        return self._scan.next_stop(self._next)
+
+    def _check(self, received: int) -> None:
+        self._scan.check_until(self._next, received)
 
 
 class Overflow(RunFailed):

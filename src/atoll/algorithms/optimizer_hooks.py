@@ -32,7 +32,7 @@ from atoll.algorithms.base import ChangeReader, Correction, ElementReader, Local
 from atoll.algorithms.corrected_copies import CorrectedCopies
 from atoll.algorithms.unfollowed_steps import UnfollowedSteps, trained_by
 from atoll.errors import UsageError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.tensors.module_tensors import gradients_of, named_parameters
 
 Given = Optimizer | Sequence[Optimizer]
@@ -644,7 +644,7 @@ class StepHooks:
             )
         if self.one_rate and not self.rate_sum > 0:
             raise UsageError(
-                f"The sum of the learning rates of this round ({counted(self.steps, 'step')}) is {self.rate_sum:g}.",
+                f"The sum of the learning rates of this round ({number_of(self.steps, 'step')}) is {self.rate_sum:g}.",
                 f"Use a learning rate above zero in at least one step: {self.algorithm} divides by the sum.",
             )
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from atoll.blobs.manifest import MOST_OBJECT_HEAD_BYTES, MOST_PARTS, Cuts, Manifest
 from atoll.config.settings import CHUNK_BYTES as PART_BYTES
 from atoll.errors import BadRequest, UsageError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.json_files import require_light
 from atoll.posix import write_at
 from atoll.runtime import gc_as_usual, no_gc
@@ -198,7 +198,7 @@ class Contents:
         def tensor_at(index: int) -> object:
             if index >= len(names):
                 raise BadRequest(
-                    f"{what} refers to tensor {index}, but has only {counted(len(names), 'tensor')}.", _REMEDY
+                    f"{what} refers to tensor {index}, but has only {number_of(len(names), 'tensor')}.", _REMEDY
                 )
             return None
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from atoll.errors import UsageError
-from atoll.format_text import counted, visible
+from atoll.format_text import number_of, visible
 from atoll.store.reader import checked_audit
 
 
@@ -47,4 +47,4 @@ def command(
     for each in audit.last:
         text = ", ".join(f"{key} {value}" for key, value in json_module.loads(each.detail_json).items())
         print(visible(f"{each.seq:>6}  {each.at}  {each.what:<10} {text}"))
-    print(f"{counted(audit.entries, 'entry')} checked, none changed or removed; the last hash is {audit.last_hash}")
+    print(f"{number_of(audit.entries, 'entry')} checked, none changed or removed; the last hash is {audit.last_hash}")

@@ -15,7 +15,7 @@ import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
-from atoll.cli.text import counted, log_lines, require_file
+from atoll.cli.text import log_lines, number_of, require_file
 from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.format_text import visible
@@ -118,7 +118,7 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
         for name in arguments.get("versions", ()):
             if isinstance(name, str) and is_file(name) and not Path(name).is_file():
                 LOG.warning("the model file %s is not in %s: put it there before the sites join", name, Path.cwd())
-        LOG.info("waiting for %s; to change the number: --set rounds.sites=N", counted(settings.rounds.sites, "site"))
+        LOG.info("waiting for %s; to change the number: --set rounds.sites=N", number_of(settings.rounds.sites, "site"))
         server.run()
         assert server.evaluation is not None
         return server.evaluation

@@ -22,9 +22,9 @@ from atoll.cli.text import (
     awaited,
     best_line,
     codecs,
-    counted,
     duration,
     log_lines_in_background,
+    number_of,
     numbers,
     optimizer,
     size,
@@ -136,7 +136,7 @@ def _announce(server: Server, settings: Settings) -> None:
         size(status.model_bytes),
         codecs(status),
         f", sync every {status.sync_every}" if status.sync_every else "",
-        counted(status.rounds, "round") if status.rounds else "until stopped",
+        number_of(status.rounds, "round") if status.rounds else "until stopped",
         settings.exports,
     )
     dylu = "DyLU on: slower workers take fewer steps per round" if status.dylu else ""
@@ -253,13 +253,13 @@ def _summary(server: Server, seconds: float) -> str:
     last = status.history[-1].metrics if status.history else {}
     rounds = _has_rounds(server.settings)
     version, refused = (
-        (f" at version {status.version}", f", {counted(status.refused, 'update')} refused") if rounds else ("", "")
+        (f" at version {status.version}", f", {number_of(status.refused, 'update')} refused") if rounds else ("", "")
     )
     parts = [
         f"finished{version} after {duration(seconds)}",
         f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent",
         against_data_parallel(status),
-        f"{counted(len(status.workers), 'worker')}, {counted(status.deaths, 'death')}{_failed(status)}{refused}",
+        f"{number_of(len(status.workers), 'worker')}, {number_of(status.deaths, 'death')}{_failed(status)}{refused}",
         _missed(status) if rounds else "",
         _troubles(status),
         staleness(status.staleness),
@@ -284,7 +284,7 @@ def _missed(status: status_messages.Status) -> str:
         return ""
     done = status.history[-1].round
     missed = [
-        f"{each.site} took part in {each.rounds} of {counted(done, 'round')}"
+        f"{each.site} took part in {each.rounds} of {number_of(done, 'round')}"
         for each in status.workers
         if each.rounds < done
     ]
@@ -295,4 +295,4 @@ def _troubles(status: status_messages.Status) -> str:
     """Return a text with the numbers of retries and reconnections of all workers; empty if there were none."""
     retries = sum(worker.retries for worker in status.workers)
     joins = sum(worker.reconnections for worker in status.workers)
-    return f"{counted(retries, 'retry')}, {counted(joins, 'reconnection')}" if retries or joins else ""
+    return f"{number_of(retries, 'retry')}, {number_of(joins, 'reconnection')}" if retries or joins else ""

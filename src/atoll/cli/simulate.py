@@ -15,7 +15,7 @@ import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Dir, Rounds, Sets, read_settings
-from atoll.cli.text import counted, duration, log_lines, numbers, size
+from atoll.cli.text import duration, log_lines, number_of, numbers, size
 from atoll.format_text import Seldom
 from atoll.protocol import status_messages
 from atoll.simulate import with_own_folder
@@ -94,9 +94,9 @@ class Lines:
         LOG.info(
             "%s: %s, %s of %s, %s; files in %s",
             settings.run.name,
-            counted(settings.rounds.total, "round"),
+            number_of(settings.rounds.total, "round"),
             str(settings.algorithm.target),
-            counted(len(simulation.sites), "simulated site"),
+            number_of(len(simulation.sites), "simulated site"),
             simulation.described,
             settings.disk.state_dir,
         )
@@ -108,12 +108,12 @@ class Lines:
         processes.
         """
         now_s, first = time.monotonic(), self._said_s == 0.0
-        self._updates += len(round_.workers)
+        self._updates += len(round_.sites)
         if not first and now_s - self._said_s < LINE_S and round_.round < self._rounds:
             return
         metrics = numbers(round_.metrics)
         pace = "" if first else f"; {_pace(self._updates / max(now_s - self._said_s, 1e-3))} worker-rounds/s"
-        updates = counted(len(round_.workers), "update")
+        updates = number_of(len(round_.sites), "update")
         LOG.info("round %d of %d: %s%s%s", round_.round, self._rounds, updates, f", {metrics}" if metrics else "", pace)
         self._said_s, self._updates = now_s, 0
 
@@ -124,12 +124,12 @@ def summary(done: Simulated) -> str:
         return f"the simulation was already finished, at version {done.version}; nothing was trained; {done.model}"
     parts = [
         f"finished at version {done.version} after {duration(done.seconds)}",
-        f"{counted(done.rounds, 'round')}, {counted(done.worker_rounds, 'worker-round')}, "
+        f"{number_of(done.rounds, 'round')}, {number_of(done.worker_rounds, 'worker-round')}, "
         f"{_pace(done.worker_rounds_per_s)} worker-rounds/s",
         f"a run with real sites would have sent {size(done.bytes_up)} up and {size(done.bytes_down)} down",
-        f"{counted(done.late, 'update')} too late to count" if done.late else "",
-        f"{counted(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
-        f"{counted(len(done.failed), 'simulated site')} failed: {_some(done.failed)}" if done.failed else "",
+        f"{number_of(done.late, 'update')} too late to count" if done.late else "",
+        f"{number_of(sum(done.refused.values()), 'update')} refused: {_some(done.refused)}" if done.refused else "",
+        f"{number_of(len(done.failed), 'simulated site')} failed: {_some(done.failed)}" if done.failed else "",
         numbers(done.metrics),
         str(done.model),
     ]

@@ -8,19 +8,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.stored_status import stored_status
+from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import (
     against_data_parallel,
     awaited,
     best_line,
     codecs,
-    counted,
     duration,
+    number_of,
     numbers,
     optimizer,
     size,
@@ -36,10 +37,13 @@ from atoll.format_text import visible
 from atoll.protocol import routes, status_messages
 from atoll.store.reader import has_run
 from atoll.transport.http_client import ask, server_address
+from atoll.transport.tls import Token, read_token_file
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
+Fetch = Callable[[], status_messages.Status]
+"""Asks a server for its status."""
 WATCH_S = 1.0
 ROUNDS_SHOWN = 5
 HERE = Path("atoll-run")
@@ -66,20 +70,30 @@ def command(
             show_default=False,
         ),
     ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a token, such as a copy of the server's reader.token. Default: ATOLL_TOKEN, or the file of "
+            "ATOLL_TOKEN_FILE; with --dir, the admin's token in that directory.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Show the workers and rounds of a run, and for which sites a round waits, how long and why."""
     if state_dir is not None:
-        if server is not None or watch:
-            raise UsageError("--dir cannot be combined with --server or --watch.", "Leave out --server and --watch.")
+        if server is not None or watch or token_file is not None:
+            others = "--server, --watch and --token-file"
+            raise UsageError(f"--dir cannot be combined with {others}.", f"Leave out {others}.")
         _show_stored(state_dir, json=json)
         return
     address = server_address(server)
+    fetch = _asking(address, None if token_file is None else read_token_file(token_file))
     try:
-        status = _ask(address)
+        status = fetch()
     except ServerUnreachable as error:
         named = server or os.environ.get("ATOLL_SERVER")
         if watch and not error.is_other:
-            status = _ask_until_answered(address)
+            status = _ask_until_answered(fetch)
         elif named or watch or not has_run(HERE):
             raise ServerUnreachable(
                 error.message, f"{error.remedy} To see a run that is over, give --dir with its state directory.".strip()
@@ -89,7 +103,7 @@ def command(
             _show_stored(HERE, json=json)
             return
     if sys.stdout.isatty() and not json:
-        _on_terminal(status, address, watch)
+        _on_terminal(status, address, fetch if watch else None)
         return
     while True:
         print(status.model_dump_json(indent=None if watch else 2) if json else "\n".join(plain(status, address)))
@@ -97,7 +111,7 @@ def command(
         if not watch or status.finished or status.failed:
             return
         time.sleep(WATCH_S)
-        status = _ask_until_answered(address)
+        status = _ask_until_answered(fetch)
         if not json:
             print()
 
@@ -105,10 +119,10 @@ def command(
 def _show_stored(state_dir: Path, *, json: bool) -> None:
     """Print the status of the run in a state directory: from its server if that answers, else the stored status.
 
-    The server's address is read from the stored status.
+    The server's address is read from the stored status, and the admin's token from the directory.
     """
     status, saved_at = stored_status(state_dir)
-    if status.address and (live := _asked_by(status)) is not None:
+    if status.address and (live := _asked_by(status, admin_token(state_dir))) is not None:
         status, source = live, status.address
     else:
         when = f"{datetime.fromtimestamp(saved_at):%Y-%m-%d %H:%M:%S}, {duration(max(0.0, time.time() - saved_at))} ago"
@@ -122,13 +136,13 @@ def _then(worker: status_messages.WorkerStatus) -> status_messages.WorkerStatus:
     return worker.model_copy(update={"state": "alive then"}) if worker.state == "alive" else worker
 
 
-def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
+def _asked_by(stored: status_messages.Status, token: Token | None) -> status_messages.Status | None:
     """Ask the server at the address in a stored status. Return its status; None if this run's server does not answer.
 
     If the server there refuses to answer, or another program answers, print the error, too.
     """
     try:
-        live = _ask(stored.address)
+        live = _asking(stored.address, token)()
     except AtollError as error:
         if not isinstance(error, ServerUnreachable) or error.is_other:  # for example, a refused certificate
             print(f"atoll: the server at {stored.address} refuses to answer: {error}", file=sys.stderr)
@@ -136,16 +150,16 @@ def _asked_by(stored: status_messages.Status) -> status_messages.Status | None:
     return live if live.run == stored.run else None
 
 
-def _ask(address: str) -> status_messages.Status:
-    return ask(address, routes.STATUS, status_messages.Status)
+def _asking(address: str, token: Token | None) -> Fetch:
+    return partial(ask, address, routes.STATUS, status_messages.Status, token=token)
 
 
-def _ask_until_answered(address: str) -> status_messages.Status:
+def _ask_until_answered(fetch: Fetch) -> status_messages.Status:
     """Ask the server for its status every second until the server answers, because it may be started later."""
     is_logged = False
     while True:
         try:
-            return _ask(address)
+            return fetch()
         except ServerUnreachable as error:
             if not is_logged:
                 print(f"atoll: {visible(error.message)} {AWAY}", file=sys.stderr, flush=True)
@@ -153,17 +167,18 @@ def _ask_until_answered(address: str) -> status_messages.Status:
         time.sleep(WATCH_S)
 
 
-def _on_terminal(status: status_messages.Status, address: str, watch: bool) -> None:
+def _on_terminal(status: status_messages.Status, address: str, fetch: Fetch | None) -> None:
+    """Draw the status on a terminal, and again every second if `fetch` is given."""
     from rich.console import Console
 
-    if not watch:
+    if fetch is None:
         Console().print(table(status, address))
         return
     with live_table(status, address) as show:
         while not (status.finished or status.failed):
             time.sleep(WATCH_S)
             try:
-                status = _ask(address)
+                status = fetch()
                 show(status)
             except ServerUnreachable as error:
                 show(status, f"{error.message} {AWAY}")
@@ -198,6 +213,8 @@ COLUMNS = (
     "step",
     "steps/s",
     "rounds",
+    "trained",
+    "waited",
     "version",
     "stale",
     "up",
@@ -211,8 +228,9 @@ COLUMNS = (
 def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
     """Return the cells of one worker, in the order of `COLUMNS`. A dash stands for an unknown or meaningless value.
 
-    Steps are unknown if the script counts none. Staleness has a meaning only while a site trains, submits or pulls: a
-    site that does none of these will get the newest version next, or none.
+    `trained` and `waited` are the times of the site's last counted update. Steps are unknown if the script counts none.
+    Staleness has a meaning only while a site trains, submits or pulls: a site that does none of these will get the
+    newest version next, or none.
     """
     is_training = worker.state.startswith("alive") and worker.doing.startswith(("training", "submitting", "pulling"))
     pace = f"{worker.steps_per_s:.2f}" + (f" (H {worker.local_steps})" if worker.local_steps else "")
@@ -222,11 +240,13 @@ def worker_row(worker: status_messages.WorkerStatus) -> list[str]:
         worker.doing,
         *((str(worker.step), pace) if worker.step else ("-", "-")),
         str(worker.rounds),
+        *((duration(worker.last.train_seconds), duration(worker.last.wait_seconds)) if worker.last else ("-", "-")),
         str(worker.version),
         str(worker.staleness) if is_training else "-",
         size(worker.bytes_up),
         size(worker.bytes_down),
-        f"{worker.retries}" + (f" (+{counted(worker.reconnections, 'reconnection')})" if worker.reconnections else ""),
+        f"{worker.retries}"
+        + (f" (+{number_of(worker.reconnections, 'reconnection')})" if worker.reconnections else ""),
         f"{duration(worker.last_heartbeat_s)} ago" if worker.heard else "none since the server restarted",
         worker.error or numbers(worker.metrics),
     ]
@@ -264,8 +284,8 @@ def _of_training(status: status_messages.Status) -> list[str]:
         f"model {size(status.model_bytes)}, {codecs(status)}, {every}"
         f"rounds {f'{status.rounds} in all' if status.rounds else 'until stopped'}, up {duration(status.uptime_s)}"
         f"{f', {time_text}' if (time_text := time_left(status.left_s)) else ''}",
-        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {counted(status.deaths, 'death')}, "
-        f"{counted(status.refused, 'update')} refused, durability {status.durability}{durable}",
+        f"{size(status.bytes_up)} received, {size(status.bytes_down)} sent, {number_of(status.deaths, 'death')}, "
+        f"{number_of(status.refused, 'update')} refused, durability {status.durability}{durable}",
     ]
     if compared := against_data_parallel(status):
         lines.append(compared)

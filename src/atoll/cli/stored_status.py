@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from atoll.errors import StoreError
 from atoll.protocol import routes, status_messages
+from atoll.store.caller_tokens import stored_tokens
 from atoll.store.journal_tables import MemberRow
 from atoll.store.reader import StateReader, open_state, saved_status
 from atoll.tensors.schema import Schema
+from atoll.transport.tls import Token
 
 HISTORY = 20
 AS_STORED = "as read from this directory; if no server runs, `atoll server` continues the run"
 UNDER_WAY = "was under way; if no server runs, `atoll server` "
 PHASES = {"open": "open", "frozen": "closing"}
+
+
+def admin_token(state_dir: Path) -> Token | None:
+    """Return the admin's token in a state directory; None if there is none, or this user may not read it."""
+    with suppress(StoreError):
+        if (text := stored_tokens(state_dir).get("admin")) is not None:
+            return Token(text, str(state_dir / "admin.token"))
+    return None
 
 
 def stored_status(state_dir: Path) -> tuple[status_messages.Status, float]:

@@ -16,8 +16,8 @@ from typing import TextIO
 
 from atoll.errors import UsageError
 from atoll.format_text import VisibleLines
-from atoll.format_text import counted as counted
 from atoll.format_text import duration as duration
+from atoll.format_text import number_of as number_of
 from atoll.format_text import numbers as numbers
 from atoll.format_text import size as size
 from atoll.format_text import time_left as time_left
@@ -96,7 +96,7 @@ def task_totals(tasks: Mapping[str, int]) -> str:
     Args:
         tasks: way of sending (`streamed`, `inline` or `without_tensors`) → number of tasks.
     """
-    return f"{counted(sum(tasks.values()), 'task')} sent: {_ways(tasks)}" if tasks else ""
+    return f"{number_of(sum(tasks.values()), 'task')} sent: {_ways(tasks)}" if tasks else ""
 
 
 def _ways(counts: Mapping[str, int]) -> str:
@@ -110,7 +110,7 @@ def task_line(task: status_messages.TaskStatus) -> str:
     waits = f"; {'waiting for' if task.open else 'none from'} {', '.join(task.missing)}" if task.missing else ""
     return (
         f"task {task.number} {task.name}: {task.way.replace('_', ' ')} to {', '.join(task.sites)}; "
-        f"{count} of {counted(len(task.sites), 'answer')}{ways}{waits}, {duration(task.seconds)}"
+        f"{count} of {number_of(len(task.sites), 'answer')}{ways}{waits}, {duration(task.seconds)}"
     )
 
 
@@ -237,7 +237,7 @@ class _DropsLines(logging.handlers.QueueHandler):
         """Put a record into the queue, or drop it."""
         try:
             if self._dropped:
-                text = f"{counted(self._dropped, 'log line')} dropped here, because standard output was not read"
+                text = f"{number_of(self._dropped, 'log line')} dropped here, because standard output was not read"
                 self.queue.put_nowait(logging.makeLogRecord({"msg": text}))
                 self._dropped = 0
             self.queue.put_nowait(record)

@@ -8,7 +8,7 @@ from typing import Any
 from atoll.config.run_file import FOLDERS
 from atoll.config.workflow_settings import EVALUATES, TRAIN, components_of, entries_of
 from atoll.errors import ConfigError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 
 At = Callable[[str], Any]
 """`group.key` → its value. This file takes settings by their keys, because `Settings` imports this file."""
@@ -64,10 +64,10 @@ def _require_defaults(at: At, is_default: IsDefault, this: str, others: Mapping[
     for key, why in others.items():
         if not is_default(key):
             given = f"the argument {at(key)}" if isinstance(at(key), Argument) else key
-            raise ConfigError(f"{key} is {shown(at(key))}, but {this}: {why}.", f"Leave {given} out, or {instead}.")
+            raise ConfigError(f"{key} is {described(at(key))}, but {this}: {why}.", f"Leave {given} out, or {instead}.")
 
 
-def shown(value: Any) -> str:
+def described(value: Any) -> str:
     """Return a setting's value as text for a message; for a table with a name or path, only the name or path."""
     return repr(getattr(value, "target", None) or value)
 
@@ -191,13 +191,13 @@ def _require_streaming(at: At, is_default: IsDefault) -> None:
     if delay > longest:
         raise ConfigError(
             f"diloco.fragment_sync_delay is {delay}, but with diloco.sync_every {every}, num_fragments "
-            f"{fragments} and max_inflight {inflight} a result must be merged within {counted(longest, 'step')}.",
+            f"{fragments} and max_inflight {inflight} a result must be merged within {number_of(longest, 'step')}.",
             f"Set diloco.fragment_sync_delay to at most {longest}, or allow more fragments in flight.",
         )
     if delay and delay >= every and at("diloco.fragment_update_alpha") == 0:
         raise ConfigError(
             f"diloco.fragment_sync_delay is {delay}, diloco.sync_every is {every}, and "
-            f"diloco.fragment_update_alpha is 0. A merge then replaces the local parameters {counted(delay, 'step')} "
+            f"diloco.fragment_update_alpha is 0. A merge then replaces the local parameters {number_of(delay, 'step')} "
             "after the update was formed, so all local steps would be lost.",
             "Set diloco.fragment_sync_delay to a small part of sync_every, for example "
             f"{max(1, every // 10)}, or diloco.fragment_update_alpha to a number above 0, for example 0.5.",
@@ -330,8 +330,8 @@ def _require_the_rest(at: At) -> None:
         )
     if at("aggregation.aggregator").path and at("aggregation.reducer").target:
         raise ConfigError(
-            f"Both aggregation.aggregator {shown(at('aggregation.aggregator'))} and aggregation.reducer "
-            f"{shown(at('aggregation.reducer'))} are set.",
+            f"Both aggregation.aggregator {described(at('aggregation.aggregator'))} and aggregation.reducer "
+            f"{described(at('aggregation.reducer'))} are set.",
             "Set only one of them.",
         )
     if not at("disk.in_files") and at("disk.durability") == "power":

@@ -46,7 +46,6 @@ NOT_SETTINGS = frozenset(
         "ATOLL_PEER_TLS_CERT",
         "ATOLL_PEER_TLS_KEY",
         "ATOLL_PEER_INSECURE",
-        "ATOLL_LAST_STATUS",
         "ATOLL_LEASES",
         "ATOLL_FAILPOINTS",
     }

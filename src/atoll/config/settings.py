@@ -497,6 +497,21 @@ class Network(Group):
     part_bytes: int = Field(16 * 2**20, ge=2**16, le=16 * 2**20, description="Largest size of a part, in bytes.")
 
 
+class Server(Group):
+    """What is added to the server."""
+
+    extensions: tuple[str, ...] = Field(
+        (),
+        description="Extensions of the server, by the names of their entry points in the group `atoll.extensions`. An "
+        "installed package alone adds nothing.",
+    )
+
+    @property
+    def names(self) -> list[OwnName]:
+        """The names of the extensions."""
+        return [OwnName(name) for name in self.extensions]
+
+
 class Disk(Group):
     """What the server stores, and where."""
 
@@ -542,6 +557,7 @@ class Settings(BaseModel):
     workflow: Workflow = Workflow()
     network: Network = Network()
     disk: Disk = Disk()
+    server: Server = Server()
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from atoll.algorithms.optimizer_hooks import StepHooks, layers_of
 from atoll.errors import UsageError, public_api
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.integrations.trainer_driver import SiteOptions, TrainerDriver, require_alone
 from atoll.runtime import ensure_lines
 from atoll.worker.arguments import finite_metrics, require_counts
@@ -118,11 +118,11 @@ class AtollCallback(TrainerCallback):
         driver = self.driver
         if was_taking_part and not driver.takes_part and error is None:
             LOG.info("%s", ALONE_ENDED)
-        whole = "a whole epoch" if self._sync_every is None else counted(self._sync_every, "step")
+        whole = "a whole epoch" if self._sync_every is None else number_of(self._sync_every, "step")
         if driver.round is not None and self._steps and error is None:
             driver.warn(
-                f"the Trainer ended after {counted(self._steps, 'step')} of round {driver.round.number}, which are not "
-                f"sent, because an update needs {whole}"
+                f"the Trainer ended after {number_of(self._steps, 'step')} of round {driver.round.number}, which are "
+                f"not sent, because an update needs {whole}"
             )
         if self._correction is not None:
             self._correction.close()

@@ -41,7 +41,7 @@ from atoll.config.settings import (
     MOST_STEPS,
 )
 from atoll.errors import BadRequest, PartCorrupt, VersionSkew
-from atoll.format_text import counted, size, visible
+from atoll.format_text import number_of, size, visible
 from atoll.protocol.read_message import lists_in, read_message
 from atoll.registry import ReceivedName
 from atoll.tensors.fragments import Split
@@ -267,7 +267,7 @@ class RunInfo(Message):
         tensors, nbytes = len(split.schema.tensors), split.schema.nbytes
         if nbytes // self.part_bytes > MOST_PARTS or tensors * self.ranks > MOST_SHARES:
             raise VersionSkew(
-                f"The server's model has {counted(tensors, 'tensor')} with {size(nbytes)}, which {self.ranks} ranks "
+                f"The server's model has {number_of(tensors, 'tensor')} with {size(nbytes)}, which {self.ranks} ranks "
                 f"would exchange in parts of {size(self.part_bytes)}: too many parts for a site.",
                 "Set network.part_bytes to a larger value at the server, or model.ranks to a smaller one.",
             )
@@ -628,14 +628,33 @@ class TicketState(Message):
         return self
 
 
-class Complete(Message):
+class Report(Message):
+    """What a site reports of its update besides the tensors.
+
+    Notes, messages, the journal and the summary of a round all carry this record. So a new value of an update is a
+    field here, a measurement where the site trains, and a place where it is shown.
+    """
+
+    weight: float = Field(1.0, ge=0, description="Weight: samples, tokens or any other number; 0: no update is sent.")
+    steps: Count = Field(0, description="Local steps in this round; 0: not counted.")
+    metrics: Metrics = Field(default_factory=dict)
+    train_seconds: Estimate = Field(0.0, description="Seconds since the site's previous update, without waiting.")
+    wait_seconds: Estimate = Field(
+        0.0, description="Seconds since then in which training stood still: for a round, for versions, for uploads."
+    )
+
+    @property
+    def report(self) -> Report:
+        """These values alone, without those of a subclass."""
+        return Report.model_construct(**{name: getattr(self, name) for name in Report.model_fields})
+
+
+class Complete(Report):
     """A request to submit an update after all its parts were sent."""
 
+    weight: float = Field(1.0, gt=0, description="Weight of the update: samples, tokens or any other number.")
     digest: Hex32 = Field(description="BLAKE3 over the layout's digest and the part digests in order.")
     base_digest: Hex32 | None = Field(None, description="Digest of the version that the update was trained from.")
-    weight: float = Field(1.0, gt=0, description="Weight of the update: samples, tokens or any other number.")
-    steps: Count = Field(0, description="Local steps in this round.")
-    metrics: Metrics = Field(default_factory=dict)
     generation: Count = Field(0, description="Generation of the algorithm's state with which it was formed.")
     source: Reference | None = Field(None, description="Reference to the update, for the aggregator of a swarm.")
 

@@ -7,19 +7,21 @@ exactly the operations that are served.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
+from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages, task_messages
 
 STATUS_OF: dict[str, int] = {
     "bad_request": 400,
     "usage": 400,
     "config": 400,
     "auth": 401,
+    "forbidden": 403,
     "not_found": 404,
     "method": 405,
     "schema_mismatch": 409,
@@ -41,6 +43,23 @@ STATUS_OF: dict[str, int] = {
 """Error code → HTTP status. Other codes get status 500."""
 
 
+CallerKind = Literal["stranger", "site", "peer", "reader", "admin"]
+"""The kind of sender of a request, as its token, lease or secret shows.
+
+A `site` has the run's token or a lease, a `peer` the secret of a published object, a `reader` and the `admin` the token
+in their file of the server's state directory. A `stranger` has none of these.
+"""
+
+EVERYONE: tuple[CallerKind, ...] = ("stranger", "site", "peer", "reader", "admin")
+SITES: tuple[CallerKind, ...] = ("site",)
+READERS: tuple[CallerKind, ...] = ("site", "reader", "admin")
+"""For what is shown of a run. A reader learns of the sites and their metrics, and cannot download the model."""
+EXPORTERS: tuple[CallerKind, ...] = ("site", "admin")
+"""For what `atoll export` needs."""
+HOLDERS: tuple[CallerKind, ...] = ("site", "peer")
+"""For an object; the request has its secret."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """An operation of the HTTP interface: one method on one path.
@@ -50,11 +69,12 @@ class Operation:
         method: HTTP method.
         path: path, with parameters in braces.
         summary: summary for the OpenAPI document.
+        callers: the kinds of callers that may use the operation. See also `callers_at`.
         request: type of the JSON body; `bytes` for a part; None for no body.
+        query: message with the parameters of the query, which all have a default; None for no parameters.
         reply: type of the JSON answer; `bytes` for a file; `str` for text; None for status 204.
         lease: whether the `Atoll-Lease` header is required.
         problems: error codes of this operation, besides `COMMON_PROBLEMS`.
-        open: whether the operation is answered without a token.
         secret: whether the `Atoll-Secret` header of an object is required.
         body_bytes: maximum size of a JSON body, in bytes.
     """
@@ -63,35 +83,69 @@ class Operation:
     method: str
     path: str
     summary: str
+    callers: tuple[CallerKind, ...]
     request: type[BaseModel] | type[bytes] | None = None
     reply: type[BaseModel] | type[bytes] | type[str] | type[dict[str, Any]] | None = None
+    query: type[BaseModel] | None = None
     lease: bool = False
     problems: tuple[str, ...] = ()
-    open: bool = False
     secret: bool = False
     body_bytes: int = routes.CONTROL_BODY_BYTES
+
+
+def callers_at(operation: Operation, *, is_open: bool) -> tuple[CallerKind, ...]:
+    """Return the kinds of callers that may use an operation at a server.
+
+    Args:
+        operation: the operation.
+        is_open: whether the server has no token. It then takes strangers and peers, too, unless the operation is for
+            the admin alone.
+    """
+    if not is_open or set(operation.callers) == {"admin"}:
+        return operation.callers
+    return tuple(kind for kind in EVERYONE if kind in operation.callers or kind in ("stranger", "peer"))
 
 
 _LEASED = ("lease_lost", "superseded")
 
 OPERATIONS: tuple[Operation, ...] = (
-    Operation("get_run", "GET", routes.RUN, "What a worker must know before it joins.", reply=messages.RunInfo),
-    Operation("get_schema", "GET", routes.SCHEMA, "The model's tensors.", reply=messages.SchemaMessage),
+    Operation(
+        "get_run",
+        "GET",
+        routes.RUN,
+        "What a worker must know before it joins.",
+        callers=EXPORTERS,
+        reply=messages.RunInfo,
+    ),
+    Operation(
+        "get_schema", "GET", routes.SCHEMA, "The model's tensors.", callers=EXPORTERS, reply=messages.SchemaMessage
+    ),
     Operation(
         "join",
         "POST",
         routes.WORKERS,
         "Take part in the run; an older process of the same site loses its lease.",
+        callers=SITES,
         request=messages.Join,
         reply=messages.Joined,
         problems=("server_lost", "schema_mismatch", "version_skew", "config", "busy"),
     ),
-    Operation("leave", "POST", routes.LEAVE, "Leave the run.", request=messages.Leave, lease=True, problems=_LEASED),
+    Operation(
+        "leave",
+        "POST",
+        routes.LEAVE,
+        "Leave the run.",
+        callers=SITES,
+        request=messages.Leave,
+        lease=True,
+        problems=_LEASED,
+    ),
     Operation(
         "heartbeat",
         "POST",
         routes.HEARTBEAT,
         "Report that the worker is alive, and its progress.",
+        callers=SITES,
         request=messages.Heartbeat,
         reply=messages.HeartbeatReply,
         lease=True,
@@ -102,6 +156,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.TICKETS,
         "Get the ticket of the open round; wait up to wait_s for the round to open.",
+        callers=SITES,
         request=messages.TicketRequest,
         reply=messages.TicketReply,
         lease=True,
@@ -112,6 +167,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.TICKET,
         "Get the state of a ticket, and the parts of its update that the server has.",
+        callers=SITES,
         reply=messages.TicketState,
         problems=("gone",),
     ),
@@ -120,6 +176,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "PUT",
         routes.PART,
         "Send one part of an update: its bytes, then their BLAKE3 (32 bytes). Content-Length must be exact.",
+        callers=SITES,
         request=bytes,
         lease=True,
         problems=(
@@ -138,6 +195,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.COMPLETE,
         "Submit the update after all parts were sent. A repeated request gets the same receipt.",
+        callers=SITES,
         request=messages.Complete,
         reply=messages.Receipt,
         lease=True,
@@ -148,6 +206,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.SIT_OUT,
         "Sit out the round of a ticket: no update is sent, and the round does not wait for one. May be repeated.",
+        callers=SITES,
         request=messages.SitOut,
         lease=True,
         problems=(*_LEASED, "gone", "ticket_closed", "update_refused", "disk_full"),
@@ -157,6 +216,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.MANIFEST,
         "Get the parts of a version and their digests.",
+        callers=EXPORTERS,
         reply=messages.VersionManifest,
         problems=("gone",),
     ),
@@ -165,6 +225,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.VERSION_DATA,
         "Get a version as a safetensors file. Honours Range, If-Range and If-None-Match; the ETag is the digest.",
+        callers=EXPORTERS,
         reply=bytes,
         problems=("gone", "range"),
     ),
@@ -174,6 +235,7 @@ OPERATIONS: tuple[Operation, ...] = (
         routes.DELTA_DATA,
         "Get the difference from the previous version. Honours Range, If-Range and If-None-Match; the ETag is "
         "the digest.",
+        callers=SITES,
         reply=bytes,
         problems=("gone", "range"),
     ),
@@ -183,6 +245,7 @@ OPERATIONS: tuple[Operation, ...] = (
         routes.MODEL_PART,
         "Get one part of a version for an export, with parameters cast from full precision: its bytes, then "
         "their BLAKE3 (32 bytes). The parts are those of the version's file.",
+        callers=EXPORTERS,
         reply=bytes,
         problems=("gone",),
     ),
@@ -191,6 +254,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.OBJECTS,
         "Ask the server to keep an object; its parts follow. The answer has the object's secret.",
+        callers=SITES,
         request=messages.ObjectOpen,
         reply=messages.ObjectOpened,
         problems=("busy", "disk_full"),
@@ -200,6 +264,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "PUT",
         routes.OBJECT_PART,
         "Send one part of an object: its bytes, then their BLAKE3 (32 bytes). Content-Length must be exact.",
+        callers=SITES,
         request=bytes,
         secret=True,
         problems=("gone", "conflict", "part_corrupt", "busy", "disk_full", "too_large"),
@@ -209,6 +274,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.OBJECT_COMPLETE,
         "Complete the object after all parts were sent. The request may be repeated.",
+        callers=SITES,
         request=messages.ObjectComplete,
         secret=True,
         problems=("gone", "conflict", "disk_full"),
@@ -218,8 +284,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.OBJECT,
         "Get the manifest of an object: its sizes and the digests of its parts.",
+        callers=HOLDERS,
         reply=messages.BlobManifest,
-        open=True,
         secret=True,
         problems=("gone", "conflict"),
     ),
@@ -228,8 +294,8 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.OBJECT_DATA,
         "Get an object as a safetensors file. Honours Range, If-Range and If-None-Match; the ETag is the digest.",
+        callers=HOLDERS,
         reply=bytes,
-        open=True,
         secret=True,
         problems=("gone", "conflict", "range"),
     ),
@@ -238,7 +304,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "DELETE",
         routes.OBJECT,
         "Delete an object. Running downloads of it end with an error.",
-        open=True,
+        callers=HOLDERS,
         secret=True,
         problems=("gone",),
     ),
@@ -247,6 +313,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.TASKS,
         "Get the site's next open task; wait up to wait_s for one. The task is sent again until it is answered.",
+        callers=SITES,
         request=task_messages.TaskRequest,
         reply=task_messages.TaskReply,
         lease=True,
@@ -257,6 +324,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.TASK_ANSWER,
         "Answer a task. The request may be repeated. The server then owns the object in the answer.",
+        callers=SITES,
         request=task_messages.TaskAnswer,
         lease=True,
         problems=(*_LEASED, "gone", "conflict", "ticket_closed", "config"),
@@ -266,6 +334,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.EVALUATION,
         "Get the results of the last cross-site evaluation, complete or so far.",
+        callers=READERS,
         reply=task_messages.Evaluation,
         problems=("gone",),
     ),
@@ -274,6 +343,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "GET",
         routes.SWARM_PLAN,
         "Get what a worker must know to aggregate rounds of a swarm.",
+        callers=SITES,
         reply=swarm_messages.SwarmPlan,
         problems=("config",),
     ),
@@ -282,38 +352,54 @@ OPERATIONS: tuple[Operation, ...] = (
         "POST",
         routes.SWARM,
         "Report what a worker of a swarm stores and has done, and get its orders; wait up to wait_s for new ones.",
+        callers=SITES,
         request=swarm_messages.PeerReport,
         reply=swarm_messages.PeerWork,
         lease=True,
         body_bytes=routes.REPORT_BODY_BYTES,
         problems=(*_LEASED, "config", "busy"),
     ),
-    Operation("get_status", "GET", routes.STATUS, "Get the status of the run.", reply=status_messages.Status),
-    Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", reply=str),
-    Operation("get_health", "GET", routes.HEALTH, "Check whether the server is ready.", reply=str, open=True),
-    Operation("get_openapi", "GET", routes.OPENAPI, "This document.", reply=dict[str, Any]),
+    Operation(
+        "get_status", "GET", routes.STATUS, "Get the status of the run.", callers=READERS, reply=status_messages.Status
+    ),
+    Operation(
+        "get_events",
+        "GET",
+        routes.EVENTS,
+        "Get what happened after an event; wait up to wait_s for the next one.",
+        callers=READERS,
+        query=run_events.EventQuery,
+        reply=run_events.EventPage,
+        problems=("gone",),
+    ),
+    Operation("get_metrics", "GET", routes.METRICS, "Prometheus metrics.", callers=READERS, reply=str),
+    Operation("get_health", "GET", routes.HEALTH, "Check whether the server is ready.", callers=EVERYONE, reply=str),
+    Operation("get_openapi", "GET", routes.OPENAPI, "This document.", callers=READERS, reply=dict[str, Any]),
 )
 
-COMMON_PROBLEMS = ("bad_request", "auth", "server_failed")
+COMMON_PROBLEMS = ("bad_request", "auth", "forbidden", "server_failed")
 
 HEX_DIGITS = {"digest": 64, "object": 32, "task": 32}
 """Hexadecimal parameter of a path → number of its digits. All other parameters are decimal numbers."""
 
 
-def openapi(version: str) -> dict[str, Any]:
+def openapi(version: str, *, is_open: bool = False, more: Sequence[Operation] = ()) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the interface.
 
     Args:
         version: version of Atoll.
+        is_open: whether the server has no token.
+        more: the operations of the server's extensions.
     """
-    kinds: list[Any] = [kind for operation in OPERATIONS for kind in (operation.request, operation.reply)]
+    operations = (*OPERATIONS, *more)
+    kinds: list[Any] = [kind for operation in operations for kind in (operation.request, operation.reply)]
     models = sorted({kind for kind in kinds if _is_message(kind)} | {messages.Problem}, key=lambda kind: kind.__name__)
     _, definitions = models_json_schema(
         [(kind, "validation") for kind in models], ref_template="#/components/schemas/{model}"
     )
     paths: dict[str, dict[str, Any]] = {}
-    for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _describe(operation)
+    for operation in operations:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _describe(operation, is_open=is_open)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -326,23 +412,39 @@ def openapi(version: str) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": definitions["$defs"],
-            "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                **{kind: {"type": "http", "scheme": "bearer", "description": text} for kind, text in _TOKENS.items()},
+                "peer": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": routes.SECRET_HEADER,
+                    "description": "The secret of the object, from its reference.",
+                },
+            },
         },
-        "security": [{"token": []}, {}],
     }
+
+
+_TOKENS = {
+    "site": "The run's token.",
+    "reader": "The token in the file reader.token of the server's state directory.",
+    "admin": "The token in the file admin.token of the server's state directory.",
+}
 
 
 def _is_message(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _describe(operation: Operation) -> dict[str, Any]:
+def _describe(operation: Operation, *, is_open: bool) -> dict[str, Any]:
     parameters: list[dict[str, Any]] = []
     for name in re.findall(r"{(\w+)}", operation.path):
         schema: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": messages.NUMBER_BELOW - 1}
         if name in HEX_DIGITS:
             schema = {"type": "string", "pattern": f"^[0-9a-f]{{{HEX_DIGITS[name]}}}$"}
         parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
+    for name, schema in operation.query.model_json_schema()["properties"].items() if operation.query else ():
+        parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
     for needed, header, header_schema in (
         (operation.lease, routes.LEASE_HEADER, {"type": "string", "pattern": messages.LEASE_PATTERN}),
         (operation.secret, routes.SECRET_HEADER, {"type": "string", "pattern": "^[0-9a-f]{32}$"}),
@@ -352,6 +454,7 @@ def _describe(operation: Operation) -> dict[str, Any]:
     described: dict[str, Any] = {
         "operationId": operation.name,
         "summary": operation.summary,
+        "security": [{} if kind == "stranger" else {kind: []} for kind in callers_at(operation, is_open=is_open)],
         "parameters": parameters,
         "responses": _responses(operation),
     }

@@ -33,6 +33,7 @@ EVALUATION = "/v1/evaluation"
 SWARM = "/v1/swarm"
 SWARM_PLAN = "/v1/swarm/plan"
 STATUS = "/v1/status"
+EVENTS = "/v1/events"
 OPENAPI = "/openapi.json"
 METRICS = "/metrics"
 HEALTH = "/healthz"
@@ -66,6 +67,7 @@ ANSWER_BYTES: dict[str, int] = {
     TASKS: INLINE_BYTES,
     SWARM: REPORT_BODY_BYTES,
     STATUS: 16 * 2**20,
+    EVENTS: 2**20,
     EVALUATION: 16 * 2**20,
 }
 """Path → maximum size of an answer, in bytes, if it is not `CONTROL_BODY_BYTES`.

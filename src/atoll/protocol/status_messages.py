@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
-from atoll.format_text import counted, numbers, of_fragment, size
-from atoll.protocol.messages import Count, Estimate, Many, Message, Shown, Steps, Table
+from atoll.format_text import number_of, numbers, of_fragment, size
+from atoll.protocol.messages import Count, Estimate, Many, Message, Report, Shown, Steps, Table
 
 KEPT = "status.json"
 """Name of the file in the state directory with the last saved status.
@@ -16,6 +16,14 @@ KEPT = "status.json"
 The server saves the status when the server starts, after new versions, when the run is finished, and when the server
 ends.
 """
+
+
+class SiteRound(Report):
+    """One site's update in a round: what the site reports, and what the server knows of it."""
+
+    site: Shown
+    staleness: Count = Field(0, description="Versions between the update's base and the base of the round.")
+    nbytes: Count = Field(0, description="Size of the update in bytes.")
 
 
 class WorkerStatus(Message):
@@ -46,6 +54,7 @@ class WorkerStatus(Message):
     metrics: Table[float] = Field(default_factory=dict)
     labels: Table[Shown] = Field(default_factory=dict)
     error: Shown = ""
+    last: SiteRound | None = Field(None, description="The site's update in the last round that it took part in.")
 
 
 class Missing(Message):
@@ -61,8 +70,6 @@ class RoundSummary(Message):
     fragment: Count
     round: Count
     version: Count | None = Field(description="Version that the round made; null: none, because all sites sat out.")
-    workers: Many[Shown]
-    weights: Many[float]
     metrics: Table[float] = Field(description="Weighted mean over the workers that reported the metric.")
     counts: Table[Count] = Field(description="Number of workers that reported each metric.")
     seconds: Estimate
@@ -70,9 +77,6 @@ class RoundSummary(Message):
         None, ge=0, description="L2 norm of the reduced pseudo-gradient, before the outer step; null: not finite."
     )
     bytes_up: Count
-    staleness: Many[Count] = Field(
-        default_factory=list, description="For each update, versions between its base and the base of the round."
-    )
     expected: Count = Field(0, description="Number of updates if no site is missing; 0: an asynchronous step.")
     population: Count = Field(0, description="Number of workers that had joined when the round closed.")
     total_weight: float | None = Field(
@@ -82,6 +86,12 @@ class RoundSummary(Message):
     aggregator: Shown = Field("", description="Worker of a swarm that aggregated the round; empty: the server.")
     checker: Shown = Field("", description="Worker that checked the version before it became the head.")
     sat_out: Many[Shown] = Field(default_factory=list, description="Sites that sat out the round.")
+    sites: Many[SiteRound] = Field(default_factory=list, description="The round's updates, ordered by site.")
+
+    @property
+    def workers(self) -> list[str]:
+        """The sites with an update in the round, sorted."""
+        return [each.site for each in self.sites]
 
     @classmethod
     def sat_out_by_all(cls, fragment: int, number: int, sites: Sequence[str], population: int) -> Self:
@@ -97,8 +107,6 @@ class RoundSummary(Message):
             fragment=fragment,
             round=number,
             version=None,
-            workers=[],
-            weights=[],
             metrics={},
             counts={},
             seconds=0.0,
@@ -114,11 +122,12 @@ class RoundSummary(Message):
         of = of_fragment(self.fragment if has_fragments else None)
         if self.version is None:
             return f"round {self.round}{of}: no version, because all sites sat out ({', '.join(self.sat_out)})"
-        updates = counted(len(self.workers), "update")
-        is_partial = len(self.workers) + len(self.sat_out) < self.expected
+        updates = number_of(len(self.sites), "update")
+        is_partial = len(self.sites) + len(self.sat_out) < self.expected
         instead = f" instead of {self.expected}" if is_partial else ""
         sat_out = f"; {', '.join(self.sat_out)} sat out" if self.sat_out else ""
-        behind = f", {', '.join(map(str, self.staleness))} behind" if any(self.staleness) else ""
+        lags = [each.staleness for each in self.sites]
+        behind = f", {', '.join(map(str, lags))} behind" if any(lags) else ""
         told = f"; {numbers(self.metrics)}" if self.metrics else ""
         return (
             f"round {self.round}{of}: version {self.version} from {updates}{instead} "
@@ -236,6 +245,7 @@ class Status(Message):
     durability: Shown = "process"
     durable_version: Count | None = None
     warnings: Many[Shown] = Field(default_factory=list)
+    extensions: Table[JsonValue] = Field(default_factory=dict, description="What each extension of the server shows.")
 
     @property
     def version(self) -> int:

@@ -6,7 +6,6 @@ handles with `match`. Exceptions are only for bugs, local disk failures and user
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -15,25 +14,9 @@ from pydantic import Field
 from atoll.config.settings import MAX_WEIGHT
 from atoll.errors import AtollError, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages
-from atoll.protocol.messages import Count, Hex32, Many, Message, Metrics, Site, Ticket, VersionRef
+from atoll.protocol.messages import Count, Hex32, Many, Message, Report, Site, Ticket, VersionRef
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateInfo:
-    """The data of an update besides its tensors.
-
-    Attributes:
-        weight: number of samples or tokens, or any positive number, by which the mean of the round is weighted; 0: the
-            site sits out the round.
-        steps: local optimizer steps in the round; 0 if they are not counted.
-        metrics: name → finite number.
-    """
-
-    weight: float = 1.0
-    steps: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 # -- Answers to a request for a ticket.
@@ -163,7 +146,10 @@ Pull = Pulled | VersionGone | Lost
 
 
 class FrozenUpdate(Message):
-    """One update of a closed round."""
+    """One update of a closed round.
+
+    In a swarm, the aggregating worker gets what the pass needs. The report as a whole stays at the server.
+    """
 
     ticket: Count
     site: Site
@@ -173,7 +159,7 @@ class FrozenUpdate(Message):
     norm: float = Field(ge=0)
     scale: float = Field(gt=0, description="Factor for the update's weight because of staleness.")
     staleness: Count = Field(0, description="Versions between the update's base and the round's base.")
-    metrics: Metrics = Field(default_factory=dict, exclude=True, description="Not sent: metrics stay at the server.")
+    report: Report = Field(default_factory=Report, exclude=True)
     nbytes: Count = Field(0, exclude=True)
 
 

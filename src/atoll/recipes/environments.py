@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -37,7 +36,7 @@ from atoll.errors import (
     UsageError,
     public_api,
 )
-from atoll.format_text import counted, numbers
+from atoll.format_text import number_of, numbers
 from atoll.posix import OWN_FOLDER, read_named, read_own
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
@@ -49,7 +48,6 @@ from atoll.store.reader import saved_status
 from atoll.store.store import lock_directory
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
-from atoll.worker.session.leave_at_exit import LAST_STATUS, WHY_FAILED
 
 RUN_FILE = "run.toml"
 SERVER = "server"
@@ -58,6 +56,8 @@ SITES = "workers"
 
 POLL_S = 0.2
 SCRIPT_POLL_S = 1.0
+"""Seconds between two requests of `ServerEnv` for the status. A server stays for clients that ask more often than that
+in `serve.WATCHED_S`."""
 START_S = 120.0
 END_S = 45.0
 """Seconds that processes get to end by themselves after the run has finished."""
@@ -282,26 +282,19 @@ class ServerEnv(Strict):
         own |= {"ATOLL_SERVER": self.url} | ({"ATOLL_SITE": self.site} if self.site else {}) | more
         if path := own.get("ATOLL_TOKEN_FILE"):
             own["ATOLL_TOKEN_FILE"] = str(Path(path).resolve())
-        with ended_by_sigterm(), Children() as children, tempfile.TemporaryDirectory() as folder:
-            last = Path(folder) / "status.json"
-            own |= {LAST_STATUS: str(last)}
+        with ended_by_sigterm(), Children() as children:
             process = children.spawn("script", recipe.argv, environment=environment(self.threads, **own))
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(SCRIPT_POLL_S)
-                answers = False
                 with contextlib.suppress(AtollError):  # the server may have ended; wait for the script
-                    status, answers = ask(self.url, routes.STATUS, Status), True
+                    status = ask(self.url, routes.STATUS, Status)
                 if process.returncode is not None:
                     break
-            if not status.finished and last.exists():  # the status that the script got when it left
-                status = Status.model_validate_json(read_own(last))
-            told = last.with_name(WHY_FAILED)
-            why = status.failed or (read_own(told).decode() if told.exists() else "")
-            why = why.partition(" has failed at the server: ")[2] or why
-        if status.failed or (process.returncode == ServerFailed.exit_code and not answers):
+        if status.failed or process.returncode == ServerFailed.exit_code:
+            why = status.failed or "the reason is in the output of the script above."
             raise RunFailed(
-                f"The run has failed at the server {self.url}: {why or 'its reason is in the output of the script.'}",
+                f"The run has failed at the server {self.url}: {why}",
                 "When the cause is mended there and the server runs again, repeat the same call.",
             )
         if process.returncode:
@@ -334,11 +327,11 @@ def differences(recipe: Recipe, info: RunInfo, status: Status) -> list[str]:
     }
     theirs |= {"policy": status.policy, "outer optimizer": status.outer}
 
-    def shown(key: str, value: Any) -> str:
+    def described(key: str, value: Any) -> str:
         return f"with digest {value[:12]}" if key == "schema_digest" else repr(value)
 
     return [
-        f"{SETTING_OF.get(key, key)} is {shown(key, theirs[key])} there, {shown(key, mine[key])} here"
+        f"{SETTING_OF.get(key, key)} is {described(key, theirs[key])} there, {described(key, mine[key])} here"
         for key in mine
         if mine[key] != theirs[key]
     ]
@@ -363,7 +356,7 @@ def require_sites(recipe: Recipe, sites: int) -> None:
         if site not in names:
             raise UsageError(
                 f"aggregators of {recipe.name} contains {site!r}, but none of the run's "
-                f"{counted(sites, 'site')} has this name.",
+                f"{number_of(sites, 'site')} has this name.",
                 registry.nearest(site, names, "They are site-1, site-2 and so on."),
             )
 
@@ -470,7 +463,7 @@ def round_line(summary: RoundSummary, rounds: int) -> str:
     if summary.version is None:
         return f"round {summary.round} of {rounds}, all sites sat out"
     told = numbers(summary.metrics)
-    return f"round {summary.round} of {rounds}, {counted(len(summary.workers), 'update')}{': ' if told else ''}{told}"
+    return f"round {summary.round} of {rounds}, {number_of(len(summary.sites), 'update')}{': ' if told else ''}{told}"
 
 
 @contextlib.contextmanager
@@ -530,7 +523,7 @@ class _LocalRun:
         Return None if the run was finished before this call.
         """
         say, name = self._say, self._settings.run.name
-        say(f"{name}: starting a server and {counted(len(self._sites), 'site')}; files and logs in {self._folder}")
+        say(f"{name}: starting a server and {number_of(len(self._sites), 'site')}; files and logs in {self._folder}")
         begun = self._start_server()
         if begun.finished:
             say(f"{name} was already finished; nothing was trained")

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.rounds.transitions import IssuedTicket
 
 
@@ -127,7 +127,9 @@ class Barrier(Policy):
     def decide(self, view: RoundView, now_s: float) -> Close | StayOpen:
         """Close with all accepted updates when every expected site has one, and there are at least `view.floor`."""
         if len(view.expected) < view.floor:
-            updates = f"{len(view.expected)} of {counted(view.floor, 'update')}"  # a dead site's accepted update counts
+            updates = (
+                f"{len(view.expected)} of {number_of(view.floor, 'update')}"  # a dead site's accepted update counts
+            )
             return StayOpen(f"waits for another site: only {updates} accepted or expected ({view.floor_name})")
         if missing := view.missing:
             return StayOpen(f"waits for {listed(missing)}")
@@ -155,7 +157,7 @@ class QuorumDeadline(Policy):
         if len(view.accepted) >= view.floor:
             return Close(tuple(ticket.id for ticket in view.accepted))
         return StayOpen(
-            f"{decision.reason}; the deadline has passed with {len(view.accepted)} of {counted(view.floor, 'update')}"
+            f"{decision.reason}; the deadline has passed with {len(view.accepted)} of {number_of(view.floor, 'update')}"
         )
 
 
@@ -240,7 +242,7 @@ def _free(view: RoundView) -> tuple[str, ...]:
 
 def listed(names: Sequence[str]) -> str:
     """Return names as a list in words: `a`, `a and b`, `a, b and c`, or `a, b, c and 5 others`."""
-    shown = list(names)
+    words = list(names)
     if len(names) > 4:
-        shown[3:] = [f"{len(names) - 3} others"]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+        words[3:] = [f"{len(names) - 3} others"]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,7 +1,7 @@
 """Input and output of the round machine as plain values: events of a run, and effects, the actions to take.
 
-The caller writes effects of the class `Decision` to the journal, from which `machine.restore` restores the state after
-a crash. Decisions may be written one by one, in order: after a crash between two of them, `restore` returns the rest.
+The ledger writes effects of the class `Decision` to the journal in one transaction with the row of the event itself,
+and carries all effects out after the commit. From the journal, `machine.restore` restores the state after a crash.
 """
 
 from __future__ import annotations
@@ -55,21 +55,15 @@ class TicketRequested(Leased):
 
 @dataclass(frozen=True, slots=True)
 class UpdateAccepted:
-    """The journal has recorded the update of `ticket`. `order` is its position among all accepted updates.
-
-    Handle no other event between the check with `State.may_submit` and the record in the journal.
-    """
+    """The update of `ticket` is accepted. `order` is its position among all accepted updates."""
 
     ticket: int
     order: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RefusalRecorded:
-    """The update of `ticket` was refused, for example because it is not finite or its norm is too large.
-
-    The journal has recorded the refusal already.
-    """
+class RefusedUpdate:
+    """The update of `ticket` is refused, for example because it is not finite or its norm is too large."""
 
     ticket: int
     reason: str
@@ -77,14 +71,14 @@ class RefusalRecorded:
 
 @dataclass(frozen=True, slots=True)
 class SatOut:
-    """The site of `ticket` sits out the round: it sends no update. The journal has recorded this already."""
+    """The site of `ticket` sits out the round: it sends no update."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class VersionCommitted:
-    """A new version of `fragment` is committed. It is now the head, the newest version.
+    """A new version of `fragment` is made. It becomes the head, the newest version.
 
     Args:
         fragment: index of the fragment (part of the model); 0 if the model is not divided.
@@ -136,7 +130,7 @@ Event = (
     | WorkerSeen
     | TicketRequested
     | UpdateAccepted
-    | RefusalRecorded
+    | RefusedUpdate
     | SatOut
     | VersionCommitted
     | AggregatorLost
@@ -153,10 +147,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Decision(Effect):
-    """Base class of effects that the caller writes to the journal.
-
-    Write them before you answer a request and before you handle the next event.
-    """
+    """Base class of effects that the ledger writes to the journal, before any request is answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def step(state: State, event: events.Event, now_s: float) -> StepResult:
             _submits_no_more(draft, site)
         case events.TicketRequested(site, _, fragment):
             _request(draft, site, fragment)
-        case events.UpdateAccepted() | events.RefusalRecorded() | events.SatOut():
+        case events.UpdateAccepted() | events.RefusedUpdate() | events.SatOut():
             _update(draft, event)
         case events.VersionCommitted(fragment, version, value):
             _commit(draft, fragment, version, value)
@@ -174,13 +174,13 @@ def _issue(draft: StateDraft, site: str, fragment: int) -> None:
 
 _ENDS = {
     events.UpdateAccepted: "update accepted",
-    events.RefusalRecorded: "update refused",
+    events.RefusedUpdate: "update refused",
     events.SatOut: "site sits out",
 }
 """Event about a ticket → its name in the table of transitions `TICKET`."""
 
 
-def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalRecorded | events.SatOut) -> None:
+def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusedUpdate | events.SatOut) -> None:
     ticket = draft.state.ticket_by_id(event.ticket)
     what = _ENDS[type(event)]
     if ticket is None:
@@ -189,7 +189,7 @@ def _update(draft: StateDraft, event: events.UpdateAccepted | events.RefusalReco
     if state == ticket.state:
         return
     order = event.order if isinstance(event, events.UpdateAccepted) else 0
-    reason = event.reason if isinstance(event, events.RefusalRecorded) else ""
+    reason = event.reason if isinstance(event, events.RefusedUpdate) else ""
     draft.put(replace(ticket, state=state, reason=reason, order=order))
     _drop_ended(draft, ticket.fragment)
     round_ = draft.round(ticket.fragment)

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from atoll.config import Settings
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.rounds import leases
 from atoll.rounds.closing_policy import AsyncBuffer, Barrier, Policy, QuorumDeadline, RoundView, StayOpen, listed
 from atoll.rounds.early_stopping import MetricProgress, Tracking
@@ -106,9 +106,9 @@ class Rules:
         """Minimum number of updates with which a round may close if no site sits out; at least 1."""
         return max(1, self.min_sites, self.policy.quorum)
 
-    def floor_without(self, sat_out: int) -> int:
-        """Return the minimum number of updates with which a round may close that `sat_out` sites have sat out."""
-        return max(1, self.floor - sat_out) if self.all_drawn else self.floor
+    def floor_without(self, sites: int) -> int:
+        """Return the minimum number of updates with which a round may close that this number of sites sit out."""
+        return max(1, self.floor - sites) if self.all_drawn else self.floor
 
     @property
     def floor_name(self) -> str:
@@ -276,9 +276,9 @@ class State:
             return "does not train at present: the sites work on tasks of a workflow"
         if round_.phase == "gathering":
             joined = len(leases.alive(self.members))
-            return f"waits for {counted(self.rules.sites, 'site')} to join; {joined} joined so far"
+            return f"waits for {number_of(self.rules.sites, 'site')} to join; {joined} joined so far"
         if round_.phase == "closing":
-            return f"aggregates {counted(len(round_.frozen), 'update')} of round {round_.number}"
+            return f"aggregates {number_of(len(round_.frozen), 'update')} of round {round_.number}"
         if round_.phase == "finished":
             return "; ".join(filter(None, ["is finished", self.rules.tracking.why(self.progress)]))
         decision = self.rules.policy.decide(self.view(fragment), now_s)
@@ -306,7 +306,7 @@ class State:
             return f"Ticket {ticket} is {issued.state}{': ' if issued.reason else ''}{issued.reason}."
         limit = self.rules.max_staleness  # called for every part, so skip the calculation if there is no limit
         if limit is not None and (lag := self.staleness(issued)) > limit:
-            behind = counted(lag, "version")
+            behind = number_of(lag, "version")
             return f"Ticket {ticket} is too late: its update would be {behind} behind; async.max_staleness is {limit}."
         return None
 

@@ -43,6 +43,7 @@ from atoll.server.saved_state import SavedState, save
 from atoll.server.startup import CODE, open_again, open_run, settings_beside, take_over_shapes
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
+from atoll.store.caller_tokens import keep_tokens, stored_tokens
 from atoll.store.reader import recorded_failure
 from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
@@ -72,8 +73,8 @@ TELL_S = 0.05
 STATUS_S = 1.0
 """Seconds between two checks for a new version. If there is one, the status is saved, in case the server is killed."""
 WATCHED_S = 3.0
-"""Seconds. If a client asked for the status within this time before the end of the run, the server waits this long for
-the client's next request, so that the client sees the end."""
+"""Seconds. If a client asked for the status within this time before the end of the run, the server stays this long for
+the next requests of such clients, so that each sees the end."""
 READ_BYTES = 2**16
 """Maximum bytes of a request's body in memory before a handler reads it. Handlers of parts read larger pieces."""
 
@@ -352,6 +353,7 @@ class Server:
         opened = open_run(self.settings, self._model, persistor, self._outer, self._saved)
         self._model = None  # free its memory: version 0 is on disk
         try:
+            self._gate.tokens.accept(keep_tokens(self.settings.disk.state_dir))
             return Coordinator(*opened, persistor, self._filters.results, self._workflows)
         except BaseException:
             opened[1].close()
@@ -415,11 +417,9 @@ class Server:
         known = status.workers if before else []
         workers = {each.site: each for each in known if each.state in ("alive", "not told", "ended")}
 
-        def note(lease: str | None = None) -> None:
-            with contextlib.suppress(AtollError):
-                site = Lease.parse(lease).site
-                if site in workers:
-                    workers[site] = workers[site].model_copy(update={"state": "ended"})
+        def note(lease: Lease | None = None) -> None:
+            if lease is not None and lease.site in workers:
+                workers[lease.site] = workers[lease.site].model_copy(update={"state": "ended"})
             if workers and all(each.state == "ended" for each in workers.values()):
                 all_told.set()
 
@@ -429,6 +429,8 @@ class Server:
         if all_told.is_set():
             return
         LOG.warning("telling the sites of the run for %g s that it cannot be started again, then ending", most_s)
+        with contextlib.suppress(AtollError):
+            self._gate.tokens.accept(stored_tokens(state_dir))
         why = f"{before.rstrip('.')}. It" if before else "It"
         failed = failure_for_sites(self.settings.run.name, f"{why} cannot be started again: {error.message}")
         runner = runner_of(make_refusing_app(self._gate, failed, note), HTTP_LOG, read_bytes=READ_BYTES, linger_s=2.0)
@@ -459,6 +461,7 @@ class Server:
             keep_status(run)
             self._finished.set()
             await self._until_left(run)
+            await self._until_seen(run)
         elif run.failed is not None and run.failed.is_final:
             if self._workflows is not None:
                 self._workflows.stop()
@@ -466,6 +469,7 @@ class Server:
             keep_status(run)
             self._finished.set()
             await self._until_told(run)  # no wait after Ctrl-C, but the failure is recorded
+            await self._until_seen(run)
         for wait in waits:
             wait.cancel()
 
@@ -490,7 +494,6 @@ class Server:
 
         A worker is given up when it is silent. Without heartbeats, that is known only of one that has not asked for
         anything since a restart of the server.
-        Then, if a client polls the status, wait at most `WATCHED_S` seconds until the client has polled once more.
         """
         stopping, begin_s, is_logged = self._thread.stopping, time.monotonic(), False
         beats = run.settings.network.heartbeat_interval_s > 0
@@ -510,11 +513,12 @@ class Server:
                 is_logged = True
                 LOG.info("waiting for %s to download the result, at most %g s; Ctrl-C ends this wait", present, GRACE_S)
             await run.changed(0.25)
-        watched_s = run.watched_s
-        while watched_s is not None and time.monotonic() - watched_s < WATCHED_S and not stopping.is_set():
-            if run.watched_s != watched_s:  # the client asked again, and saw that the run is finished
-                return
-            await run.changed(0.1)
+
+    async def _until_seen(self, run: Coordinator) -> None:
+        """If clients poll the status, wait `WATCHED_S` seconds, so that each of them sees how the run has ended."""
+        if run.watched_s is not None and time.monotonic() - run.watched_s < WATCHED_S:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._thread.stopping.wait(), WATCHED_S)
 
 
 def _is_overdue(run: Coordinator, site: str, begin_s: float) -> bool:

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from atoll.config import Settings, default_of
 from atoll.config.consistency import Argument, require_consistent
 from atoll.config.settings import FROZEN
 from atoll.errors import ConfigError, StateCorrupt, UsageError
-from atoll.posix import open_own, usable
+from atoll.posix import usable
 from atoll.server.coordinator.background_writes import require_files, require_no_results, require_own_results
 from atoll.server.coordinator.first_shapes import NewShapes
 from atoll.server.coordinator.persistor import Persistor
@@ -406,7 +405,7 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
         draft = store.versions.begin(index, 0)
         try:
             if plan.is_swarm:
-                with initial_file(store.directory, index, os.O_RDWR | os.O_CREAT) as fd:
+                with store.initial_file(index, os.O_RDWR | os.O_CREAT) as fd:
                     digests = write_version(fd, fragment.version, fragment.header, model)
                     os.fsync(fd)
             else:
@@ -415,14 +414,6 @@ def _write_first(plan: Plan, store: Store, model: nn.Module | Tensors) -> None:
             draft.abandon()
             raise
         written = VersionDigests(digest=fragment.version.blob_id(digests), part_digests=tuple(digests))
-        store.versions.commit(draft, written, summary_json="")
-
-
-@contextmanager
-def initial_file(folder: Path, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
-    """In a swarm: yield a descriptor of the file with version 0 of a fragment, which the first worker downloads."""
-    fd = open_own(folder / f"initial-{fragment}.safetensors", flags)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        store.versions.finish(draft, written, summary_json="")
+        with store.journal.transaction():
+            store.versions.commit(draft)

@@ -123,7 +123,7 @@ class JobResult:
         stuck: whether the engine killed the process, because the script ran too long while other sites waited.
         disk: whether `error` is about a full or failing disk, and not about the script.
         remedy: what to change in the script, if the script cannot be used in any simulation; else empty.
-        sat_out: the message with which the site sat out the round; None if it did not.
+        sit_out: the message with which the site sat out the round; None if it did not.
     """
 
     update: messages.Complete | None = None
@@ -134,22 +134,22 @@ class JobResult:
     stuck: bool = False
     disk: bool = False
     remedy: str = ""
-    sat_out: messages.SitOut | None = None
+    sit_out: messages.SitOut | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return this result as JSON values, to send it to the simulation."""
         update = self.update.model_dump() if self.update is not None else None
-        sat_out = self.sat_out.model_dump() if self.sat_out is not None else None
+        sit_out = self.sit_out.model_dump() if self.sit_out is not None else None
         stats = [(each.digest.hex(), each.sumsq.hex(), each.bad) for each in self.stats]
-        return {**vars(self), "update": update, "stats": stats, "sat_out": sat_out}
+        return {**vars(self), "update": update, "stats": stats, "sit_out": sit_out}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> JobResult:
         """Return the result that `to_json` encoded as `fields`."""
         update = messages.Complete(**fields["update"]) if fields["update"] is not None else None
-        sat_out = messages.SitOut(**fields["sat_out"]) if fields["sat_out"] is not None else None
+        sit_out = messages.SitOut(**fields["sit_out"]) if fields["sit_out"] is not None else None
         stats = tuple(PartStats(bytes.fromhex(d), float.fromhex(s), bad) for d, s, bad in fields["stats"])
-        return cls(**{**fields, "update": update, "stats": stats, "sat_out": sat_out})
+        return cls(**{**fields, "update": update, "stats": stats, "sit_out": sit_out})
 
 
 class Killed(RunFailed):

@@ -27,7 +27,7 @@ from atoll.errors import (
     TicketClosed,
     UpdateRefused,
 )
-from atoll.protocol import messages, routes, status_messages
+from atoll.protocol import messages, routes, run_events, status_messages
 from atoll.rounds import events, leases
 from atoll.server.coordinator.accept_update import outcome_of
 from atoll.server.coordinator.coordinator import Coordinator
@@ -129,7 +129,8 @@ class SiteScheduler:
         self._jobs: dict[str, Job] = {}
         self._counted = set[str]()  # sites with an accepted update in the run
         self._bases = VersionsInUse(run.store.versions)
-        self._done = run.state.rounds[0].done
+        self._ended: list[status_messages.RoundSummary] = []  # rounds of which the watcher has not heard yet
+        run.events.subscribe("the simulation", self._on_event)
         self._stuck = Counter[str]()  # site → how often it did not return since its last accepted update
         self._patience_s = max(LEAST_PATIENCE_S, PATIENCE * run.settings.rounds.deadline_s)
         self._engine_failed: Exception | None = None
@@ -252,12 +253,14 @@ class SiteScheduler:
             f"Correct the script, and start the same simulation again: it continues from here{lower}.",
         )
 
+    def _on_event(self, event: run_events.Happened) -> None:
+        if isinstance(event, run_events.RoundEnded):
+            self._ended.append(event.summary)
+
     def _tell_of_rounds(self) -> None:
-        done = self._run.state.rounds[0].done
-        if done > self._done:
-            for each in self._run.store.run_log.summaries(done - self._done, 0):
-                self._on_round(status_messages.RoundSummary.model_validate_json(each.summary_json))
-            self._done = done
+        ended, self._ended = self._ended, []
+        for summary in ended:
+            self._on_round(summary)
 
     # -- sites
 
@@ -284,7 +287,7 @@ class SiteScheduler:
         with self._one_transaction():
             for member in leases.alive(self._run.state.members):
                 if member.site not in sites:
-                    self._run.apply(events.WorkerLeft(member.site, member.lease, ""))
+                    self._run.ledger.record(events.WorkerLeft(member.site, member.lease, ""))
         for first in range(0, len(self._sites), JOIN_AT_ONCE):
             with self._one_transaction():
                 for number, site in enumerate(self._sites[first : first + JOIN_AT_ONCE], first):
@@ -335,7 +338,7 @@ class SiteScheduler:
                 store = self._run.store
                 told = state_in(self._folder / site, counted_of(site, store), store.versions.head().version)
                 self._run.begin_anew_if_needed(lease, told)
-            for effect in self._run.apply(events.TicketRequested(site, lease.number, 0)):
+            for effect in self._run.ledger.record(events.TicketRequested(site, lease.number, 0)):
                 if isinstance(effect, events.TicketIssued):
                     self._jobs[site] = job = self._job(effect)
                     self._run.store.journal.after_commit(partial(self._engine.put, job))
@@ -402,8 +405,8 @@ class SiteScheduler:
             if result.stuck:
                 await self._did_not_return(job, lease)
                 return
-            if result.sat_out is not None:
-                await self._run.sit_out(lease, job.ticket.id, result.sat_out)
+            if result.sit_out is not None:
+                await self._run.sit_out(lease, job.ticket.id, result.sit_out)
                 self._stuck.pop(job.site, None)
                 return
             if result.update is None:

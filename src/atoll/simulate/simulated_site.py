@@ -34,8 +34,8 @@ from atoll.errors import AtollError, NotSimulated, StoreError, causes
 from atoll.format_text import Seldom, VisibleLines
 from atoll.posix import FULL, Descriptor, own_folder, usable, write_at
 from atoll.protocol import messages
-from atoll.protocol.messages import Ticket, VersionRef
-from atoll.protocol.values import Next, Open, UpdateInfo
+from atoll.protocol.messages import Report, Ticket, VersionRef
+from atoll.protocol.values import Next, Open
 from atoll.simulate.engine import Beginning, JobResult, SiteRound
 from atoll.simulate.script import Script
 from atoll.tensors.arrays import Arrays
@@ -126,7 +126,7 @@ class SimulatedSite:
 
     Attributes:
         update: the message with which the site submitted; None: not submitted yet, or sat out.
-        sat_out: the message with which the site sat out the round; None: it did not.
+        sit_out_message: the message with which the site sat out the round; None: it did not.
         stats: digest and norm of each part of the update.
 
     Raises:
@@ -141,7 +141,7 @@ class SimulatedSite:
         self.site, self.schema, self._inspection = job.site, shared.schema, shared.inspection
         self.counters, self.stats = Counters(), tuple[PartStats, ...]()
         self.update: messages.Complete | None = None
-        self.sat_out: messages.SitOut | None = None
+        self.sit_out_message: messages.SitOut | None = None
         self._has_begun = self._has_pulled = False
         base = TensorFile(_path(f"version {job.ticket.base_version}"), Descriptor(base_fd), layouts.version.nbytes)
         base.layout = layouts.version
@@ -216,28 +216,23 @@ class SimulatedSite:
         return self._has_pulled
 
     def submit(
-        self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
+        self, ticket: Ticket, tensors: Tensors, report: Report, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Write the update to the server's file, and set `update` and `stats`, which are sent to the simulation."""
-        filtered = self.local.filtered(ticket, tensors, info)
+        filtered = self.local.filtered(ticket, tensors, report)
         spool = SpoolWriter(self.local.layouts.update, self._spool_fd, self._inspection)
         formed = self.local.form(spool, ticket, tensors, filtered=filtered, finish=finish)
-        self.local.warnings_about(formed, info.steps)
+        self.local.warnings_about(formed, report.steps)
         digests = zip(spool.stats, formed.part_digests, strict=True)
         self.stats = tuple(replace(each, digest=digest) for each, digest in digests)
         self.update = messages.Complete(
-            digest=formed.digest,
-            base_digest=ticket.base.digest,
-            weight=info.weight,
-            steps=info.steps,
-            metrics=dict(info.metrics),
-            generation=ticket.generation,
+            **dict(report), digest=formed.digest, base_digest=ticket.base.digest, generation=ticket.generation
         )
         self.counters.add(up=spool.layout.nbytes)
 
-    def sit_out(self, ticket: Ticket, info: UpdateInfo) -> None:
-        """Set `sat_out`, which is sent to the simulation."""
-        self.sat_out = messages.SitOut(metrics=dict(info.metrics))
+    def sit_out(self, ticket: Ticket, report: Report) -> None:
+        """Set `sit_out_message`, which is sent to the simulation."""
+        self.sit_out_message = messages.SitOut(metrics=dict(report.metrics))
 
     def leave(self, error: BaseException | None) -> None:
         """Do nothing: the site stays in the run for its next round."""
@@ -302,7 +297,7 @@ class SiteTrainer:
         finally:
             site.close()
             forget()
-        return JobResult(site.update, site.stats, bytes_down=site.counters.bytes_down, sat_out=site.sat_out)
+        return JobResult(site.update, site.stats, bytes_down=site.counters.bytes_down, sit_out=site.sit_out_message)
 
     def _begin_random(self, site: str, round_: int) -> None:
         """Seed torch, random and NumPy from the run's seed, the site's name and the round.

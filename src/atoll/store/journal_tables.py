@@ -15,7 +15,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,12 +24,13 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args, get_ori
 from blake3 import blake3
 
 from atoll.posix import require_regular
+from atoll.protocol.messages import Report
 
 CHECKED = (
     *("meta", "run", "shapes", "members", "rounds", "tickets", "parts"),
-    *("versions", "deltas", "heads", "history", "workflows", "generations", "sat_out_rounds"),
+    *("versions", "deltas", "heads", "history", "site_rounds", "workflows", "generations", "sat_out_rounds"),
 )
-"""Tables with a column `row_check`. The audit log has hashes instead. Counters are only displayed, so need no check."""
+"""Tables with a column `row_check`. The audit log has hashes instead. Counters and events are only displayed."""
 
 ROW_CHECK = "row_check INTEGER NOT NULL DEFAULT 0"
 """SQL definition of the checksum column."""
@@ -206,6 +207,7 @@ class TicketRow:
     Attributes:
         slot: number of the file (slot) with the update's bytes; None if there is no file.
         digest: digest of the accepted update, hex; None before acceptance.
+        report: what the site reports of its update.
         version: version into which the update was aggregated; None before that.
         bytes: size of the accepted update in bytes.
         accepted_order: position of the update among all accepted updates of the run, from 1; 0 before acceptance.
@@ -219,9 +221,7 @@ class TicketRow:
     reason: str = ""
     slot: int | None = None
     digest: str | None = None
-    weight: float = 0.0
-    steps: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
     norm: float = 0.0
     version: int | None = None
     bytes: int = 0
@@ -304,6 +304,20 @@ class HistoryRow:
     digest: str
     summary_json: str
     created_at: str
+
+
+@dataclass(frozen=True, slots=True)
+class SiteRoundRow:
+    """One site's update in the round that led to a version. The journal keeps this row as long as the version's digest.
+
+    Attributes:
+        summary_json: JSON of a `SiteRound`.
+    """
+
+    fragment: int
+    version: int
+    site: str
+    summary_json: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,8 +404,9 @@ class Column(NamedTuple):
             return cls(f"{name} BLOB NOT NULL", _split_digests, b"".join)
         if get_origin(kind) is tuple:
             return cls(f"{name} TEXT NOT NULL", lambda text: tuple(json.loads(text)), json.dumps)
-        if get_origin(kind) is Mapping:
-            return cls(f"{name} TEXT NOT NULL DEFAULT '{{}}'", json.loads, lambda values: json.dumps(dict(values)))
+        if kind is Report:
+            sql = f"{name} TEXT NOT NULL DEFAULT '{{}}'"
+            return cls(sql, Report.model_validate_json, lambda value: value.model_dump_json())
         if get_origin(kind) is Literal:
             return cls(f"{name} TEXT NOT NULL CHECK ({name} IN {get_args(kind)})")
         if kind in _TYPES:
@@ -446,7 +461,7 @@ TICKETS = Table(
     "PRIMARY KEY (ticket)",
     "CHECK (slot IS NULL OR state IN ('open', 'accepted'))",
     "CHECK (state != 'accepted' OR slot IS NOT NULL)",
-    "CHECK (state NOT IN ('accepted', 'counted') OR (digest IS NOT NULL AND weight > 0))",
+    "CHECK (state NOT IN ('accepted', 'counted') OR digest IS NOT NULL)",
     "CHECK ((state = 'counted') = (version IS NOT NULL))",
 )
 PARTS = Table(
@@ -465,12 +480,15 @@ VERSIONS = Table(
 )
 DELTAS = Table("deltas", DeltaRow, "PRIMARY KEY (fragment, version)", "UNIQUE (fragment, slot)")
 HISTORY = Table("history", HistoryRow, "seq INTEGER PRIMARY KEY", "lost INTEGER NOT NULL DEFAULT 0")
+SITE_ROUNDS = Table(
+    "site_rounds", SiteRoundRow, "PRIMARY KEY (fragment, version, site)", ending="STRICT, WITHOUT ROWID"
+)
 GENERATIONS = Table("generations", GenerationRow, "PRIMARY KEY (number)")
 AUDIT = Table("audit", AuditRow, "PRIMARY KEY (seq)", checked=False)
 
 
 class Summary(NamedTuple):
-    """The summary of a round that has ended."""
+    """The summary of a round that has ended, with its sites."""
 
     fragment: int
     round: int
@@ -482,6 +500,8 @@ def summaries(
     query: Callable[..., list[tuple[Any, ...]]], limit: int | None, fragment: int | None = None
 ) -> list[Summary]:
     """Return the summaries of the last `limit` rounds that have ended, with or without a version, oldest first.
+
+    The journal keeps the numbers of a round's sites in rows of their own. They are put together here.
 
     Args:
         query: function (SQL, *values) → rows of the journal.
@@ -501,11 +521,39 @@ def summaries(
         for rounds in ("history WHERE NOT lost", "sat_out_rounds WHERE total > 0")
     ]
     merged = list(heapq.merge(*found, key=lambda each: (each.created_at, each.round)))
-    return merged if limit is None else merged[max(len(merged) - limit, 0) :]
+    last = merged if limit is None else merged[max(len(merged) - limit, 0) :]
+    return [each._replace(summary_json=with_sites(query, each.fragment, each.summary_json)) for each in last]
 
 
-TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, GENERATIONS, AUDIT)
-SCHEMA_VERSION = 9
+def with_sites(query: Callable[..., list[tuple[Any, ...]]], fragment: int, summary_json: str) -> str:
+    """Return the summary of a round as JSON, with its sites, which the journal keeps in rows of their own.
+
+    Args:
+        query: function (SQL, *values) → rows of the journal.
+        fragment: fragment of the round.
+        summary_json: the summary without its sites.
+    """
+    summary = json.loads(summary_json)
+    sites = site_rounds(query, fragment, summary.get("version"))
+    return json.dumps({**summary, "sites": list(map(json.loads, sites))})
+
+
+def site_rounds(query: Callable[..., list[tuple[Any, ...]]], fragment: int, version: int | None) -> list[str]:
+    """Return what each site did in the round that led to a version, as JSON, ordered by site.
+
+    Args:
+        query: function (SQL, *values) → rows of the journal.
+        fragment: fragment of the version.
+        version: number of the version; None: the round led to none, so no site did anything.
+    """
+    found = query(
+        "SELECT summary_json FROM site_rounds WHERE fragment = ? AND version = ? ORDER BY site", fragment, version
+    )
+    return [text for (text,) in found]
+
+
+TABLES = (RUNS, MEMBERS, ROUNDS, SAT_OUT, TICKETS, PARTS, VERSIONS, DELTAS, HISTORY, SITE_ROUNDS, GENERATIONS, AUDIT)
+SCHEMA_VERSION = 10
 
 SCHEMA = f"""
 CREATE TABLE meta (
@@ -540,6 +588,7 @@ CREATE TABLE workflows (
     {ROW_CHECK}
 ) STRICT;
 
+CREATE TABLE events (number INTEGER PRIMARY KEY, event_json TEXT NOT NULL) STRICT;
 CREATE TABLE counters (name TEXT NOT NULL PRIMARY KEY, value INTEGER NOT NULL) STRICT;
 CREATE TABLE exports_under_way (path TEXT NOT NULL PRIMARY KEY) STRICT;
 

@@ -22,7 +22,7 @@ from typing import Any
 from atoll import json_files
 from atoll.blobs.manifest import Cuts, Manifest
 from atoll.errors import BadRequest, Busy, Conflict, Gone, UsageError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.posix import (
     Descriptor,
     file_error,
@@ -183,7 +183,7 @@ class ObjectStore:
         count = entry.cuts.count - len(entry.digests)
         if count:
             raise Conflict(
-                f"Object {entry.object[:8]} lacks {count} of {counted(entry.cuts.count, 'part')}.", "Send them first."
+                f"Object {entry.object[:8]} lacks {count} of {number_of(entry.cuts.count, 'part')}.", "Send them first."
             )
         if entry.manifest.id != digest:
             raise Conflict(f"The parts of object {entry.object[:8]} do not match its digest.", "Publish it again.")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atoll.config.settings import MAX_WEIGHT
 from atoll.errors import StateCorrupt
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, SPOOL, STATE, VERSION, Slot, Slots, region_digest, verify
@@ -158,7 +157,7 @@ class Recovery:
                 version=version,
                 tickets=[ticket.ticket for ticket in lost],
             )
-        return f"{reason[0].upper()}{reason[1:]}: {counted(len(lost), 'update')} must be submitted again.{anew}"
+        return f"{reason[0].upper()}{reason[1:]}: {number_of(len(lost), 'update')} must be submitted again.{anew}"
 
     # -- updates
 
@@ -175,15 +174,11 @@ class Recovery:
         """Check the received parts of a ticket's update.
 
         If the ticket is open, drop damaged parts: the site sends them again. If it is accepted and parts are damaged or
-        missing, it expires. It also expires if the update's weight is above `MAX_WEIGHT`: earlier versions of Atoll
-        accepted such updates.
+        missing, it expires.
 
         Returns:
             A list with one sentence about the loss; an empty list if nothing was lost.
         """
-        if ticket.weight > MAX_WEIGHT:
-            reason = f"its weight is {ticket.weight:g}, above {MAX_WEIGHT:g}"
-            return [self._expire_accepted(ticket, reason, "submit with smaller weights")]
         if ticket.slot is None:
             return []
         slot = self._slots.pool(SPOOL, ticket.fragment).adopt(ticket.slot)
@@ -195,7 +190,7 @@ class Recovery:
                 for part in bad:
                     self._tickets.drop_part(ticket.ticket, part)
                 if slot is None:
-                    self._tickets.change("UPDATE tickets SET slot = NULL WHERE ticket = ?", [ticket.ticket])
+                    self._tickets.change("slot = NULL", [ticket.ticket])
                 if not bad:
                     return []
                 return [f"Parts {bad} of ticket {ticket.ticket} of {ticket.site} were damaged; they are sent again."]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from atoll.errors import StoreError
 from atoll.store.audit_log import AuditLog
@@ -16,6 +17,7 @@ from atoll.store.journal_tables import (
     ROUNDS,
     RUNS,
     SAT_OUT,
+    TICKETS,
     GenerationRow,
     HistoryRow,
     MemberRow,
@@ -26,6 +28,7 @@ from atoll.store.journal_tables import (
     Totals,
     summaries,
     utc_text,
+    with_sites,
 )
 
 
@@ -247,12 +250,13 @@ class RunLog:
         sat out rounds so far has no samples, so it is not among the sites.
         """
         marks = placeholders(tickets)
-        self._journal.execute(
-            "UPDATE members SET weight = (SELECT tickets.weight FROM tickets WHERE tickets.site = members.site "
-            f"AND ticket IN ({marks})) WHERE rounds_counted = 0 "
-            f"AND site IN (SELECT site FROM tickets WHERE ticket IN ({marks}))",
+        first = self._journal.select(
+            TICKETS,
+            f"WHERE ticket IN ({marks}) AND site IN (SELECT site FROM members WHERE rounds_counted = 0)",
             *tickets,
-            *tickets,
+        )
+        self._journal.execute_many(
+            "UPDATE members SET weight = ? WHERE site = ?", [(row.report.weight, row.site) for row in first]
         )
         rows = self._journal.rows(
             "SELECT weight FROM members WHERE rounds_counted > 0 "
@@ -333,14 +337,14 @@ class RunLog:
             )
             if not ended:
                 raise self._not_open(fragment, base_version)
-            total = self.sat_out(fragment).total + 1
+            total = self.last_sat_out_round(fragment).total + 1
             self._journal.insert(
                 SAT_OUT,
                 SatOutRow(fragment, base_version, in_a_row, total, next_ticket, summary_json, utc_text()),
             )
             self._audit.append("sat out by all", fragment=fragment, base_version=base_version, total=total)
 
-    def sat_out(self, fragment: int) -> SatOutRow:
+    def last_sat_out_round(self, fragment: int) -> SatOutRow:
         """Return the record of a fragment's last round that ended without a version; all zero if there was none."""
         where = "WHERE fragment = ? ORDER BY total DESC LIMIT 1"
         return self._journal.first(SAT_OUT, where, fragment) or SatOutRow(fragment, 0, 0, 0, 0)
@@ -353,6 +357,15 @@ class RunLog:
             fragment: only rounds of this fragment; None returns those of all fragments.
         """
         return summaries(self._journal.rows, limit, fragment)
+
+    def summary(self, fragment: int, summary_json: str) -> dict[str, Any]:
+        """Return the summary of a version's round with its sites; empty for version 0.
+
+        Args:
+            fragment: fragment of the version.
+            summary_json: the summary in the version's row.
+        """
+        return json.loads(with_sites(self._journal.rows, fragment, summary_json)) if summary_json else {}
 
     # -- history
 

@@ -12,6 +12,7 @@ from atoll.store.journal_tables import (
     MEMBERS,
     RUNS,
     SAT_OUT,
+    SITE_ROUNDS,
     TICKETS,
     RunRow,
     SatOutRow,
@@ -32,10 +33,10 @@ _NEWEST = "ticket = (SELECT max(ticket) FROM tickets)"
 def saved_rows(store: Store) -> Rows:
     """Return the rows of a run that a saved state needs. Call it with the journal's lock.
 
-    These are: the run; its sites, with the weight and the last counted update of each; the history of its versions;
-    its counters and ended workflows; the generations of the algorithm's state. The newest ticket is there because
-    ticket numbers must not be used again. The open round and its updates are left out. Whether the run is finished
-    follows from its settings and its history.
+    These are: the run; its sites, with the weight and the last counted update of each; the history of its versions, and
+    what each site did for them; its counters and ended workflows; the generations of the algorithm's state. The newest
+    ticket is there because ticket numbers must not be used again. The open round and its updates are left out. Whether
+    the run is finished follows from its settings and its history.
     """
     journal = store.journal
     run = store.run_log.run
@@ -56,6 +57,7 @@ def saved_rows(store: Store) -> Rows:
                 "SELECT lost, fragment, version, digest, summary_json, created_at FROM history ORDER BY seq"
             )
         ],
+        "site_rounds": [SITE_ROUNDS.write(row) for row in journal.select(SITE_ROUNDS)],
         "workflows": journal.rows("SELECT place, name, ended_at FROM workflows"),
         "generations": [GENERATIONS.write(row) for row in journal.select(GENERATIONS)],
         "sat_out_rounds": [SAT_OUT.write(row) for row in journal.select(SAT_OUT)],
@@ -98,7 +100,8 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
         journal.insert(TICKETS, ticket)
         if ticket.state == "counted":
             counted.setdefault((ticket.fragment, ticket.version), []).append(ticket.ticket)
-            audit.append("accepted", ticket=ticket.ticket, **{name: getattr(ticket, name) for name in OF_UPDATE})
+            facts = {name: getattr(ticket, name) for name in OF_UPDATE} | ticket.report.model_dump()
+            audit.append("accepted", ticket=ticket.ticket, **facts)
     newest: dict[int, int] = {}
     for *values, lost in rows["history"]:
         row = HISTORY.read(tuple(values))
@@ -113,6 +116,8 @@ def restore_rows(store: Store, rows: Rows, heads: Sequence[int], state: str) -> 
         journal.count(restored_counter(fragment), newest[fragment])
         if newest[fragment] != head:
             audit.append("fell back", fragment=fragment, lost=newest[fragment], version=head, tickets=[])
+    for values in rows["site_rounds"]:
+        journal.insert(SITE_ROUNDS, SITE_ROUNDS.read(tuple(values)))
     for values in rows["generations"]:
         journal.insert(GENERATIONS, GENERATIONS.read(tuple(values)))
     _restore_sat_out(store, rows, heads)

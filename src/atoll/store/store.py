@@ -31,6 +31,7 @@ from atoll.posix import (
     file_error,
     folder_error,
     mode_in,
+    open_own,
     own_folder,
     remedy_of,
     replace_file,
@@ -43,6 +44,7 @@ from atoll.store.audit_log import NAME, AuditHeadFile, AuditLog, read_head
 from atoll.store.file_slots import FileShape, FragmentShapes, Slots, is_slot_name
 from atoll.store.journal import JOURNAL, Durability, Journal
 from atoll.store.journal_tables import files_of
+from atoll.store.kept_events import EventRows
 from atoll.store.recover_at_start import Recovery
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
@@ -119,6 +121,7 @@ class Store:
         self.slots = Slots(journal, directory / "slots", keep_versions + max_pins, in_memory=in_memory)
         self.run_log = RunLog(journal, self.audit)
         self.tickets = Tickets(journal, self.audit, self.slots)
+        self.events = EventRows(journal)
         self.versions = Versions(
             journal,
             self.audit,
@@ -267,6 +270,15 @@ class Store:
                     with self.journal.transaction():
                         self.journal.execute("DELETE FROM exports_under_way WHERE path = ?", str(temp))
         return target
+
+    @contextlib.contextmanager
+    def initial_file(self, fragment: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+        """In a swarm: yield a descriptor of the file with version 0 of a fragment, which the first worker downloads."""
+        fd = open_own(self.directory / f"initial-{fragment}.safetensors", flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Close and unlock the directory. If the run is finished, first remove all versions except the newest.

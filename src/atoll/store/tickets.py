@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from atoll.errors import AtollError, Conflict, Gone, StoreError, TicketClosed, UpdateRefused
-from atoll.format_text import counted
+from atoll.format_text import number_of
+from atoll.protocol.messages import Report
 from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import JOURNAL, SPOOL, WRITER, Slot, Slots
@@ -28,13 +28,11 @@ class Tickets:
     def __init__(self, journal: Journal, audit: AuditLog, slots: Slots) -> None:
         self._journal, self._audit, self._slots = journal, audit, slots
         self._spools: dict[int, Spool] = {}
-        self._live: dict[int, TicketRow] = {}  # cache, because each live ticket is read several times
-        self._live_as_of = journal.undone
 
     # -- rows
 
-    def issue(self, ticket: int, site: str, fragment: int, base_version: int) -> TicketRow:
-        """Record a new open ticket, and return its row.
+    def issue(self, ticket: int, site: str, fragment: int, base_version: int) -> None:
+        """Record a new open ticket.
 
         Args:
             ticket: number of the ticket.
@@ -45,11 +43,8 @@ class Tickets:
         Raises:
             StoreError: the number is taken, or the site has an open, accepted or counted ticket of this round already.
         """
-        row = TicketRow(ticket, site, fragment, base_version, "open")
         with self._journal.transaction():
-            self._journal.insert(TICKETS, row)
-            self._known()[ticket] = row
-        return row
+            self._journal.insert(TICKETS, TicketRow(ticket, site, fragment, base_version, "open"))
 
     def get(self, ticket: int) -> TicketRow:
         """Return the row of a ticket, whatever its state.
@@ -57,51 +52,22 @@ class Tickets:
         Raises:
             Gone: this run has never issued the ticket.
         """
-        with self._journal.lock:
-            tickets = self._known()
-            if (known := tickets.get(ticket)) is not None:
-                return known
-            row = self._journal.first(TICKETS, "WHERE ticket = ?", ticket)
-            if row is None:
-                raise Gone(f"The run does not have ticket {ticket}.", "Ask for a new ticket.")
-            if row.is_live:
-                tickets[ticket] = row
-            return row
-
-    def require_live(self, ticket: int) -> TicketRow:
-        """Return the row of a ticket. Raise an error unless the ticket is open or accepted.
-
-        Raises:
-            Gone: this run has never issued the ticket.
-            TicketClosed: the ticket has expired, or its update was aggregated.
-            UpdateRefused: the ticket's update was refused.
-        """
-        row = self.get(ticket)
-        if not row.is_live:
-            raise why_closed(row)
+        row = self._journal.first(TICKETS, "WHERE ticket = ?", ticket)
+        if row is None:
+            raise Gone(f"The run does not have ticket {ticket}.", "Ask for a new ticket.")
         return row
 
-    def _known(self) -> dict[int, TicketRow]:
-        """Return the cache of open and accepted tickets.
-
-        If a transaction was rolled back since the last call, empty the cache first. Call this under the journal's lock.
-        """
-        if self._live_as_of != self._journal.undone:
-            self._live.clear()
-            self._live_as_of = self._journal.undone
-        return self._live
-
-    def change(self, sql: str, tickets: Sequence[int], *values: Any) -> None:
-        """Execute an SQL statement for each ticket, and remove the tickets from the cache. Call it in a transaction.
+    def change(self, columns: str, tickets: Iterable[int], *values: Any) -> None:
+        """Set columns of tickets, each to the same values. Call it in a transaction.
 
         Args:
-            sql: statement with one `?` for each of `values`, then one `?` for the ticket's number.
+            columns: SQL after SET, with one `?` for each of `values`.
             tickets: numbers of the tickets.
-            values: further values for `sql`, the same for all tickets.
+            values: the values.
         """
-        for ticket in tickets:
-            self._live.pop(ticket, None)
-        self._journal.execute_many(sql, [(*values, ticket) for ticket in tickets])
+        self._journal.execute_many(
+            f"UPDATE tickets SET {columns} WHERE ticket = ?", [(*values, ticket) for ticket in tickets]
+        )
 
     def select(self, where: str, *values: Any) -> tuple[TicketRow, ...]:
         """Return the tickets that match an SQL condition, sorted by number."""
@@ -123,6 +89,11 @@ class Tickets:
     def next_number(self) -> int:
         """Return the number for the next ticket: one above the highest so far."""
         return int(self._journal.value("SELECT coalesce(max(ticket), 0) + 1 FROM tickets"))
+
+    def next_order(self) -> int:
+        """Return the position of the update that is accepted next: one above the highest so far."""
+        sql = "SELECT 1 + coalesce(max(accepted_order), 0) FROM tickets WHERE accepted_order > 0"
+        return int(self._journal.value(sql))
 
     def newest_bases(self, fragment: int = 0) -> dict[str, int]:
         """Return site → base version of the site's newest ticket for a fragment."""
@@ -167,17 +138,20 @@ class Tickets:
         with self._journal.lock:
             if ticket in self._spools:
                 return self._spools[ticket]
-            row = self.require_live(ticket)
+            row = self.get(ticket)
+            if not row.is_live:
+                raise why_closed(row)
             if row.slot is not None:
                 return self._open_spool(row, self._slots.pool(SPOOL, row.fragment)[row.slot])
         pool = self._slots.pool(SPOOL, row.fragment)
         slot = pool.take(WRITER)  # without the lock, because creating a file may be slow
         try:
             with self._journal.transaction():
-                row = self.require_live(ticket)
+                row = self.get(ticket)
+                if not row.is_live:  # it has ended while the file was created
+                    raise why_closed(row)
                 if row.slot is None:
-                    self.change("UPDATE tickets SET slot = ? WHERE ticket = ?", [ticket], slot.number)
-                    row = self._known()[ticket] = replace(row, slot=slot.number)
+                    self.change("slot = ?", [ticket], slot.number)
                     pool.hold(slot, JOURNAL)
                     self._journal.after_rollback(lambda: self._undo_spool(ticket, slot))
                     return self._open_spool(row, slot)
@@ -229,7 +203,7 @@ class Tickets:
         missing = [part for part in range(count) if part not in parts]
         if missing:
             raise Conflict(
-                f"The update for ticket {row.ticket} lacks {len(missing)} of {counted(count, 'part')} "
+                f"The update for ticket {row.ticket} lacks {len(missing)} of {number_of(count, 'part')} "
                 f"(first: part {missing[0]}).",
                 "Send the missing parts, then complete the update again.",
             )
@@ -238,7 +212,7 @@ class Tickets:
     def record_part(
         self, ticket: int, part: int, digest: bytes, sumsq: float, writer: PartWriter | None = None
     ) -> None:
-        """Record that a part is on disk and passed its check.
+        """Record that a part of an open ticket's update is on disk and passed its check.
 
         Args:
             ticket: number of the ticket.
@@ -248,13 +222,9 @@ class Tickets:
             writer: writer of the part's bytes. If a newer writer has begun the part, raise `WriterCancelled`.
 
         Raises:
-            TicketClosed, UpdateRefused: the ticket is no longer open.
             WriterCancelled: another request is writing the part again.
         """
         with self._journal.transaction():
-            row = self.require_live(ticket)
-            if row.state != "open":
-                raise why_closed(row)
             if ticket in self._spools:
                 self._spools[ticket].require_written(part, writer)
             self._journal.insert(
@@ -269,108 +239,83 @@ class Tickets:
         for spool in self._spools.values():
             spool.close(StoreError("The server is stopping.", "Send the part again after its restart."))
         self._spools.clear()
-        self._live.clear()
 
     # -- accept, refuse, expire
 
-    def accept(
-        self, ticket: int, digest: str, weight: float, steps: int, metrics: Mapping[str, float], norm: float
-    ) -> TicketRow:
-        """Accept the update of a ticket. A repeated call with the same digest returns the same row.
-
-        With durability `power`, the update's file is fsynced before the ticket is accepted.
-
-        Args:
-            ticket: number of the ticket.
-            digest: digest of the update, hex.
-            weight: weight of the update; positive.
-            steps: number of local steps.
-            metrics: metrics of the worker.
-            norm: L2 norm of the update.
+    def make_durable(self, row: TicketRow) -> None:
+        """With durability `power`, fsync the file of an update before it is accepted.
 
         Raises:
-            TicketClosed, UpdateRefused: the ticket has expired or was refused. The message says why.
-            Conflict: parts are missing, or an update with another digest was accepted for this ticket.
             SyncFailed: fsync failed; the server must end.
         """
-        if self._journal.durability == "power" and (row := self.get(ticket)).state == "open":
-            self.whole(row)
-            spool = self.spool(ticket)
+        if self._journal.durability == "power":
+            spool = self.spool(row.ticket)
             self._journal.sync(spool.fd, str(spool.slot.path))
             self._journal.sync_folder(spool.slot.path.parent)  # the file may be new
-        with self._journal.transaction():
-            row = self.get(ticket)
-            if row.is_in and row.digest == digest:
-                return row
-            if row.is_in:
-                raise Conflict(
-                    f"Ticket {ticket} of {row.site} already has the update with digest {str(row.digest)[:12]}, so an "
-                    f"update with digest {digest[:12]} is not accepted.",
-                    "Ask for the next ticket: each ticket is for one update.",
-                )
-            if row.state != "open":
-                raise why_closed(row)
-            self.whole(row)
-            spool = self.spool(ticket)  # in a swarm no part was written, so this creates the spool
-            failpoint("accept.before")
-            nbytes = self._slots.shapes_of(row.fragment).update_bytes
-            self.change(
-                "UPDATE tickets SET state = 'accepted', digest = ?, weight = ?, steps = ?, metrics = ?, norm = ?, "
-                "bytes = ?, accepted_order = 1 + (SELECT coalesce(max(accepted_order), 0) FROM tickets "
-                "WHERE accepted_order > 0) WHERE state = 'open' AND ticket = ?",
-                [ticket],
-                digest,
-                weight,
-                steps,
-                json.dumps(dict(metrics)),
-                norm,
-                nbytes,
-            )
-            self._journal.count("bytes", nbytes)
-            self._audit.append(
-                "accepted",
-                ticket=ticket,
-                site=row.site,
-                fragment=row.fragment,
-                base_version=row.base_version,
-                digest=digest,
-                weight=weight,
-                steps=steps,
-                norm=norm,
-            )
-            accepted = self.get(ticket)
-            self._journal.after_commit(lambda: spool.close(why_closed(accepted)))
-            self._journal.after_commit(lambda: failpoint("accept.after"))
-        return accepted
 
-    def refuse(self, ticket: int, reason: str) -> TicketRow:
-        """Refuse the update of an open ticket, and return the ticket. A refused or expired ticket stays unchanged.
+    def accept(
+        self,
+        row: TicketRow,
+        digest: str,
+        report: Report,
+        norm: float,
+        order: int,
+    ) -> None:
+        """Accept the update of an open ticket. Call it inside a transaction, after `whole` and `make_durable`.
+
+        Args:
+            row: the ticket.
+            digest: digest of the update, hex.
+            report: what the site reports of it.
+            norm: L2 norm of the update.
+            order: position of the update among all accepted updates of the run.
+        """
+        spool = self.spool(row.ticket)  # in a swarm no part was written, so this creates the spool
+        failpoint("accept.before")
+        nbytes = self._slots.shapes_of(row.fragment).update_bytes
+        self.change(
+            "state = 'accepted', digest = ?, report = ?, norm = ?, bytes = ?, accepted_order = ?",
+            [row.ticket],
+            digest,
+            report.model_dump_json(),
+            norm,
+            nbytes,
+            order,
+        )
+        self._journal.count("bytes", nbytes)
+        self._audit.append(
+            "accepted",
+            ticket=row.ticket,
+            site=row.site,
+            fragment=row.fragment,
+            base_version=row.base_version,
+            digest=digest,
+            norm=norm,
+            **report.model_dump(),
+        )
+        accepted = replace(row, state="accepted")
+        self._journal.after_commit(lambda: spool.close(why_closed(accepted)))
+        self._journal.after_commit(lambda: failpoint("accept.after"))
+
+    def refuse(self, ticket: int, reason: str) -> None:
+        """Refuse the update of an open ticket. A ticket that has ended stays unchanged.
 
         Raises:
             StoreError: the update was accepted.
         """
         self._end_open([ticket], "refused", reason)
-        return self.get(ticket)
 
-    def sit_out(self, ticket: int, metrics: Mapping[str, float]) -> TicketRow:
-        """Record that the site of an open ticket sits out the round, and return the ticket. A repeated call is allowed.
+    def sit_out(self, ticket: int, metrics: Mapping[str, float]) -> None:
+        """Record that the site of an open ticket sits out the round. Call it inside a transaction.
 
         Args:
             ticket: number of the ticket.
             metrics: metrics of the worker. They are kept, but are in no mean.
-
-        Raises:
-            TicketClosed, UpdateRefused: the ticket has an update, has expired, or its update was refused.
         """
-        with self._journal.transaction():
-            row = self.get(ticket)
-            if row.state not in ("open", "sat out"):
-                raise why_closed(row)
-            failpoint("sit_out.before")
-            self.change("UPDATE tickets SET metrics = ? WHERE ticket = ?", [ticket], json.dumps(dict(metrics)))
-            self._end_open([ticket], "sat out", "")
-            self._journal.after_commit(lambda: failpoint("sit_out.after"))
-        return self.get(ticket)
+        failpoint("sit_out.before")
+        self.change("report = ?", [ticket], Report(weight=0, metrics=dict(metrics)).model_dump_json())
+        self._end_open([ticket], "sat out", "")
+        self._journal.after_commit(lambda: failpoint("sit_out.after"))
 
     def sat_out(self, fragment: int, base_version: int, since: int) -> list[str]:
         """Return the sites that sit out a round, sorted. A site's newest ticket of the round decides.
@@ -412,8 +357,7 @@ class Tickets:
         with self._journal.transaction():
             rows = [row for row in map(self.get, tickets) if row.state == "accepted"]
             self.change(
-                "UPDATE tickets SET state = 'open', digest = NULL, weight = 0, norm = 0, accepted_order = 0, "
-                "slot = NULL WHERE ticket = ?",
+                "state = 'open', digest = NULL, report = '{}', norm = 0, accepted_order = 0, slot = NULL",
                 [row.ticket for row in rows],
             )
             self._journal.count("bytes", -sum(row.bytes for row in rows))
@@ -453,13 +397,7 @@ class Tickets:
         """
         assert state in get_args(TicketState)
         tickets = [row.ticket for row in rows]
-        self.change(
-            "UPDATE tickets SET state = ?, reason = ?, version = ?, slot = NULL WHERE ticket = ?",
-            tickets,
-            state,
-            reason,
-            version,
-        )
+        self.change("state = ?, reason = ?, version = ?, slot = NULL", tickets, state, reason, version)
         self._journal.execute_many("DELETE FROM parts WHERE ticket = ?", [(ticket,) for ticket in tickets])
         if tickets:
             self._journal.count(state, len(tickets))

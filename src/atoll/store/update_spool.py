@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from atoll.errors import AtollError, BadRequest, StoreError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.posix import file_error, write_at
 from atoll.runtime import failpoint
 from atoll.store.file_slots import WRITER, Ranges, Slot, SlotPool
@@ -145,7 +145,7 @@ class Spool:
         """
         if not 0 <= part < len(self.ranges):
             raise BadRequest(
-                f"The update has no part {part}: it has {counted(len(self.ranges), 'part')}, numbered from 0."
+                f"The update has no part {part}: it has {number_of(len(self.ranges), 'part')}, numbered from 0."
             )
         with self.pool.lock:
             if self._closed:

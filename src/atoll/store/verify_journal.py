@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import StateCorrupt
-from atoll.format_text import counted, of_fragment
+from atoll.format_text import number_of, of_fragment
 from atoll.json_files import NoteDamaged
+from atoll.protocol.messages import Report
 from atoll.store.audit_log import (
     NAME,
     START,
@@ -29,8 +30,8 @@ from atoll.store.audit_log import (
 from atoll.store.journal import placeholders
 from atoll.store.journal_tables import AuditRow
 
-OF_UPDATE = ("site", "fragment", "base_version", "digest", "weight", "steps", "norm")
-"""Values of an accepted update that are both in the ticket's row and in the audit entry."""
+OF_UPDATE = ("site", "fragment", "base_version", "digest", "norm")
+"""Values of an accepted update that are both in the ticket's row and in the audit entry, besides its report."""
 _PAGE = 1000
 _REMEDY = (
     "Check the disk and memory of this machine. Restore the whole directory from a backup, or start a new "
@@ -97,7 +98,7 @@ def everything(rows: Query, directory: Path, head: AuditHead | None) -> tuple[in
     """
     if head is not None and (missing := require_same_log(head, rows, directory)[1]):
         raise StateCorrupt(
-            f"The audit log of {directory} has lost its last {counted(missing, 'entry')}: {NAME} counts "
+            f"The audit log of {directory} has lost its last {number_of(missing, 'entry')}: {NAME} counts "
             f"{head.entries}.",
             "Start the server. If a power loss explains the missing entries, it continues without them; else "
             "it prints what to do.",
@@ -113,8 +114,8 @@ def _find_lost(start: Start, head: AuditHead, rows: Query, directory: Path) -> N
         return
     boot = boot_id()
     lost = (
-        f"The journal in {directory} has lost its end: its audit log has {counted(entries, 'entry')} (epoch {epoch}), "
-        f"but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
+        f"The journal in {directory} has lost its end: its audit log has {number_of(entries, 'entry')} "
+        f"(epoch {epoch}), but {NAME} says that it had {head.entries} (epoch {head.epoch}). "
     )
     if head.durability != "process" or (boot and boot == head.boot):
         raise StateCorrupt(
@@ -263,7 +264,7 @@ class _Comparison:
         if recorded == total:
             return ""
         return (
-            f"{counted(recorded, 'round')}{self._of(fragment)} recorded as sat out by all sites, but entry {seq} of "
+            f"{number_of(recorded, 'round')}{self._of(fragment)} recorded as sat out by all sites, but entry {seq} of "
             f"the audit log has {total}"
         )
 
@@ -274,15 +275,17 @@ class _Comparison:
         self._accepted_tickets.add(ticket)
         self._open.pop(f"the accepted ticket {ticket}", None)
         state, version = self._latest.pop(ticket, ("accepted", None))
-        found = self._rows(f"SELECT state, version, {', '.join(OF_UPDATE)} FROM tickets WHERE ticket = ?", ticket)
+        columns = ("state", "version", *OF_UPDATE)
+        found = self._rows(f"SELECT {', '.join(columns)}, report FROM tickets WHERE ticket = ?", ticket)
         if not found:
             return f"ticket {ticket} is missing, but entry {seq} of the audit log records it"
         if state == "reopened":
             return ""
         expected = {"state": state, "version": version}
         if state in ("accepted", "counted"):
-            expected |= {name: detail[name] for name in OF_UPDATE}
-        row = dict(zip(("state", "version", *OF_UPDATE), found[0], strict=True))
+            expected |= {name: detail[name] for name in (*OF_UPDATE, *Report.model_fields)}
+        *values, report = found[0]
+        row = dict(zip(columns, values, strict=True)) | Report.model_validate_json(report).model_dump()
         return next(
             (
                 f"ticket {ticket} has the {name} {row[name]!r}, but entry {seq} of the audit log has {value!r}"

@@ -18,8 +18,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
 from atoll.errors import DiskFull, Gone, StoreError, UsageError
@@ -27,7 +27,17 @@ from atoll.runtime import failpoint
 from atoll.store.audit_log import AuditLog
 from atoll.store.file_slots import DELTA, JOURNAL, PULL, SPOOL, STATE, VERSION, WRITER, Slot, Slots
 from atoll.store.journal import Journal
-from atoll.store.journal_tables import DELTAS, HISTORY, VERSIONS, DeltaRow, HistoryRow, VersionRow, utc_text
+from atoll.store.journal_tables import (
+    DELTAS,
+    HISTORY,
+    SITE_ROUNDS,
+    VERSIONS,
+    DeltaRow,
+    HistoryRow,
+    SiteRoundRow,
+    VersionRow,
+    utc_text,
+)
 from atoll.store.run_log import RunLog
 from atoll.store.tickets import Tickets
 
@@ -59,7 +69,11 @@ class VersionDigests:
 class VersionDraft:
     """The files of a new version that is not committed yet: the version, the outer optimizer's state and the delta.
 
-    `Versions.begin` returns a draft. At the end, call `Versions.commit` or `abandon`.
+    `Versions.begin` returns a draft. When its files are written, call `Versions.finish`, then `Versions.commit`; or
+    `abandon`.
+
+    Attributes:
+        row: the row of the new version, and `written` its digests; `Versions.finish` sets both.
     """
 
     fragment: int
@@ -68,6 +82,8 @@ class VersionDraft:
     state: Slot | None
     delta: Slot | None
     _drop: Callable[[], None]
+    row: VersionRow | None = None
+    written: VersionDigests | None = None
     ended: bool = False
 
     @property
@@ -132,20 +148,6 @@ def _close(fds: Sequence[int]) -> None:
         os.close(fd)
 
 
-def _row_of(draft: VersionDraft, written: VersionDigests, summary_json: str, created_at: str) -> VersionRow:
-    return VersionRow(
-        draft.fragment,
-        draft.version,
-        draft.slot.number,
-        draft.state.number if draft.state and written.state_digests else None,
-        written.digest,
-        written.part_digests,
-        written.state_digests,
-        summary_json,
-        created_at,
-    )
-
-
 class Versions:
     """The versions of a run that the server keeps as files.
 
@@ -198,62 +200,79 @@ class Versions:
             delta = take(DELTA) if shapes.delta and head is not None else None
             return VersionDraft(fragment, version, slot, state, delta, on_error.pop_all().close)
 
-    def commit(
-        self,
-        draft: VersionDraft,
-        written: VersionDigests,
-        *,
-        summary_json: str = "{}",
-        tickets: Sequence[int] = (),
-    ) -> VersionRow:
-        """Commit a draft as the newest version of its fragment, and mark `tickets` as counted, in one transaction.
+    def finish(self, draft: VersionDraft, written: VersionDigests, *, summary_json: str = "{}") -> VersionRow:
+        """Make a draft ready to be committed, and return the row of the new version.
+
+        With durability `power`, the files are fsynced, which may take long: call it in a thread.
 
         Args:
             draft: the draft, with all its files completely written.
             written: digests of the files.
             summary_json: summary of the round, kept in the history.
-            tickets: the tickets of the closed round's updates, in the order of the journal; empty for version 0.
-
-        Returns:
-            The row of the new version.
 
         Raises:
-            DiskFull: nothing changed; commit the same draft again, or abandon it.
             SyncFailed: fsync failed; the server must end.
+            UsageError: the draft has ended, or `written` has the wrong number of digests.
+        """
+        self._check_digests(draft, written)
+        if self._journal.durability == "power":
+            self._sync_slots(draft.slot, draft.state if written.state_digests else None)
+        draft.written, draft.row = (
+            written,
+            VersionRow(
+                draft.fragment,
+                draft.version,
+                draft.slot.number,
+                draft.state.number if draft.state and written.state_digests else None,
+                written.digest,
+                written.part_digests,
+                written.state_digests,
+                summary_json,
+                utc_text(),
+            ),
+        )
+        return draft.row
+
+    def commit(self, draft: VersionDraft, tickets: Sequence[int] = (), sites: Mapping[str, str] | None = None) -> None:
+        """Commit a finished draft as the newest version of its fragment, and mark `tickets` as counted.
+
+        Call it inside a transaction. After its commit, the draft has ended.
+
+        Args:
+            draft: the draft.
+            tickets: the tickets of the closed round's updates, in the order of the journal; empty for version 0.
+            sites: site → summary of its update in the round, as JSON.
+
+        Raises:
             StoreError: the round was not closed with exactly these tickets, or another version was committed since
                 `begin`.
         """
-        self._check_digests(draft, written)
-        power = self._journal.durability == "power"
-        if power:
-            self._sync_slots(draft.slot, draft.state if written.state_digests else None)
-        fragment, version = draft.fragment, draft.version
-        row = _row_of(draft, written, summary_json, utc_text())
-        with self._journal.transaction():
-            previous = self._require_next(fragment, version)
-            self._count(fragment, previous, version, tickets)
-            self._journal.insert(VERSIONS, row)
-            self._journal.insert(HISTORY, HistoryRow(fragment, version, row.digest, summary_json, row.created_at))
-            self._journal.count("versions")
-            if draft.delta and previous is not None:
-                base, delta = self.get(fragment, previous).digest, (written.delta_digest, written.delta_digests)
-                self._journal.insert(DELTAS, DeltaRow(fragment, version, draft.delta.number, previous, base, *delta))
-            self._audit.append(
-                "committed", fragment=fragment, version=version, digest=row.digest, tickets=list(tickets)
-            )
-            failpoint("head.before")
-            self._journal.execute(
-                "UPDATE heads SET version = ?, durable_version = ? WHERE fragment = ? AND version IS ?",
-                version,
-                version if power else self.durable(fragment),
-                fragment,
-                previous,
-            )
-            self._journal.after_commit(lambda: failpoint("head.after"))
-            self._journal.after_commit(lambda: self._adopt(draft, row))
-            self.drop_old(fragment)
-            self._journal.after_commit(lambda: self._slots.pool(SPOOL, fragment).trim(len(tickets)))
-        return row
+        row, written, fragment, version = draft.row, draft.written, draft.fragment, draft.version
+        assert row is not None
+        assert written is not None
+        previous = self._require_next(fragment, version)
+        self._count(fragment, previous, version, tickets)
+        self._journal.insert(VERSIONS, row)
+        self._journal.insert(HISTORY, HistoryRow(fragment, version, row.digest, row.summary_json, row.created_at))
+        for site, summary_json in (sites or {}).items():
+            self._journal.insert(SITE_ROUNDS, SiteRoundRow(fragment, version, site, summary_json))
+        self._journal.count("versions")
+        if draft.delta and previous is not None:
+            base, delta = self.get(fragment, previous).digest, (written.delta_digest, written.delta_digests)
+            self._journal.insert(DELTAS, DeltaRow(fragment, version, draft.delta.number, previous, base, *delta))
+        self._audit.append("committed", fragment=fragment, version=version, digest=row.digest, tickets=list(tickets))
+        failpoint("head.before")
+        self._journal.execute(
+            "UPDATE heads SET version = ?, durable_version = ? WHERE fragment = ? AND version IS ?",
+            version,
+            version if self._journal.durability == "power" else self.durable(fragment),
+            fragment,
+            previous,
+        )
+        self._journal.after_commit(lambda: failpoint("head.after"))
+        self._journal.after_commit(lambda: self._adopt(draft, row))
+        self.drop_old(fragment)
+        self._journal.after_commit(lambda: self._slots.pool(SPOOL, fragment).trim(len(tickets)))
 
     def restore(self, draft: VersionDraft, written: VersionDigests, *, summary_json: str, created_at: str) -> None:
         """Make a draft the newest version of a fragment that has no version: one from another state directory.
@@ -263,16 +282,12 @@ class Versions:
         Raises:
             SyncFailed: fsync failed; the server must end.
         """
-        self._check_digests(draft, written)
-        power = self._journal.durability == "power"
-        if power:
-            self._sync_slots(draft.slot, draft.state if written.state_digests else None)
-        row = _row_of(draft, written, summary_json, created_at)
+        row = replace(self.finish(draft, written, summary_json=summary_json), created_at=created_at)
         self._journal.insert(VERSIONS, row)
         self._journal.execute(
             "UPDATE heads SET version = ?1, durable_version = ?2 WHERE fragment = ?3",
             row.version,
-            row.version if power else None,
+            row.version if self._journal.durability == "power" else None,
             row.fragment,
         )
         self._journal.after_commit(lambda: self._adopt(draft, row))

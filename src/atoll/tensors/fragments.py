@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atoll.errors import ConfigError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.tensors.schema import PARAMS, Schema, TensorSpec
 
 
@@ -67,7 +67,7 @@ def split(schema: Schema, count: int) -> Split:
     params = _in_order([spec for spec in schema.tensors if spec.group == PARAMS and spec.numel])
     if count > len(params):
         raise ConfigError(
-            f"diloco.num_fragments is {count}, but the model has only {counted(len(params), 'parameter')} to divide.",
+            f"diloco.num_fragments is {count}, but the model has only {number_of(len(params), 'parameter')} to divide.",
             f"Set diloco.num_fragments to at most {max(1, len(params))}.",
         )
     neighbours = _Neighbours(params)

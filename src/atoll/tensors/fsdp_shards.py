@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import UsageError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.tensors.chunks import CHUNK_ELEMENTS, InPieces, assign_run_, run_of
 from atoll.tensors.layout import rows_of, tiles_of
 from atoll.tensors.module_tensors import is_sharded, named_tensors, schema_of
@@ -214,7 +214,7 @@ def _local_of(spec: TensorSpec, tensor: Any, rank: int, ranks: int) -> Tensor:
     if mesh.ndim != 1 or not by_rows or members != list(range(ranks)):
         raise UsageError(
             f"{spec.name} has the placements {tuple(map(str, placements))} over a mesh of {tuple(mesh.shape)} "
-            f"ranks, but the worker has {counted(ranks, 'rank')}.",
+            f"ranks, but the worker has {number_of(ranks, 'rank')}.",
             "Shard it by rows over all ranks: fully_shard(module), with one mesh dimension and no "
             "shard_placement_fn. Replicated, hybrid and tensor-parallel placements are not supported.",
         )

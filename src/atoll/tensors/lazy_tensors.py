@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import StoreError, UsageError, public_api
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.posix import open_named, read_at
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
 from atoll.tensors.dtypes import torch_dtype
@@ -216,7 +216,7 @@ class LazyState(Mapping[str, Tensor]):
         self._handle.release()
 
     def __repr__(self) -> str:
-        return f"LazyState of {counted(len(self), 'tensor')}{', released' if self._handle.released else ''}"
+        return f"LazyState of {number_of(len(self), 'tensor')}{', released' if self._handle.released else ''}"
 
     def __reduce__(self) -> Any:
         raise UsageError("A LazyState cannot be pickled.", "Load its tensors with resolve(state) first.")

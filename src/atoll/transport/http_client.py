@@ -43,7 +43,7 @@ from atoll.protocol.read_message import read_message
 from atoll.tensors.reference import PATH, TensorRef, why_no_path
 from atoll.transport.answer import SHOWN_CHARS, BadAnswer, NoHttp, Response, TooSlow
 from atoll.transport.http_proxy import Proxy, ProxyFailed, proxy_of
-from atoll.transport.tls import client_context, read_token
+from atoll.transport.tls import Token, client_context, read_token
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Error = TypeVar("Error", bound=AtollError)
@@ -132,7 +132,7 @@ class Http:
     Args:
         server: address of the server, as `http://host:port` or `https://host:port`, with the path of a gateway if the
             server is behind one: `https://host/fl/run1`.
-        token: bearer token, sent with every request, never logged; None if the server needs none.
+        token: sent with every request, never logged; None if the server needs none.
         ca: path of a PEM file with the certificate authority of the server; None: trust the system's authorities.
         environ: environment with HTTPS_PROXY and the like; if it has none, connect directly.
         require_ip: called with the IP address that a connection has reached, before the first byte is sent. If it
@@ -159,7 +159,7 @@ class Http:
         self,
         server: str,
         *,
-        token: str | None = None,
+        token: Token | None = None,
         ca: str | None = None,
         environ: Mapping[str, str] = os.environ,
         require_ip: Callable[[str], None] | None = None,
@@ -185,7 +185,8 @@ class Http:
         self.patience_s = math.inf
         self.losses = 0
         self.on_problem: Callable[[AtollError], None] = lambda _: None
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = {"Authorization": f"Bearer {token.text}"} if token else {}
+        self._token_origin = token.origin if token else ""
         self._pool = self._new_pool()
 
     def close(self) -> None:
@@ -234,7 +235,7 @@ class Http:
         """Return the error to raise for an answer with an error status, of the server or of the proxy before it."""
         if self.proxy is not None and self.proxy.answered_itself(status) and not _is_problem(body):
             return self.proxy.refusal(status).error()
-        error = problem_of(status, body)
+        error = problem_of(status, body, self._token_origin)
         self.on_problem(error)
         return error
 
@@ -389,12 +390,13 @@ def damaged(error: Error) -> Error:
     return error
 
 
-def problem_of(status: int, body: bytes | bytearray) -> AtollError:
+def problem_of(status: int, body: bytes | bytearray, token_origin: str) -> AtollError:
     """Return the error to raise for an answer with an error status. The body names the class of the error.
 
     Args:
         status: HTTP status, 300 or above.
         body: body of the answer.
+        token_origin: where the token of the request was read; empty if it had none.
     """
     try:
         problem = read_message(messages.Problem, body)
@@ -407,9 +409,8 @@ def problem_of(status: int, body: bytes | bytearray) -> AtollError:
     if issubclass(kind, StoreError) and kind is not DiskFull:
         kind = Busy  # the server's disk has failed, not this machine's; the server may be restarted
     message, remedy = problem.message, problem.remedy
-    if message == messages.WRONG_TOKEN:  # only this side knows where it has the token from
-        where = "ATOLL_TOKEN" if os.environ.get("ATOLL_TOKEN", "").strip() else "the file of ATOLL_TOKEN_FILE"
-        message, remedy = f"{message} The one in {where} is not the server's.", "Use the server's token there."
+    if message == messages.WRONG_TOKEN and token_origin:  # only this side knows where it has the token from
+        message, remedy = f"{message} The one in {token_origin} is not the server's.", "Use the server's token there."
     error = kind(message, remedy)
     if problem.retry_after_s is not None:
         error.retry_after_s = problem.retry_after_s
@@ -503,25 +504,33 @@ def server_of(given: str | None, *, require_server: bool = False) -> str | None:
     return server or None
 
 
-def http_to(server: str, environ: Mapping[str, str] = os.environ) -> Http:
+def http_to(server: str, environ: Mapping[str, str] = os.environ, token: Token | None = None) -> Http:
     """Return a client for a server, with the token and the certificate authority from the environment.
 
     Args:
         server: address of the server.
         environ: environment with ATOLL_TOKEN_FILE, ATOLL_TLS_CA and proxies. ATOLL_TOKEN is always read from
             `os.environ`.
+        token: the token to send in place of the one from the environment.
 
     Raises:
         UsageError: `server` is not an address.
         ConfigError: the token or the certificate authority cannot be read.
     """
-    token_file = environ.get("ATOLL_TOKEN_FILE")
-    token = read_token(Path(token_file) if token_file else None)
+    if token is None:
+        token_file = environ.get("ATOLL_TOKEN_FILE")
+        token = read_token(Path(token_file) if token_file else None)
     return Http(server, token=token, ca=environ.get("ATOLL_TLS_CA"), environ=environ)
 
 
 def ask(
-    server: str, path: str, reply: type[Reply], *, timeout_s: float = 10.0, environ: Mapping[str, str] = os.environ
+    server: str,
+    path: str,
+    reply: type[Reply],
+    *,
+    timeout_s: float = 10.0,
+    environ: Mapping[str, str] = os.environ,
+    token: Token | None = None,
 ) -> Reply:
     """GET one message from a server, with a client that is used only once.
 
@@ -531,6 +540,7 @@ def ask(
         reply: class of the answer.
         timeout_s: seconds to wait for the answer.
         environ: environment with ATOLL_TOKEN_FILE, ATOLL_TLS_CA and proxies.
+        token: the token to send in place of the one from the environment.
 
     Raises:
         UsageError: `server` is not an address.
@@ -539,7 +549,7 @@ def ask(
         PeerError: a web server that is not Atoll answers, or the answer is malformed or too long.
         VersionSkew: the answer is not a valid `reply`; the server may have another version of Atoll.
     """
-    http = http_to(server, environ)
+    http = http_to(server, environ, token)
     try:
         return http.get(path, reply, timeout_s=timeout_s)
     except TransferStalled as error:

@@ -9,6 +9,7 @@ import socket
 import ssl
 import stat
 from asyncio.sslproto import SSLProtocol
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from atoll.errors import ConfigError
@@ -90,35 +91,66 @@ def require_private(path: Path, what: str) -> None:
         raise ConfigError(f"{what} {str(path)!r} has mode {mode:04o}: others can read it.", f"Run: chmod 600 {path}")
 
 
-def read_token(path: Path | None) -> str | None:
+MOST_TOKEN_CHARS = 4096
+"""Maximum length of a token. A server takes a longer one for a wrong one; proxies accept headers of 8 KiB."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """A bearer token.
+
+    Attributes:
+        text: the token.
+        origin: where it was read, for messages: `ATOLL_TOKEN`, or a file.
+    """
+
+    text: str = field(repr=False)
+    origin: str
+
+
+def read_token(path: Path | None) -> Token | None:
     """Return the bearer token from ATOLL_TOKEN or, without that variable, from a file. Return None if there is neither.
 
     Args:
         path: path of the file; None if there is no file.
 
     Raises:
-        ConfigError: the file is missing, unreadable, empty, or readable by other users; or the token contains a space,
-            a line break, or a character that is not ASCII.
+        ConfigError: as `read_token_file`.
     """
     if token := os.environ.get("ATOLL_TOKEN", "").strip():
-        return _require_sendable(token, "ATOLL_TOKEN")
-    if path is None:
-        return None
+        return _sendable(token, "ATOLL_TOKEN")
+    return None if path is None else read_token_file(path)
+
+
+def read_token_file(path: Path) -> Token:
+    """Return the bearer token in a file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, empty, or readable by other users; or the token is too long, or
+            contains a space, a line break, or a character that is not ASCII.
+    """
     require_private(path, "The token file")
+    origin = f"the token file {str(path)!r}"
     try:
         token = read_named(path).decode(errors="replace").strip()
     except OSError as error:
         raise ConfigError(f"The token file {str(path)!r} cannot be read: {error.strerror}.") from error
     if not token:
         raise ConfigError(f"The token file {str(path)!r} is empty.", "Write the token into it, on one line.")
-    return _require_sendable(token, f"The token file {str(path)!r}")
+    return _sendable(token, origin)
 
 
-def _require_sendable(token: str, where: str) -> str:
+def _sendable(token: str, origin: str) -> Token:
+    wrong = ""
     if not all("!" <= char <= "~" for char in token):
-        wrong = f"{where} contains a space, a line break, or a character that is not ASCII."
-        raise ConfigError(wrong, "Use a token of letters and digits, on one line.")
-    return token
+        wrong = "contains a space, a line break, or a character that is not ASCII"
+    elif len(token) > MOST_TOKEN_CHARS:
+        wrong = f"has {len(token)} characters, more than {MOST_TOKEN_CHARS}"
+    if wrong:
+        raise ConfigError(
+            f"{origin[0].upper()}{origin[1:]} {wrong}.", "Use a token of letters and digits, on one line."
+        )
+    return Token(token, origin)
 
 
 class SmallBuffer(SSLProtocol):

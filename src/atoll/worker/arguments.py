@@ -149,7 +149,7 @@ def require_joined(has_left: bool, site: str, rejoin: str, process: int | None =
         raise UsageError(f"Site {site} has already left its run.", f"Call {rejoin} again, and use the new worker.")
 
 
-def counted(steps: int) -> int:
+def steps_of(steps: int) -> int:
     """Return the number of local optimizer steps in a round as an int.
 
     Raises:

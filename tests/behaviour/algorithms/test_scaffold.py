@@ -77,7 +77,7 @@ def test_the_update_carries_the_step_count_and_the_scripts_own_wins(tmp_path: Pa
             sites["a"].next_round()
             part(sites["a"].round, 1.0, **told)
         finish(server, sites)
-    counted = "SELECT steps FROM tickets WHERE state = 'counted' ORDER BY ticket"
+    counted = "SELECT report ->> '$.steps' FROM tickets WHERE state = 'counted' ORDER BY ticket"
     assert ask_journal(tmp_path, counted) == [(STEPS,), (STEPS,), (70,)]
 
 

@@ -161,7 +161,9 @@ def test_new_files_run_by_the_commands_that_it_prints_and_the_result_can_be_expo
     assert "round 3: version 3 from 2 updates (a, b)" in server.output()
     assert "finished at version 3" in server.output()
     rows = history(folder / "atoll-run")
-    assert [(row["version"], row["workers"]) for row in rows] == [(number, ["a", "b"]) for number in (1, 2, 3)]
+    assert [(row["version"], [each["site"] for each in row["sites"]]) for row in rows] == [
+        (number, ["a", "b"]) for number in (1, 2, 3)
+    ]
     assert rows[-1]["metrics"]["loss"] < rows[0]["metrics"]["loss"]
     assert "1.weight" in load_file(exports / "model.safetensors")
     exported = atoll_command("export", "again.safetensors", "--dir", "mine/atoll-run")

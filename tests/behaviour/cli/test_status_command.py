@@ -134,7 +134,7 @@ def test_json_is_the_message_itself_and_the_server_comes_from_the_environment(ca
 @pytest.mark.slow
 @pytest.mark.covers("L12")
 def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_the_end(tmp_path, monkeypatch) -> None:
-    """The server ends right after the run; a command that watches it is told first."""
+    """After the run, the server stays for a command that watches it."""
     monkeypatch.setattr("atoll.server.serve.WATCHED_S", 60.0)
     options = {
         "algorithm.name": "fedavg",
@@ -162,7 +162,7 @@ def test_watching_waits_for_a_server_that_is_started_and_started_again_and_sees_
         with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
             for fl_round in worker:
                 fl_round.submit(fl_round.state_dict(), weight=1)
-        server.run()
+        assert server.wait(60)
         out, _ = watching.communicate(timeout=60)
         assert watching.returncode == 0
         assert json.loads(out.splitlines()[-1])["finished"]
@@ -214,6 +214,37 @@ def test_an_error_of_the_server_keeps_its_exit_code(canned, atoll_command) -> No
     assert outcome.stderr == "atoll: The server wants a token. Set ATOLL_TOKEN.\n"
 
 
+@pytest.mark.covers("X2")
+def test_a_reader_sees_the_status_with_its_token_and_the_owner_with_the_folder(
+    tmp_path: Path, atoll_command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither has the token of the sites. The folder's token comes before one in the environment."""
+    monkeypatch.setenv("ATOLL_TOKEN", "of-sites")
+    with plain_server(tmp_path, nn.Linear(2, 1), **{"run.name": "watched"}) as server:
+        copy = tmp_path / "copy"
+        copy.touch(mode=0o600)
+        copy.write_text((tmp_path / "state" / "reader.token").read_text())
+
+        def shown(*args: str, **variables: str) -> tuple[int, str]:
+            outcome = atoll_command("status", *args, **{"ATOLL_TOKEN": ""} | variables)
+            return outcome.returncode, outcome.stdout.partition(":")[0] or outcome.stderr.strip()
+
+        live = (0, "watched at http")
+        assert shown("--server", server.url, "--token-file", str(copy)) == live
+        assert shown("--server", server.url, ATOLL_TOKEN_FILE=str(copy)) == live
+        assert shown("--dir", "state") == shown("--dir", "state", ATOLL_TOKEN="wrong") == live
+        code, said = shown("--server", server.url)
+        assert code == 8
+        assert "requires a token" in said
+        code, said = shown("--dir", "state", "--token-file", str(copy))
+        assert code == 2
+        assert "--dir cannot be combined with" in said
+        copy.write_text("wrong")
+        code, said = shown("--server", server.url, "--token-file", str(copy))
+        assert code == 8
+        assert f"The one in the token file {str(copy)!r} is not the server's." in said
+
+
 @pytest.mark.covers("X4")
 def test_the_live_table_has_the_same_words_and_what_is_said_meanwhile_stands_above_it(known, monkeypatch) -> None:
     from rich.console import Console
@@ -244,7 +275,8 @@ def test_a_run_without_workers_says_so(known, lines) -> None:
 @pytest.mark.covers("L5", "L6", "L13")
 def test_an_asynchronous_run_says_how_far_behind_updates_were(known, lines) -> None:
     worker = known["workers"][0] | {"staleness": 3, "local_steps": 166}
-    last = known["history"][-1] | {"staleness": [0, 4]}
+    last = known["history"][-1]
+    last |= {"sites": [site | {"staleness": lag} for site, lag in zip(last["sites"], (0, 4), strict=True)]}
     outer = "delayed_nesterov(lr=0.7, momentum=0.9, N=4)"
     asynchronous = {
         "sync_every": 500,

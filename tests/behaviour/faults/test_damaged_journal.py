@@ -108,7 +108,12 @@ def test_refuses_a_forged_weight_of_every_accepted_update(tmp_path: Path, audite
         sites.join()
     for (ticket,) in ask_journal(copy, accepted):
         folder = copy_folder(copy, tmp_path / str(ticket))
-        forge(folder, write_checksums, "UPDATE tickets SET weight = 99.0 WHERE ticket = ?", ticket)
+        forge(
+            folder,
+            write_checksums,
+            "UPDATE tickets SET report = json_set(report, '$.weight', 99.0) WHERE ticket = ?",
+            ticket,
+        )
         with pytest.raises(StateCorrupt, match=rf"ticket {ticket} has the weight 99\.0"), serve(folder, **settings):
             pass
         assert "weight" in audited(folder)

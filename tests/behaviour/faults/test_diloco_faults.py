@@ -63,7 +63,9 @@ def lose_an_answer(proxy: Proxy) -> None:
 
 def newest_steps(folder: Path) -> int:
     """Local steps that the newest update speaks of."""
-    ((steps,),) = ask_journal(folder, "SELECT steps FROM tickets WHERE digest IS NOT NULL ORDER BY ticket DESC LIMIT 1")
+    ((steps,),) = ask_journal(
+        folder, "SELECT report ->> '$.steps' FROM tickets WHERE digest IS NOT NULL ORDER BY ticket DESC LIMIT 1"
+    )
     return int(steps)
 
 
@@ -367,7 +369,7 @@ def test_a_joiner_falls_in_with_the_cycle(tmp_path: Path) -> None:
 
 def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server: atoll.Server) -> None:
     """Both outboxes are sent by the next process; of fragment 2, whose ticket it never had, its second round counts."""
-    from atoll.protocol.values import UpdateInfo
+    from atoll.protocol.messages import Report
     from atoll.worker.exchange.participation import LoopTerms, take_part
 
     place = take_part(server.url, "a", folder=tmp_path / "workers", loop=LoopTerms())
@@ -378,7 +380,7 @@ def test_an_earlier_process_left_updates_of_two_fragments(tmp_path: Path, server
         assert ticket is not None
         tensors = dict(wide_model().state_dict())
         exchange.pull(ticket.base, None)
-        exchange.form(ticket, tensors, UpdateInfo(1.0, 2, {}))
+        exchange.form(ticket, tensors, Report(steps=2))
     place.leave()
     again = StreamingSites(server.url, tmp_path, names=["a"], steps=53)
     b = StreamingSites(server.url, tmp_path, names=["b"], steps=53)

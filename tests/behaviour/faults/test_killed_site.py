@@ -30,6 +30,7 @@ from harness.processes import Nursery, Process, wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import ForkedSite, Gate, run_to_end, serve
 from kit.models import wide_model
+from kit.results import of_sites
 from kit.servers import state_of
 from kit.wire import WireSite, update_parts, version_parts
 
@@ -297,4 +298,4 @@ def test_a_restarted_worker_waits_for_the_round_of_a_fragment_that_its_update_is
         (tmp_path / "later").touch()
         assert [again.wait(60), later.wait(60)] == [0, 0]
         server.run()
-        assert [summary.staleness for summary in server.status().history] == [[0, 0]] * 6
+        assert of_sites(server.status().history, "staleness") == [[0, 0]] * 6

@@ -17,7 +17,7 @@ from torch import nn
 
 import atoll
 from atoll.errors import SchemaMismatch
-from atoll.format_text import counted
+from atoll.format_text import number_of
 
 HOSPITALS = ("a", "b", "c")
 
@@ -167,7 +167,7 @@ def test_settings_decide_how_few_updates_are_enough(tmp_path: Path, settings: di
         assert (
             server.status()
             .fragments[0]
-            .reason.startswith(f"waits for another site: only 0 of {counted(floor, 'update')} accepted ")
+            .reason.startswith(f"waits for another site: only 0 of {number_of(floor, 'update')} accepted ")
         )
 
 

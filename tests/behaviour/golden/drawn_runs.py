@@ -10,20 +10,20 @@ from typing import Any
 
 import specification as spec
 import torch
+from golden_axes import DENSITY
 from golden_model import ExactSGD
 from golden_runs import norms_of
+from golden_specification import CODECS, LR, REDUCERS, State, down_codec
 from hypothesis import strategies as st
 from kit import exported, serve, together
 from kit.servers import DEFAULT_OUTER_OPTIMIZER
 from kit.sites import finish, manual_sites
-from torch import Tensor, nn
+from torch import nn
 
 import atoll
 from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
 
-State = dict[str, Tensor]
-LR = 0.05
 SHAPES = ((), (0, 3), (5,), (300,), (4, 64), (33, 200))
 DTYPES = ("float32", "float32", "bfloat16", "float16", "float64")
 
@@ -218,17 +218,9 @@ def by_specification(drawn: Drawn, norms: Callable[[list[float]], Sequence[float
 
 # -- what is drawn
 
-CODECS: dict[str, tuple[Any, bool]] = {
-    "none": (spec.none, False),
-    "bf16": (spec.bf16, False),
-    "int8": (spec.quantized(127), True),
-    "int4": (spec.quantized(7), True),
-    "topk": (spec.topk(0.2), True),
-}
-
 
 def _codec(key: str, name: str) -> dict[str, Any]:
-    density = {f"aggregation.{key}.density": 0.2} if name == "topk" else {}
+    density = {f"aggregation.{key}.density": DENSITY} if name == "topk" else {}
     return {f"aggregation.{key}.name": name} | density
 
 
@@ -238,7 +230,7 @@ def _up(name: str) -> Choice:
 
 
 def _down(name: str) -> Choice:
-    return Choice(_codec("download_codec", name), {"down": CODECS[name][0] if name != "none" else None})
+    return Choice(_codec("download_codec", name), {"down": down_codec(name)})
 
 
 def _outer(name: str, step: spec.Outer, **options: Any) -> Choice:
@@ -273,18 +265,18 @@ def _delayed(every: int, first: int = 0) -> Choice:
     return Choice(settings, {"outer": spec.delayed_nesterov(0.7, 0.8, every, first)})
 
 
-REDUCERS = (
+def _reducer(name: str, **options: float) -> Choice:
+    key = "aggregation.reducer"
+    settings = {f"{key}.name": name} | {f"{key}.{option}": value for option, value in options.items()}
+    return Choice(settings, {"reducer": REDUCERS[name](**options)})
+
+
+REDUCED = (
     Choice({}, {}),
-    Choice({"aggregation.reducer.name": "median"}, {"reducer": spec.Reducer(combine=spec.median, of_buffers=True)}),
-    Choice(
-        {"aggregation.reducer.name": "trimmed_mean", "aggregation.reducer.trim": 0.3},
-        {"reducer": spec.Reducer(combine=spec.trimmed_mean(0.3), of_buffers=True)},
-    ),
-    Choice({"aggregation.reducer.name": "clipped_mean"}, {"reducer": spec.Reducer(spec.clipped())}),
-    Choice(
-        {"aggregation.reducer.name": "clipped_mean", "aggregation.reducer.max_norm": 1.0},
-        {"reducer": spec.Reducer(spec.clipped(1.0))},
-    ),
+    _reducer("median"),
+    _reducer("trimmed_mean", trim=0.3),
+    _reducer("clipped_mean"),
+    _reducer("clipped_mean", max_norm=1.0),
 )
 ALGORITHMS = (
     Choice({"algorithm.name": "fedavg"}, {}),
@@ -324,7 +316,7 @@ def drawn_runs(draw: Any, kind: str) -> Drawn:
     choices.append(one(OUTERS) if one((True, True, False)) else _delayed(one((2, 3))))
     staleness = one(tuple(STALENESS)) if kind == "async" else "constant"
     if "reducer" not in algorithm.rules:
-        choices.append(one(REDUCERS if staleness == "constant" else [each for each in REDUCERS if not is_robust(each)]))
+        choices.append(one(REDUCED if staleness == "constant" else [each for each in REDUCED if not is_robust(each)]))
     choices.append(Choice({"network.part_bytes": one((2**16, 2**24))}, {}))
     weights = {site: draw(st.lists(WEIGHT, min_size=rounds, max_size=rounds)) for site in sites}
     order: list[list[str]] = []
@@ -334,7 +326,7 @@ def drawn_runs(draw: Any, kind: str) -> Drawn:
             for site in draw(st.sets(st.sampled_from(sites), max_size=len(sites) - 1)) if one((0, 0, 1)) else ():
                 weights[site][number] = 0.0
     elif kind == "diloco":
-        count = one((1, 1, 2, 3))
+        count = min(one((1, 1, 2, 3)), sum(0 not in shape for _, shape, _ in params))  # no fragment is empty
         every = one((1, 2))
         tau = one((0, *range(1, every + 1)))
         alpha = one((0.0, 0.5, 0.25) if tau < every * count else (0.5, 0.25))

@@ -33,6 +33,8 @@ WAY: dict[str, tuple[str, ...]] = {
 }
 AXES = SETUP | WAY
 CLIPPED = "clipped_mean"
+DENSITY = 0.1
+"""Share of the values that `topk` sends."""
 PARTS: list[Row] = [{"parts": each} for each in WAY["parts"]]
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
 
@@ -49,7 +51,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("algorithm", "diloco"): {"diloco.sync_every": 2},
     ("algorithm", "streaming"): STREAMING,
     ("algorithm", "overlapped"): {**STREAMING, "diloco.fragment_sync_delay": 1},
-    ("codec", "topk"): {"aggregation.upload_codec.density": 0.1},
+    ("codec", "topk"): {"aggregation.upload_codec.density": DENSITY},
     ("outer", "plain"): {"algorithm.outer_optimizer.momentum": None},
     ("outer", "momentum"): {"algorithm.outer_optimizer.momentum": 0.9},
     ("outer", "delayed"): {"algorithm.outer_optimizer.momentum": 0.9, "async.momentum_every": 2},

@@ -7,7 +7,7 @@ from typing import Any
 
 import specification as spec
 import torch
-from golden_axes import CLIPPED, STEPS, STREAMS, Row
+from golden_axes import CLIPPED, DENSITY, STEPS, STREAMS, Row
 from golden_model import STEPS as LOCAL_STEPS
 from golden_model import WEIGHTS, build, inner, local_step, state_of
 from golden_runs import replaced_by
@@ -18,17 +18,26 @@ from atoll.tensors.fragments import split
 from atoll.tensors.module_tensors import schema_of
 
 State = dict[str, Tensor]
+Codec = Callable[[Tensor, torch.dtype], Tensor]
 LR = 0.05
 TIED = "head.weight"
 ROUNDS = 3
 BUFFERS = {"norm.running_mean": "mean", "norm.running_var": "mean", "norm.num_batches_tracked": "max", "seen": "max"}
-UP = {"none": spec.none, "bf16": spec.bf16, "int8": spec.quantized(127), "topk": spec.topk(0.1)}
-REDUCERS = {
-    "own": spec.Reducer(),
-    "median": spec.Reducer(combine=spec.median, of_buffers=True),
-    "clipped_mean": spec.Reducer(spec.clipped()),
+CODECS: dict[str, tuple[Codec, bool]] = {
+    "none": (spec.none, False),
+    "bf16": (spec.bf16, False),
+    "int8": (spec.quantized(127), True),
+    "int4": (spec.quantized(7), True),
+    "topk": (spec.topk(DENSITY), True),
 }
-
+"""Name → the codec, and whether its error is fed back."""
+REDUCERS: dict[str, Callable[..., spec.Reducer]] = {
+    "own": spec.Reducer,
+    "median": lambda: spec.Reducer(combine=spec.median, of_buffers=True),
+    "trimmed_mean": lambda trim: spec.Reducer(combine=spec.trimmed_mean(trim), of_buffers=True),
+    "clipped_mean": lambda max_norm=None: spec.Reducer(spec.clipped(max_norm)),
+}
+"""Name → the reducer with these options."""
 
 Norms = Callable[[list[float]], Sequence[float]]
 
@@ -36,17 +45,23 @@ Norms = Callable[[list[float]], Sequence[float]]
 def rules_of(row: Row, norms: Norms = list) -> spec.Rules:
     """What a row of the matrix says, in the words of the specification."""
     algorithm = row["algorithm"]
+    up, feedback = CODECS[row["codec"]]
     return spec.Rules(
         outer=_outer(algorithm, row["outer"]),
-        up=UP[row["codec"]],
-        feedback=row["codec"] in ("int8", "topk"),
-        down=spec.quantized(127) if row["downlink"] == "int8" else None,
-        reducer=spec.Reducer(spec.fednova) if algorithm == "fednova" else REDUCERS[row["reducer"]],
+        up=up,
+        feedback=feedback,
+        down=down_codec(row["downlink"]),
+        reducer=spec.Reducer(spec.fednova) if algorithm == "fednova" else REDUCERS[row["reducer"]](),
         buffers=BUFFERS,
         mu=0.1 if algorithm == "fedprox" else 0.0,
         controls=algorithm == "scaffold",
         norms=norms,
     )
+
+
+def down_codec(name: str) -> Codec | None:
+    """The codec of versions; None: they travel whole."""
+    return None if name == "none" else CODECS[name][0]
 
 
 def _outer(algorithm: str, outer: str) -> spec.Outer:

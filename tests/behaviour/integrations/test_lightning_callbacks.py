@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.results import of_sites
 from lightning_world import (
     Tiny,
     data,
@@ -158,7 +159,7 @@ def test_early_stopping_shortens_a_fit_and_its_patience_goes_on_in_the_next(tmp_
     with serve(tmp_path, rounds=3) as server:
         trainer, module = patched(server, tmp_path, max_epochs=4, callbacks=[stopping]), Tiny()
         fit_rounds(trainer, module, data(), data())
-        assert [row.weights for row in rounds_of(server)] == [[24.0], [12.0], [12.0]]
+        assert of_sites(rounds_of(server), "weight") == [[24.0], [12.0], [12.0]]
         assert module.w.item() == pytest.approx(1 - 0.9**12)
 
 

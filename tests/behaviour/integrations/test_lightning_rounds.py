@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from kit import ask_journal, tensors_digest
+from kit.results import of_sites
 from lightning_world import (
     PACKAGES,
     SAMPLES,
@@ -37,7 +38,7 @@ both_packages = pytest.mark.parametrize("each_package", PACKAGES, indirect=True)
 
 
 def steps_of_updates(folder: Path) -> list[int]:
-    return [steps for (steps,) in ask_journal(folder, "SELECT steps FROM tickets ORDER BY ticket")]
+    return [steps for (steps,) in ask_journal(folder, "SELECT report ->> '$.steps' FROM tickets ORDER BY ticket")]
 
 
 @pytest.mark.covers("S1")
@@ -64,7 +65,7 @@ def test_two_rounds_of_fedavg_and_a_fit_after_the_last(
         assert (module.steps, epochs) == (6, [1, 2])
         assert module.w.item() == pytest.approx(1 - 0.9**6)
         assert torch.equal(module.w.detach(), result(server)["w"])
-        assert [row.weights for row in rounds_of(server)] == [[SAMPLES], [SAMPLES]]
+        assert of_sites(rounds_of(server), "weight") == [[SAMPLES], [SAMPLES]]
         assert steps_of_updates(tmp_path) == [3, 3]
         assert rounds_of(server)[0].metrics["train_loss"] == pytest.approx((0.81 - 1 + 0.19 + 0.81**2) / 2, abs=1e-6)
 
@@ -180,7 +181,7 @@ def test_a_run_of_diloco_synchronises_inside_of_fits_and_across_them(tmp_path: P
         assert module.w.item() == pytest.approx(1 - 0.9**module.steps)  # local steps across fits were kept
         assert result(server)["w"].item() == pytest.approx(module.w.item())
         # samples until the sync, whose batch has not ended: after steps 2 and 4 those of 1 and 2 batches more
-        assert [row.weights for row in rounds_of(server)] == {2: [[4], [8]], 4: [[12], [16]]}[sync_every]
+        assert of_sites(rounds_of(server), "weight") == {2: [[4], [8]], 4: [[12], [16]]}[sync_every]
 
 
 @pytest.mark.covers("S1")

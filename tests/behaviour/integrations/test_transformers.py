@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit import Threads, together
+from kit.results import of_sites
 from kit.servers import plain_server
 from lightning_world import DILOCO
 from safetensors.torch import load_file
@@ -76,7 +77,7 @@ def test_one_train_spans_the_run_and_keeps_momentum_and_schedule(
     for trainer in trainers:
         assert trainer.model.w.item() == pytest.approx(reference(algorithm), rel=1e-5)  # the result, at both
         assert trainer.state.global_step == STEPS * ROUNDS  # the run's end is the Trainer's
-    assert [row.weights for row in server.status().history] == [[12.0, 12.0]] * ROUNDS  # 3 steps of 4 records
+    assert of_sites(server.status().history, "weight") == [[12.0, 12.0]] * ROUNDS  # 3 steps of 4 records
 
 
 @pytest.mark.covers("S16")
@@ -156,7 +157,7 @@ def test_an_update_counts_with_the_records_it_saw_or_a_given_weight(
     trainer = trainer_of(server, tmp_path, **options)
     trainer.train_dataset = trainer.train_dataset[:10]
     trainer.train()
-    assert [row.weights for row in server.status().history] == [[weight] for weight in weights]
+    assert of_sites(server.status().history, "weight") == [[weight] for weight in weights]
 
 
 @pytest.mark.covers("S16")
@@ -285,7 +286,7 @@ def test_a_site_that_tries_smaller_batches_keeps_its_place_in_the_round(serve: A
     assert server.wait(30)
     history = server.status().history
     assert [row.workers for row in history] == [["a", "b"]] * 3
-    assert [row.weights for row in history] == [[9.0, 12.0]] * 3  # batches of int(0.9·4) = 3, three to a round
+    assert of_sites(history, "weight") == [[9.0, 12.0]] * 3  # batches of int(0.9·4) = 3, three to a round
 
 
 @pytest.mark.covers("S10")
@@ -329,7 +330,7 @@ def test_from_a_checkpoint_come_momentum_and_schedule_and_from_the_run_the_weigh
     x, _ = descend((4, 5, 6), x, velocity)
     assert trainer.state.global_step == 7
     assert trainer.model.w.item() == pytest.approx(x, rel=1e-5)
-    assert [row.weights for row in server.status().history] == [[12.0]] * 2
+    assert of_sites(server.status().history, "weight") == [[12.0]] * 2
 
 
 # -- how training ends

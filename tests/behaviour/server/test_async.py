@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ import pytest
 import torch
 from harness.processes import wait_until
 from harness.proxy import Fault, Proxy
-from kit import joined, post, serve
 from kit.manual_site import ManualSite
 from kit.servers import PLAIN_DILOCO, plain_server
 from kit.sites import diloco, together
@@ -27,8 +24,6 @@ from torch import Tensor, nn
 from atoll.errors import ConfigError, Gone
 from atoll.filters import NormClip
 from atoll.registry import OwnName
-from atoll.store.journal_tables import VersionRow
-from atoll.store.versions import Versions
 
 
 def halved(s: int) -> float:
@@ -395,38 +390,6 @@ def test_a_look_at_the_newest_model_leaves_the_round_as_it_is(world: World) -> N
     assert world.staleness == [("b", 0), ("a", 1)]
 
 
-def test_a_ticket_asked_for_at_a_commit_is_of_the_version_that_its_digest_names(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """b's step is in the journal, and the machine hears of it only after a has asked."""
-    from atoll.rounds.events import TicketRequested, VersionCommitted
-    from atoll.server.coordinator.coordinator import Coordinator
-
-    world.start()
-    world.pull("a", "b")
-    apply, committed, held = Coordinator.apply, threading.Event(), list[Any]()
-
-    def late(self: Coordinator, event: Any) -> Any:
-        if isinstance(event, VersionCommitted):
-            held.append(event)
-            committed.set()
-            return ()
-        effects = apply(self, event)
-        if held and isinstance(event, TicketRequested):
-            asyncio.get_running_loop().call_soon(apply, self, held.pop())
-        return effects
-
-    monkeypatch.setattr(Coordinator, "apply", late)
-    world.submit("b", -G[0])
-    assert committed.wait(30)
-    place = world.sites["a"]._place
-    assert place is not None
-    reply = place.exchange.ask(wait_s=0.0)
-    assert reply.ticket is not None
-    assert reply.ticket.base == reply.head
-    assert reply.head.number == 1
-
-
 def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durable(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,34 +403,6 @@ def test_an_export_that_is_overtaken_does_not_keep_a_version_from_becoming_durab
     world.pull("a")
     world.submit("a", -G[0])
     world.wait_until_durable(1)
-
-
-@pytest.mark.covers("L3")
-def test_a_ticket_names_a_version_by_its_own_digest_though_the_head_moves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head moves on right after the server has looked at it, each time."""
-    head, asked = Versions.head, threading.Event()
-
-    def moving(versions: Versions, fragment: int = 0) -> VersionRow:
-        row = head(versions, fragment)
-        if not asked.is_set() and threading.current_thread().name == "atoll-server":
-            looks.append(row)
-            return replace(row, version=row.version + len(looks) - 1, digest=f"{len(looks):064x}")
-        return row
-
-    looks: list[VersionRow] = []
-    with serve(tmp_path, algorithm="diloco", sites=1, **{"async.enabled": True}) as server:
-        lease = joined(server.url, "a")
-        monkeypatch.setattr(Versions, "head", moving)
-        status, reply = post(server.url, "/v1/tickets", {"fragment": 0}, lease)
-        asked.set()
-        assert status == 200, reply
-    ticket = reply["ticket"]
-    assert ticket["base_version"] == looks[0].version
-    versions = {row.version + look: f"{look + 1:064x}" for look, row in enumerate(looks)}
-    assert ticket["base_digest"] == versions[ticket["base_version"]]
-    assert reply["head_digest"] == versions[reply["head_version"]]
 
 
 SIZE = 200

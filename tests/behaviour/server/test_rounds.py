@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
@@ -78,15 +79,52 @@ def test_fedavg_takes_the_weighted_mean_and_the_result_loads_strictly(tmp_path: 
     # integer counters take the maximum: 0 → max(0 + 1, 0 + 4, 0 + 5) → 5 + 5
     assert result["1.num_batches_tracked"].item() == 10
     lines = [json.loads(line) for line in (server.exports / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["version"], line["workers"]) for line in lines] == [(1, ["a", "b", "c"]), (2, ["a", "b", "c"])]
+    assert [(line["version"], [each["site"] for each in line["sites"]]) for line in lines] == [
+        (1, ["a", "b", "c"]),
+        (2, ["a", "b", "c"]),
+    ]
     # loss: (1·1 + 2·4) / (1 + 2) = 3;  accuracy: (1·0.25 + 5·0.75) / (1 + 5) = 4/6;  auc: one site's
     assert lines[0]["metrics"] == {"loss": pytest.approx(3.0), "accuracy": pytest.approx(2 / 3), "auc": 0.5}
     assert lines[0]["counts"] == {"loss": 2, "accuracy": 2, "auc": 1}
     elements = sum(parameter.numel() for parameter in start.parameters())  # each has the same mean pseudo-gradient
     assert [line["grad_norm"] for line in lines] == [pytest.approx(4.25 * elements**0.5, rel=1e-5)] * 2
     first, _ = server.status().history
-    assert first.weights == [1.0, 2.0, 5.0]
+    assert [each.weight for each in first.sites] == [1.0, 2.0, 5.0]
     assert first.total_weight is None, "no reducer needs it, so that it is not kept"
+
+
+def test_each_site_stands_beside_the_mean(tmp_path: Path) -> None:
+    """Weight, metrics, times and bytes of each site: in the metrics file, and in the status, also after a restart."""
+    settings = {"sites": 2, "rounds": 2}
+
+    def train(site: str) -> None:
+        with atoll.join(server.url, site=site, folder=tmp_path / "workers") as worker:
+            for fl_round in worker:
+                model = fl_round.load_into(tiny())
+                began_s = time.monotonic()
+                while time.monotonic() - began_s < 0.05:
+                    pass
+                fl_round.submit(model, weight=weights[site], steps=3, metrics={"loss": weights[site]})
+
+    weights = {"a": 1.0, "b": 3.0}
+    with plain_server(tmp_path, tiny(), **settings) as server:
+        together(*(partial(train, site) for site in weights))
+        server.run()
+    path, status = server.exports / "metrics.jsonl", server.status()
+    told = [json.loads(line)["sites"] for line in path.read_text().splitlines()]
+    facts = ("site", "weight", "steps", "metrics", "staleness")
+    for sites in told:
+        assert [[site[name] for name in facts] for site in sites] == [
+            ["a", 1.0, 3, {"loss": 1.0}, 0],
+            ["b", 3.0, 3, {"loss": 3.0}, 0],
+        ]
+        assert all(site["train_seconds"] >= 0.05 and site["wait_seconds"] > 0 for site in sites)
+    assert len({site["nbytes"] for sites in told for site in sites}) == 1
+    assert [worker.last and worker.last.model_dump() for worker in status.workers] == told[-1]
+    path.unlink()
+    with plain_server(tmp_path, tiny(), **settings) as server:
+        assert [worker.last for worker in server.status().workers] == [worker.last for worker in status.workers]
+    assert [json.loads(line)["sites"] for line in path.read_text().splitlines()] == told
 
 
 @pytest.mark.covers("L15", "F31")
@@ -112,33 +150,6 @@ def test_huge_finite_numbers_of_a_site_do_not_stop_the_run(tmp_path: Path) -> No
 def test_weights_of_which_the_sum_overflows_are_never_accepted(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="max_weight"):
         plain_server(tmp_path, tiny(), **{"aggregation.max_weight": 1.7e308})
-
-
-@pytest.mark.covers("L15", "F31")
-@pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
-def test_a_restart_expires_updates_with_weights_that_are_now_never_accepted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, algorithm: str
-) -> None:
-    """With the limit of an earlier version, a run got stuck: the sum of the weights overflows, whenever it is tried."""
-    settings = {"sites": 2, "rounds": 1, "algorithm.name": algorithm}
-    server = plain_server(tmp_path, tiny(), **settings)
-    limits = server.settings.aggregation.model_copy(update={"max_weight": sys.float_info.max})
-    server.settings = server.settings.model_copy(update={"aggregation": limits})
-    with server:
-        sites = [WireSite(server.url, name) for name in "ab"]
-        for update in [site.train(1.0, weight=1.7e308) for site in sites]:
-            update.push().complete()
-        assert server.status().fragments[0].version == 0
-    with plain_server(tmp_path, **settings) as server:
-        for ticket, site in enumerate("ab", 1):
-            said = f"Ticket {ticket} of {site} has expired: its weight is 1.7e+308, above 1e+300; submit with smaller"
-            assert said in caplog.text
-        sites = [WireSite(server.url, name) for name in "ab"]
-        for update in [site.train(1.0, weight=3.0) for site in sites]:
-            update.submit()
-        assert server.wait(30)
-        (told,) = server.status().history
-    assert (told.workers, told.weights) == (["a", "b"], [3.0, 3.0])
 
 
 WORKERS, ROUNDS = 200, 2

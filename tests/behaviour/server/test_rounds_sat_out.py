@@ -23,7 +23,7 @@ import atoll
 from atoll.cli.status import latest, plain
 from atoll.cli.stored_status import stored_status
 from atoll.errors import StateCorrupt
-from atoll.protocol.values import UpdateInfo
+from atoll.protocol.messages import Report
 from atoll.store.reader import checked_audit
 from atoll.testing.run import Threads, history
 
@@ -133,7 +133,9 @@ def test_a_round_after_a_damaged_version_has_a_new_number(tmp_path: Path) -> Non
 
 def brief(rounds: Iterable[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
     """Number, version, workers and sites that sat out, for each round."""
-    return [(each["round"], each["version"], each["workers"], each["sat_out"]) for each in rounds]
+    return [
+        (each["round"], each["version"], [one["site"] for one in each["sites"]], each["sat_out"]) for each in rounds
+    ]
 
 
 def test_the_outer_optimizer_rests_in_a_round_without_a_version(tmp_path: Path) -> None:
@@ -254,12 +256,12 @@ def test_sitting_out_again_is_one_and_an_update_excludes_it(tmp_path: Path) -> N
         a, b = world.sites["a"], world.sites["b"]
         sit_out(world, "b", 1)
         exchange, ticket = b._place.exchange, b.round._ticket
-        info = UpdateInfo(0.0)
-        assert type(exchange.sit_out(ticket, info)).__name__ == "SatOut"
+        report = Report(weight=0)
+        assert type(exchange.sit_out(ticket, report)).__name__ == "SatOut"
         b.round.done = False
         b.submit({"w": torch.ones(2)})
         assert a.next_round() == 1
-        assert type(exchange.sit_out(a.round._ticket, info)).__name__ == "TooLate"
+        assert type(exchange.sit_out(a.round._ticket, report)).__name__ == "TooLate"
         a.submit({"w": a.pull()["w"] + 1})
         assert world.finish()["w"].tolist() == [1.0, 1.0]
     assert sorted(outcomes(tmp_path)) == [("a", 0, "counted"), ("b", 0, "sat out")]

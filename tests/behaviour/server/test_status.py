@@ -362,6 +362,24 @@ def test_a_server_does_not_stay_for_its_own_sites_questions(tmp_path: Path, monk
         assert server.finished
 
 
+def test_a_finished_server_stays_for_each_client_that_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client has seen the end; the next has not yet. Only `stop` ends the server earlier."""
+    monkeypatch.setattr("atoll.server.serve.WATCHED_S", 3600.0)
+    with plain_server(tmp_path, START, rounds=1) as server:
+        assert not status(server.url).finished
+        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
+            for fl_round in worker:
+                fl_round.submit(fl_round.state_dict(), weight=1)
+        assert server.wait(60)
+        ended = threading.Event()
+        site = Threads(lambda: (server.run(), ended.set()))
+        for _ in range(2):
+            assert status(server.url).finished
+            assert not ended.wait(0.5)
+        server.stop()
+        site.join()
+
+
 def test_a_run_that_is_finished_has_its_metrics_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's line waits for those before it; the result is there meanwhile, and the server may be stopped."""
     from atoll.server.coordinator.background_writes import Exports

@@ -137,7 +137,7 @@ def model_of(folder: Path) -> bytes:
 
 def workers_of(folder: Path) -> list[list[str]]:
     """The sites that took part in each round."""
-    return [[name[-1] for name in row["workers"]] for row in history(folder)]
+    return [[each["site"][-1] for each in row["sites"]] for row in history(folder)]
 
 
 # -- a model of which the result is derived by hand

@@ -187,7 +187,9 @@ def test_steps_count_from_taking_an_update_not_from_merging_its_result(
     """What comes between taking and merging, τ later, is part of the next update: it is counted there."""
     with new_server(tmp_path, sites=1, alpha=0.5, rounds=3, **settings) as server:
         run_to_end(server, Sites(server.url, tmp_path, ["a"], 20))
-    counted = "SELECT fragment, steps FROM tickets WHERE state = 'counted' ORDER BY fragment, base_version"
+    counted = (
+        "SELECT fragment, report ->> '$.steps' FROM tickets WHERE state = 'counted' ORDER BY fragment, base_version"
+    )
     assert ask_journal(tmp_path, counted) == steps
 
 

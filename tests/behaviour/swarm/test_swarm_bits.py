@@ -15,7 +15,7 @@ from harness.processes import Nursery, free_port
 from kit import DiLoCoSites
 from kit.models import wide_model
 from kit.packages import install
-from kit.results import Result
+from kit.results import Result, of_sites
 from swarm_world import PLAIN, ROUNDS, SITES, SiteProcess, Sites, left_by, serve_swarm
 
 from atoll import TensorRef
@@ -42,7 +42,7 @@ def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
     ours, theirs = found
     assert ours.without_exports == theirs.without_exports
     assert [summary["population"] for summary in ours.history] == populations
-    assert [len(summary["workers"]) for summary in ours.history] == workers
+    assert [len(summary["sites"]) for summary in ours.history] == workers
 
 
 @pytest.mark.covers("X10", "P10")
@@ -102,7 +102,7 @@ def left_by_steps(
 @pytest.mark.covers("P10", "D10")
 def test_fragments_of_an_asynchronous_run_come_to_their_end(tmp_path: Path) -> None:
     result, sites = left_by_steps(tmp_path, steps=400, **{"rounds.total": 9, "diloco.num_fragments": 2})
-    assert len(result.updates) == sum(len(summary["workers"]) for summary in result.history)
+    assert len(result.updates) == sum(len(summary["sites"]) for summary in result.history)
     assert len(set(result.aggregators)) > 1
     assert all(loop.finished for loop in sites.loops.values())
 
@@ -124,11 +124,11 @@ def test_an_asynchronous_run_with_updates_in_the_same_order_has_a_servers_bits(
     theirs, _ = left_by_steps(tmp_path / "server", **run, **{"swarm.enabled": False})
     assert ours.versions == theirs.versions
     first, *one_by_one = ours.history
-    assert first["workers"] == ["a", "b", "c"]
-    assert [summary["workers"] for summary in one_by_one] == [[site] for site in ORDER]
+    assert [each["site"] for each in first["sites"]] == ["a", "b", "c"]
+    assert of_sites(one_by_one) == [[site] for site in ORDER]
     # a, b, c from version 1; a has missed b, c; a again; c: a, a; b: c, a, a, c; b again; a: c, b, b
-    assert [summary["staleness"] for summary in one_by_one] == [[0], [1], [2], [2], [0], [2], [4], [0], [3]]
-    assert [summary["staleness"] for summary in theirs.history] == [summary["staleness"] for summary in ours.history]
+    assert of_sites(one_by_one, "staleness") == [[0], [1], [2], [2], [0], [2], [4], [0], [3]]
+    assert of_sites(theirs.history, "staleness") == of_sites(ours.history, "staleness")
     assert all(loop.finished for loop in sites.loops.values())
 
 

@@ -14,7 +14,7 @@ from harness.processes import Nursery, wait_until
 from kit import Gate, Threads, copy_folder, flip_bit, run_to_end, tensors_digest
 from kit.models import wide_model
 from kit.processes import command, export
-from kit.results import Result
+from kit.results import Result, of_sites
 from kit.tls import write_certificate
 from safetensors.torch import load_file
 from swarm_world import (
@@ -84,7 +84,7 @@ def test_updates_that_hold_nan_or_are_too_large_are_refused_by_name_and_the_othe
     with serve_swarm(tmp_path, **{"aggregation.max_update_norm": 22.0, "rounds.min_sites": 1}) as server:
         run_to_end(server, Sites(server.url, tmp_path, steps={"a": 2, "b": 3, "c": 1}, during=spoil))
     result = Result(tmp_path)
-    assert [summary["workers"] for summary in result.history] == [["c"], ["a", "c"], ["a", "c"]]
+    assert of_sites(result.history) == [["c"], ["a", "c"], ["a", "c"]]
     refused = {(site, base + 1) for site, base, state in result.tickets if state == "refused"}
     assert refused == {("a", 1), ("b", 1), ("b", 2), ("b", 3)}
     assert [line for line in caplog.messages if "update refused" in line and "2.bias" in line]
@@ -151,7 +151,7 @@ def test_the_only_holder_of_the_newest_version_stays_until_another_has_it(nurser
     result = Result(tmp_path)
     assert (len(others.models), len(others.digests)) == (2, 1)
     assert ("a", 2) in result.counted()
-    assert [len(summary["workers"]) for summary in result.history] == [4, 3, 2]
+    assert [len(summary["sites"]) for summary in result.history] == [4, 3, 2]
 
 
 @pytest.mark.covers("P10")

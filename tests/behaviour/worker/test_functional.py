@@ -92,7 +92,7 @@ def test_the_loop_runs_every_round_with_settings_from_the_environment(
     assert atoll.functional.receive() is None
     assert server.wait(30)
     status = server.status()
-    rows = [(row.workers, row.weights, row.metrics) for row in status.history]
+    rows = [(row.workers, [each.weight for each in row.sites], row.metrics) for row in status.history]
     assert rows == [(["clinic-a"], [3.0], {"loss": 0.5})] * ROUNDS
     assert [worker.state for worker in status.workers] == ["left"]  # the loop's end is the run's
     assert (tmp_path / "files" / "clinic-a").is_dir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from atoll.cli import evaluate, server
-from atoll.cli.text import counted, task_totals
+from atoll.cli.text import number_of, task_totals
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, markdown, plain
 
@@ -113,4 +113,4 @@ def test_totals_of_tasks_are_in_plain_words(tasks: dict[str, int], said: str) ->
     [(1, "round", "1 round"), (0, "round", "0 rounds"), (1, "retry", "1 retry"), (2, "retry", "2 retries")],
 )
 def test_a_count_has_its_noun_in_singular_or_plural(count: int, what: str, said: str) -> None:
-    assert counted(count, what) == said
+    assert number_of(count, what) == said

@@ -24,7 +24,7 @@ class Story:
         match event:
             case events.UpdateAccepted(ticket, order):
                 self.journal.accept(ticket, order)
-            case events.RefusalRecorded(ticket, reason):
+            case events.RefusedUpdate(ticket, reason):
                 self.journal.refuse(ticket, reason)
             case events.SatOut(ticket):
                 self.journal.sit_out(ticket)
@@ -72,7 +72,7 @@ class Story:
         return self.send(events.UpdateAccepted(ticket, self.journal.next_order))
 
     def refuse(self, ticket: int, reason: str = "layer.weight is not finite") -> tuple[events.Effect, ...]:
-        return self.send(events.RefusalRecorded(ticket, reason))
+        return self.send(events.RefusedUpdate(ticket, reason))
 
     def submit(self, *sites: str, fragment: int = 0) -> tuple[events.Effect, ...]:
         """Each asks for its ticket and has its update accepted; the effects of the last."""

@@ -11,7 +11,7 @@ from harness.sim_journal import initial
 
 from atoll import Settings
 from atoll.protocol import messages
-from atoll.protocol.status_messages import RoundSummary
+from atoll.protocol.status_messages import RoundSummary, SiteRound
 from atoll.rounds import events
 from atoll.rounds.state import Rules, State
 from atoll.server.coordinator import roster as roster_module
@@ -44,8 +44,7 @@ def closed(attendance: Attendance, number: int, workers: str, expected: int, fra
             fragment=fragment,
             round=number,
             version=number,
-            workers=list(workers),
-            weights=[1.0] * len(workers),
+            sites=[SiteRound(site=site) for site in workers],
             metrics={},
             counts={},
             seconds=0.0,

@@ -16,6 +16,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from atoll.protocol.messages import Report
 from atoll.store.file_slots import VERSION
 from atoll.store.journal_tables import AUDIT, AuditRow, RunRow, TicketRow, VersionRow
 from atoll.store.store import Files, FileShape, FragmentShapes, Store
@@ -84,7 +85,7 @@ def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> Ve
             os.pwrite(draft.state.fd, state_content(version), 0)
         if draft.delta:
             os.pwrite(draft.delta.fd, delta_content(version), 0)
-        return store.versions.commit(
+        row = store.versions.finish(
             draft,
             VersionDigests(
                 digest=blake3(content(version)).hexdigest(),
@@ -94,8 +95,10 @@ def write_version(store: Store, version: int, tickets: Sequence[int] = ()) -> Ve
                 delta_digests=digests(delta_content(version), WITH_DELTA.delta) if draft.delta else (),
             ),
             summary_json=f'{{"version": {version}}}',
-            tickets=tickets,
         )
+        with store.journal.transaction():
+            store.versions.commit(draft, tickets)
+        return row
     except BaseException:
         draft.abandon()
         raise
@@ -124,7 +127,12 @@ def accept(store: Store, ticket: int, update: bytes = b"") -> TicketRow:
     """Have an update accepted: by default the one that its site has sent."""
     row = store.tickets.get(ticket)
     update = update or update_of(row.site, row.base_version)
-    return store.tickets.accept(ticket, blake3(update).hexdigest(), 2.0, 10, {"loss": 0.5}, 3.0)
+    store.tickets.whole(row)
+    store.tickets.make_durable(row)
+    with store.journal.transaction():
+        digest, order = blake3(update).hexdigest(), store.tickets.next_order()
+        store.tickets.accept(row, digest, Report(weight=2.0, steps=10, metrics={"loss": 0.5}), 3.0, order)
+    return store.tickets.get(ticket)
 
 
 def submit(store: Store, ticket: int, site: str, base_version: int) -> TicketRow:

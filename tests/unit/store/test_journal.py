@@ -11,11 +11,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from harness.sim_journal import initial
 from store_world import audited, begin, kill_during, new_run, reopen, run_round, submit, write_version
 
 from atoll.errors import DiskFull, StateCorrupt, StateLocked, StoreError, SyncFailed
 from atoll.rounds import events
-from atoll.server.coordinator.ledger import record_in
+from atoll.rounds.state import Rules
+from atoll.server.coordinator.event_log import EventLog
+from atoll.server.coordinator.ledger import Change, write_change
 from atoll.server.coordinator.roster import Presence
 from atoll.store.journal import Journal
 from atoll.store.journal_tables import SCHEMA_VERSION
@@ -301,7 +304,8 @@ def test_effects_outlive_the_process(tmp_path: Path) -> None:
         events.ExpectedChanged(0, 0, ("a",)),
         events.LeaseGranted("b", 3),
     ]
-    record_in(store, {"b": Presence("b")}, decided)
+    state = initial(Rules(sites=2))
+    write_change(store, {"b": Presence("b")}, EventLog(store), Change(state, state, decided))
     store, _ = reopen(store)
     round_ = store.run_log.round(0, 0)
     assert round_ is not None

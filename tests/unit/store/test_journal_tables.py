@@ -21,7 +21,8 @@ from atoll.errors import StateCorrupt
 # -- constraints
 
 
-TICKET = "INSERT INTO tickets (ticket, site, fragment, base_version, state, slot, digest, weight, version) VALUES "
+TICKET = "INSERT INTO tickets (ticket, site, fragment, base_version, state, slot, digest, version) VALUES "
+REPORTS = "UPDATE tickets SET report = json_set(report, '$.{}', {}) WHERE ticket = 1"
 ROUND = "INSERT INTO rounds (fragment, base_version, state, expected, tickets, opened_at) VALUES "
 VERSION = (
     "INSERT INTO versions (fragment, version, slot, state_slot, digest, part_digests, state_digests, summary_json, "
@@ -40,21 +41,19 @@ CHECKS: dict[str, str | list[str]] = {
     "members: state IN ('alive', 'dead', 'left', 'failed')": MEMBER + "('c', 9, 'gone', '', '', '{}', '', 0, '')",
     "rounds: state IN ('open', 'frozen', 'committed')": ROUND + "(1, 0, 'closed', '[]', '[]', '')",
     "tickets: state IN ('open', 'accepted', 'counted', 'refused', 'sat out', 'expired')": TICKET
-    + "(9, 'c', 0, 1, 'lost', NULL, NULL, 0, NULL)",
+    + "(9, 'c', 0, 1, 'lost', NULL, NULL, NULL)",
     "tickets: slot IS NULL OR state IN ('open', 'accepted')": [
-        TICKET + "(9, 'c', 0, 1, 'expired', 7, NULL, 0, NULL)",
-        TICKET + "(9, 'c', 0, 1, 'counted', 7, 'd', 1, 2)",
+        TICKET + "(9, 'c', 0, 1, 'expired', 7, NULL, NULL)",
+        TICKET + "(9, 'c', 0, 1, 'counted', 7, 'd', 2)",
     ],
-    "tickets: state != 'accepted' OR slot IS NOT NULL": TICKET + "(9, 'c', 0, 1, 'accepted', NULL, 'd', 1, NULL)",
-    "tickets: state NOT IN ('accepted', 'counted') OR (digest IS NOT NULL AND weight > 0)": [
-        TICKET + "(9, 'c', 0, 1, 'accepted', 7, 'd', 0, NULL)",
-        TICKET + "(9, 'c', 0, 1, 'accepted', 7, NULL, 1, NULL)",
-        TICKET + "(9, 'c', 0, 1, 'counted', NULL, NULL, 1, 2)",
-        TICKET + "(9, 'c', 0, 1, 'counted', NULL, 'd', -1.0, 2)",
+    "tickets: state != 'accepted' OR slot IS NOT NULL": TICKET + "(9, 'c', 0, 1, 'accepted', NULL, 'd', NULL)",
+    "tickets: state NOT IN ('accepted', 'counted') OR digest IS NOT NULL": [
+        TICKET + "(9, 'c', 0, 1, 'accepted', 7, NULL, NULL)",
+        TICKET + "(9, 'c', 0, 1, 'counted', NULL, NULL, 2)",
     ],
     "tickets: (state = 'counted') = (version IS NOT NULL)": [
-        TICKET + "(9, 'c', 0, 1, 'counted', NULL, 'd', 1, NULL)",
-        TICKET + "(9, 'c', 0, 1, 'open', NULL, NULL, 0, 2)",
+        TICKET + "(9, 'c', 0, 1, 'counted', NULL, 'd', NULL)",
+        TICKET + "(9, 'c', 0, 1, 'open', NULL, NULL, 2)",
     ],
 }
 """Constraint → rows that break it and no other."""
@@ -66,14 +65,14 @@ UNIQUES: dict[str, str | list[str]] = {
     "rounds.fragment": [ROUND + f"(0, 2, '{state}', '[]', '[]', '')" for state in ("open", "frozen")],
     "sat_out_rounds.fragment, sat_out_rounds.total": "INSERT INTO sat_out_rounds (fragment, base_version, in_a_row, "
     "total, first_ticket) VALUES (0, 0, 1, 1, 2), (0, 1, 1, 1, 3)",
-    "tickets.ticket": TICKET + "(1, 'c', 0, 1, 'open', NULL, NULL, 0, NULL)",
+    "tickets.ticket": TICKET + "(1, 'c', 0, 1, 'open', NULL, NULL, NULL)",
     "tickets.site, tickets.fragment, tickets.base_version": [
-        TICKET + "(9, 'a', 0, 1, 'open', NULL, NULL, 0, NULL)",  # beside the accepted one of site a
-        TICKET + "(9, 'a', 0, 1, 'accepted', 7, 'd', 1.0, NULL)",
-        TICKET + "(9, 'a', 0, 1, 'counted', NULL, 'd', 1.0, 2)",
+        TICKET + "(9, 'a', 0, 1, 'open', NULL, NULL, NULL)",  # beside the accepted one of site a
+        TICKET + "(9, 'a', 0, 1, 'accepted', 7, 'd', NULL)",
+        TICKET + "(9, 'a', 0, 1, 'counted', NULL, 'd', 2)",
     ],
     "tickets.fragment, tickets.slot": TICKET
-    + "(9, 'c', 0, 1, 'open', (SELECT slot FROM tickets WHERE slot IS NOT NULL LIMIT 1), NULL, 0, NULL)",
+    + "(9, 'c', 0, 1, 'open', (SELECT slot FROM tickets WHERE slot IS NOT NULL LIMIT 1), NULL, NULL)",
     "tickets.accepted_order": "UPDATE tickets SET accepted_order = 1 WHERE ticket = 2",
     "parts.ticket, parts.part": "INSERT INTO parts (ticket, part, digest, sumsq) VALUES (3, 0, x'00', 1.0)",
     "versions.fragment, versions.version": VERSION + "(0, 1, 7, NULL, '', x'', x'', '', '')",
@@ -81,6 +80,8 @@ UNIQUES: dict[str, str | list[str]] = {
     + "(0, 7, (SELECT slot FROM versions LIMIT 1), NULL, '', x'', x'', '', '')",
     "versions.fragment, versions.state_slot": VERSION
     + "(0, 7, 7, (SELECT state_slot FROM versions WHERE state_slot IS NOT NULL LIMIT 1), '', x'', x'', '', '')",
+    "site_rounds.fragment, site_rounds.version, site_rounds.site": "INSERT INTO site_rounds (fragment, version, site, "
+    "summary_json) VALUES (0, 9, 'a', '{}'), (0, 9, 'a', '{}')",
     "generations.number": GENERATION + "(1, 2, '', '')",
     "deltas.fragment, deltas.version": DELTA + "(0, 1, 7, 0, '', '', x'')",
     "deltas.fragment, deltas.slot": DELTA + "(0, 7, 0, 0, '', '', x'')",
@@ -91,6 +92,7 @@ UNIQUES: dict[str, str | list[str]] = {
     "SELECT fragment, kind, 0, x'' FROM shapes LIMIT 1",
     "counters.name": "INSERT INTO counters VALUES ('bytes', 1)",
     "audit.seq": "INSERT INTO audit VALUES (1, '', '', '{}', '', '')",
+    "events.number": "INSERT INTO events VALUES (7, '{}'), (7, '{}')",
     "exports_under_way.path": "INSERT INTO exports_under_way VALUES ('here'), ('here')",
     "workflows.place": "INSERT INTO workflows (place, name, ended_at) VALUES (0, 'a', ''), (0, 'b', '')",
     "meta.id": "INSERT INTO meta (id, epoch, finished) VALUES (1, 0, 0)",
@@ -101,12 +103,12 @@ UNIQUES: dict[str, str | list[str]] = {
 ALLOWED = [
     ROUND + "(1, 0, 'open', '[]', '[]', '')",  # another fragment's
     ROUND + "(0, 7, 'committed', '[]', '[]', '')",  # beside the open one
-    TICKET + "(9, 'a', 0, 1, 'refused', NULL, NULL, 0, NULL)",  # beside the one that may still count
-    TICKET + "(9, 'a', 0, 1, 'expired', NULL, NULL, 0, NULL)",
-    TICKET + "(9, 'a', 1, 1, 'open', NULL, NULL, 0, NULL)",
-    TICKET + "(9, 'c', 0, 1, 'open', NULL, NULL, 0, NULL)",
-    TICKET + "(9, 'c', 0, 1, 'accepted', 7, 'd', 0.5, NULL)",
-    TICKET + "(9, 'c', 0, 1, 'counted', NULL, 'd', 0.5, 2)",
+    TICKET + "(9, 'a', 0, 1, 'refused', NULL, NULL, NULL)",  # beside the one that may still count
+    TICKET + "(9, 'a', 0, 1, 'expired', NULL, NULL, NULL)",
+    TICKET + "(9, 'a', 1, 1, 'open', NULL, NULL, NULL)",
+    TICKET + "(9, 'c', 0, 1, 'open', NULL, NULL, NULL)",
+    TICKET + "(9, 'c', 0, 1, 'accepted', 7, 'd', NULL)",
+    TICKET + "(9, 'c', 0, 1, 'counted', NULL, 'd', 2)",
 ]
 
 
@@ -281,7 +283,7 @@ def test_a_removed_or_moved_entry_is_found(state: Path, tampering: str, seq: int
     ("tampering", "word"),
     [
         ("UPDATE tickets SET site = 'z' WHERE ticket = 1", "tickets"),
-        ("UPDATE tickets SET weight = 9.0 WHERE ticket = 1", "tickets"),
+        (REPORTS.format("weight", 9.0), "tickets"),
         ("UPDATE tickets SET state = 'expired', version = NULL WHERE ticket = 1", "tickets"),
         ("UPDATE history SET digest = 'd' WHERE version = 1", "history"),
         ("UPDATE heads SET version = 1", "heads"),
@@ -298,8 +300,11 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
     ("tampering", "words"),
     [
         ("UPDATE tickets SET site = 'z' WHERE ticket = 1", "ticket 1 has the site 'z'"),
-        ("UPDATE tickets SET weight = 9.0 WHERE ticket = 1", "ticket 1 has the weight 9.0"),
-        ("UPDATE tickets SET steps = 9 WHERE ticket = 1", "ticket 1 has the steps 9"),
+        (
+            'UPDATE tickets SET report = json_set(report, "$.weight", 9.0) WHERE ticket = 1',
+            "ticket 1 has the weight 9.0",
+        ),
+        ('UPDATE tickets SET report = json_set(report, "$.steps", 9) WHERE ticket = 1', "ticket 1 has the steps 9"),
         ("UPDATE tickets SET norm = 9.0 WHERE ticket = 1", "ticket 1 has the norm 9.0"),
         ("UPDATE tickets SET digest = 'd' WHERE ticket = 3", "ticket 3 has the digest 'd'"),
         ("UPDATE tickets SET base_version = 7 WHERE ticket = 3", "ticket 3 has the base_version 7"),
@@ -314,8 +319,8 @@ def test_a_changed_row_of_the_past_is_found(state: Path, tampering: str, word: s
         ("UPDATE heads SET version = 3", "the head is version 3, but entry"),
         ("UPDATE meta SET finished = 1", "the run is finished"),
         (
-            "INSERT INTO tickets (ticket, site, fragment, base_version, state, digest, weight, version) "
-            "VALUES (9, 'c', 0, 1, 'counted', 'd', 1.0, 2)",
+            "INSERT INTO tickets (ticket, site, fragment, base_version, state, digest, version) "
+            "VALUES (9, 'c', 0, 1, 'counted', 'd', 2)",
             "has no entry for the accepted ticket 9",
         ),
         (

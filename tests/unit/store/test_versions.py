@@ -537,7 +537,7 @@ def test_a_run_that_sends_differences_needs_their_digests_and_goes_on_so(tmp_pat
     with new_run(tmp_path, shapes=WITH_DELTA) as store:
         draft = store.versions.begin(0, 1)
         with pytest.raises(UsageError, match="The draft of version 1 got the wrong number of digests"):
-            store.versions.commit(
+            store.versions.finish(
                 draft,
                 VersionDigests(
                     digest="00" * 32,

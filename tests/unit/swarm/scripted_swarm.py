@@ -114,7 +114,7 @@ class ScriptedSwarm:
     def ticket(self, site: str) -> int:
         """Issue a site's ticket of the open round, and return its number."""
         lease = self.workers[site].lease
-        for effect in self.run.apply(events.TicketRequested(site, lease.number, 0)):
+        for effect in self.run.ledger.record(events.TicketRequested(site, lease.number, 0)):
             if isinstance(effect, events.TicketIssued):
                 return effect.ticket
         raise AssertionError(f"no ticket for {site}")

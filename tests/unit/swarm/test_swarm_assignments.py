@@ -22,7 +22,7 @@ IN_TURN = {"swarm.aggregators": ["a", "b", "c"], "network.idle_timeout_s": IDLE_
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Moves the clock of the swarm's decisions forward by some seconds; it stands still otherwise."""
-    now_s = time.monotonic()
+    now_s = float(int(time.monotonic()))  # so that seconds are added without rounding
 
     def forward(seconds: float) -> None:
         nonlocal now_s

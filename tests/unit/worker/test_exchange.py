@@ -26,7 +26,8 @@ import atoll
 from atoll import posix
 from atoll.errors import Conflict, LeaseLost, StoreError, VersionSkew
 from atoll.protocol import messages, routes
-from atoll.protocol.values import Accepted, UpdateInfo
+from atoll.protocol.messages import Report
+from atoll.protocol.values import Accepted
 from atoll.tensors.module_tensors import named_tensors
 from atoll.transport.http_client import Http
 from atoll.worker.exchange import base_and_outbox
@@ -68,7 +69,7 @@ def test_a_base_that_was_advanced_is_not_taken_for_the_version_it_was(place: Par
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in tensors.values():
         tensor += 1.0
-    place.exchange.form(ticket, tensors, UpdateInfo(1.0, 1, {}))
+    place.exchange.form(ticket, tensors, Report(steps=1))
     place.exchange.advance_base()
     place.exchange.pull(ticket.base, tensors)
     assert all(torch.equal(tensors[name], before[name]) for name in before)
@@ -180,7 +181,7 @@ def test_a_base_that_was_advanced_has_it_in_the_local_progress(tmp_path: Path, a
         weights = {"w": torch.zeros(2)}
         place.exchange.pull(reply.ticket.base, weights)
         weights["w"] -= torch.tensor([127.0, 0.4])
-        info = UpdateInfo(steps=1)
+        info = Report(steps=1)
         place.exchange.submit(reply.ticket, weights, info)
         following = place.exchange.ask()
         assert following.ticket is not None
@@ -250,7 +251,7 @@ def test_a_layout_or_schema_that_is_not_the_servers_is_refused_before_a_byte_mov
         tensors = named_tensors(nn.Linear(2, 1))[0]
         place.exchange.pull(ticket.base, tensors)
         with pytest.raises(VersionSkew, match="another file layout"):
-            place.exchange.form(ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, UpdateInfo(1.0, 0, {}))
+            place.exchange.form(ticket.model_copy(update={"layout_digest": "0" * 64}), tensors, Report())
         info = place.session.info.model_copy(update={"schema_digest": "0" * 64})
         with pytest.raises(VersionSkew, match="does not match the digest"):
             info.require_split(place.session.split)
@@ -328,7 +329,7 @@ def note(*, sent: bool = True) -> OutboxNote:
     """An update from version 3 with the bits A, under ticket 8."""
     return OutboxNote(
         run="r", ticket=8, fragment=0, base_version=3, base_digest=A, layout_digest=LAYOUT, digest=B,
-        part_digests=[], weight=1.0, steps=2, sent=sent,
+        part_digests=[], report=Report(steps=2), sent=sent,
     )  # fmt: skip
 
 

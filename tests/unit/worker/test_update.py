@@ -15,6 +15,7 @@ from torch import Tensor
 
 from atoll.codecs import Bf16Codec, Codec, NoneCodec, build_codecs, encoded_layout
 from atoll.errors import DiskFull, StateLocked, StoreError, UsageError
+from atoll.protocol.messages import Report
 from atoll.registry import OwnName
 from atoll.tensors.byte_runs import RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, bytes_of, run_of
@@ -338,7 +339,8 @@ def test_a_sealed_outbox_survives_the_process_and_an_unsealed_one_does_not(tmp_p
     formed = form_update(outbox, base_with(tmp_path, start), {"w": torch.zeros(4)})
     assert Outbox(tmp_path, layout).note is None
     digests = [digest.hex() for digest in formed.part_digests]
-    note = OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, formed.digest, digests, 2.0, 10, {"loss": 1.5})
+    report = Report(weight=2.0, steps=10, metrics={"loss": 1.5})
+    note = OutboxNote("run", 3, 0, 0, "b" * 64, layout.digest, formed.digest, digests, report)
     outbox.seal(note)
     again = Outbox(tmp_path, layout)
     assert again.note == note

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 from atoll.aggregation.plan import Plan
-from atoll.errors import AtollError, StoreError, UpdateRefused, transient_reason
+from atoll.errors import UpdateRefused
 from atoll.format_text import numbers
-from atoll.protocol import messages
+from atoll.protocol import messages, run_events
 from atoll.rounds import events
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.reported_numbers import ReportedNumbers
@@ -35,8 +36,6 @@ class UpdateAdmission:
         store: store of the run.
         ledger: state of the run. It gets an event for each accepted or refused update.
         roster: site → what the server knows about its worker.
-        fail: function that ends the server because of an error.
-        on_accepted: callback with the ticket of an accepted update, and the number of its round.
 
     Attributes:
         refused: number of updates refused in the whole run.
@@ -49,16 +48,13 @@ class UpdateAdmission:
         store: Store,
         ledger: Ledger,
         roster: MutableMapping[str, Presence],
-        fail: Callable[[AtollError], None],
-        on_accepted: Callable[[TicketRow, int], None],
     ) -> None:
         self._plan, self._store, self._ledger, self._roster = plan, store, ledger, roster
-        self._fail, self._on_accepted = fail, on_accepted
         self.refused, self.reports = 0, ReportedNumbers(needs_steps=plan.needs_steps)
         self._other_weight: set[str] = set()  # sites that were warned about a changed weight
 
-    def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> TicketRow:
-        """Accept an update that is completely on disk, and return its ticket. Call `require_plausible` first.
+    def accept(self, site: str, ticket: int, message: messages.Complete, norm: float) -> None:
+        """Accept an update that is completely on disk. Call `require_plausible` first.
 
         Args:
             site: name of the site.
@@ -67,27 +63,22 @@ class UpdateAdmission:
             norm: L2 norm of the update's `params`.
 
         Raises:
-            Conflict: parts are missing, or another update was accepted for this ticket.
-            TicketClosed, UpdateRefused: the ticket has expired or was refused.
             DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
-        try:
-            row = self._store.tickets.accept(
-                ticket, message.digest, message.weight, message.steps, dict(message.metrics), norm
-            )
-        except StoreError as error:
-            if transient_reason(error) is None:
-                self._fail(error)
-            raise
-        self._on_accepted(row, self._ledger.state.rounds[row.fragment].number)
-        self._ledger.apply(events.UpdateAccepted(ticket, row.accepted_order))
+        tickets = self._store.tickets
+        row, order = tickets.get(ticket), tickets.next_order()
+        tickets.make_durable(row)
+        self._ledger.record(
+            events.UpdateAccepted(ticket, order),
+            lambda: tickets.accept(row, message.digest, message.report, norm, order),
+            run_events.UpdateAccepted(**self._about(row)),
+        )
         if site in self._roster:
             presence = self._roster[site]
             presence.refused_in_a_row = 0
             trained = message.steps * self._plan.fragments[row.fragment].schema.model.nbytes
             presence.gradient_bytes = min(presence.gradient_bytes + trained, messages.NUMBER_BELOW - 1)
-        return row
 
     def sit_out(self, site: str, ticket: int, metrics: Mapping[str, float]) -> None:
         """Record that a site sits out the round of its ticket.
@@ -98,20 +89,18 @@ class UpdateAdmission:
             metrics: metrics of the worker.
 
         Raises:
-            TicketClosed, UpdateRefused: the ticket is over.
             DiskFull: the disk is full; nothing has changed.
             StoreError: the store failed. The server ends, unless the cause is temporary.
         """
-        number = self._ledger.state.rounds[self._store.tickets.get(ticket).fragment].number
-        try:
-            self._store.tickets.sit_out(ticket, metrics)
-        except StoreError as error:
-            if transient_reason(error) is None:
-                self._fail(error)
-            raise
         told = f" ({numbers(metrics)})" if metrics else ""
-        LOG.info("%s sat out round %d%s: it has no samples, or its weight is 0", site, number, told)
-        self._ledger.apply(events.SatOut(ticket))
+        happened = run_events.SiteSatOut(**self._about(self._store.tickets.get(ticket)))
+        self._ledger.record(events.SatOut(ticket), lambda: self._store.tickets.sit_out(ticket, metrics), happened)
+        LOG.info("%s sat out round %d%s: it has no samples, or its weight is 0", site, happened.round, told)
+
+    def _about(self, row: TicketRow) -> dict[str, Any]:
+        """Return the fields of an event about a ticket."""
+        number = self._ledger.state.rounds[row.fragment].number
+        return {"fragment": row.fragment, "round": number, "site": row.site, "ticket": row.ticket}
 
     def with_kept_weight(self, site: str, message: messages.Complete) -> messages.Complete:
         """Return a site's message with the weight of the site's first update, if the run needs constant weights.
@@ -170,17 +159,21 @@ class UpdateAdmission:
         Raises:
             UpdateRefused: always.
         """
-        self._store.tickets.refuse(ticket, reason)
+        row = self._store.tickets.get(ticket)
+        self._ledger.record(
+            events.RefusedUpdate(ticket, reason),
+            lambda: self._store.tickets.refuse(ticket, reason),
+            run_events.UpdateRefused(**self._about(row), reason=reason),
+        )
         self.refused += 1
-        self._ledger.apply(events.RefusalRecorded(ticket, reason))
         presence = self._roster.setdefault(site, Presence(site))
         presence.refused_in_a_row += 1
         LOG.warning("%s: update refused: %s", site, reason)
         state, then = self._ledger.state, "The round continues with the other updates"
-        member, fragment = state.members.get(site), self._store.tickets.get(ticket).fragment
+        member, fragment = state.members.get(site), row.fragment
         if presence.refused_in_a_row >= REFUSALS and member is not None:
             then = f"{presence.refused_in_a_row} updates in a row were refused"
-            self._ledger.apply(events.WorkerLeft(site, member.lease, f"{then}, the last because {reason}"))
+            self._ledger.record(events.WorkerLeft(site, member.lease, f"{then}, the last because {reason}"))
         elif state.rounds[fragment].phase == "open" and state.lacks_sites(fragment):
             floor = state.rules.floor_without(len(state.rounds[fragment].sat_out))
             needed = f"{floor} update{'' if floor == 1 else 's'}"

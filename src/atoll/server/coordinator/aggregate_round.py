@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from typing import NamedTuple, Self
 
 from atoll.aggregation.make_version import BaseDamaged, NextFiles, RoundFiles, make_version
 from atoll.aggregation.plan import Plan
@@ -24,6 +25,7 @@ from atoll.server.coordinator.update_filters import Filtering
 from atoll.server.coordinator.user_aggregator_process import Aggregator
 from atoll.store.journal_tables import TicketRow, VersionRow
 from atoll.store.store import Store
+from atoll.store.versions import VersionDigests, VersionDraft
 
 
 def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> FrozenRound:
@@ -52,12 +54,12 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> 
                 ticket=row.ticket,
                 site=row.site,
                 digest=row.digest or "",
-                weight=row.weight,
-                steps=row.steps,
+                weight=row.report.weight,
+                steps=row.report.steps,
                 norm=min(row.norm, sys.float_info.max),  # infinite if squares of fp64 values overflow
                 staleness=(lag := staleness(base_version, row.base_version, lost)),
                 scale=plan.staleness_weight(lag),
-                metrics=dict(row.metrics),
+                report=row.report,
                 nbytes=row.bytes,
             )
             for row in map(store.tickets.get, closed.tickets)
@@ -67,11 +69,57 @@ def frozen_round(plan: Plan, store: Store, closed: RoundClosed, number: int) -> 
         population_weight=total,
         population_scale=(summary.get("total_weight") or total) / total if total else 1.0,
         from_zero=store.run_log.generation.begins_at(base_version),
-        sat_out=store.tickets.sat_out(fragment, base_version, store.run_log.sat_out(fragment).first_ticket),
+        sat_out=store.tickets.sat_out(fragment, base_version, store.run_log.last_sat_out_round(fragment).first_ticket),
     )
 
 
-Committed = tuple[VersionRow, status_messages.RoundSummary]
+class MadeVersion(NamedTuple):
+    """The next version of a closed round, written and ready to be committed.
+
+    Attributes:
+        draft: its files.
+        row: its row.
+        summary: summary of the round.
+        tickets: tickets of the updates from which it was made.
+    """
+
+    draft: VersionDraft
+    row: VersionRow
+    summary: status_messages.RoundSummary
+    tickets: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        store: Store,
+        draft: VersionDraft,
+        written: VersionDigests,
+        frozen: FrozenRound,
+        summary: status_messages.RoundSummary,
+    ) -> Self:
+        """Make a draft with all its files ready to be committed. Call it in a thread if files were written.
+
+        Args:
+            store: store of the run.
+            draft: the draft.
+            written: digests of its files.
+            frozen: record of the closed round.
+            summary: summary of the round.
+
+        Raises:
+            SyncFailed: fsync failed; the server must end.
+        """
+        row = store.versions.finish(draft, written, summary_json=summary.model_dump_json(exclude={"sites"}))
+        return cls(draft, row, summary, frozen.tickets)
+
+    def commit(self, store: Store) -> None:
+        """Write the rows of the version. Call it inside a transaction.
+
+        Raises:
+            StoreError: another version was committed meanwhile, or the round has other tickets.
+        """
+        sites = {each.site: each.model_dump_json() for each in self.summary.sites}
+        store.versions.commit(self.draft, self.tickets, sites)
 
 
 class LocalRounds:
@@ -102,17 +150,14 @@ class LocalRounds:
         if self._aggregator is not None:
             self._aggregator.offer(self._store, ticket, number)
 
-    async def aggregate(self, closed: RoundClosed, number: int) -> Committed:
-        """Aggregate the updates of a closed round, step the outer optimizer, and commit the next version.
+    async def aggregate(self, closed: RoundClosed, number: int) -> MadeVersion:
+        """Aggregate the updates of a closed round, step the outer optimizer, and write the next version.
 
         The work runs in a pool thread. If filtered updates were lost in a restart, they are filtered again first.
 
         Args:
             closed: the closed round.
             number: number of the round.
-
-        Returns:
-            The journal's row of the new version, and the summary of the round.
 
         Raises:
             RunFailed: the user's aggregator failed, or the result is not finite; the round stays closed.
@@ -126,7 +171,7 @@ class LocalRounds:
         await self._filtering.prepare_accepted(rows, number)
         return await asyncio.get_running_loop().run_in_executor(self._io, self._aggregate, frozen, rows)
 
-    def _aggregate(self, frozen: FrozenRound, rows: Sequence[TicketRow]) -> Committed:
+    def _aggregate(self, frozen: FrozenRound, rows: Sequence[TicketRow]) -> MadeVersion:
         store, aggregator, begin_s = self._store, self._aggregator, time.monotonic()
         fragment, base_version, number = frozen.fragment, frozen.base_version, frozen.number
         with store.versions.pin(fragment, base_version) as base:
@@ -147,9 +192,7 @@ class LocalRounds:
                     self._cancelled,
                 )
                 summary = summary_of(frozen, time.monotonic() - begin_s, result.grad_norm)
-                row = store.versions.commit(
-                    draft, result, summary_json=summary.model_dump_json(), tickets=frozen.tickets
-                )
+                return MadeVersion.of(store, draft, result, frozen, summary)
             except BaseException as error:
                 draft.abandon()
                 if isinstance(error, BaseDamaged):
@@ -162,7 +205,6 @@ class LocalRounds:
                 if isinstance(error, OSError):
                     raise file_error(error, store.slots.folder / f"version {frozen.version}") from error
                 raise
-        return row, summary
 
     def cancel(self) -> None:
         """Cancel the running aggregation, if there is one."""
@@ -185,8 +227,8 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
     updates = frozen.updates
     means: dict[str, float] = {}
     counts: dict[str, int] = {}
-    for key in sorted({key for each in updates for key in each.metrics}):
-        reported = [(each.metrics[key], each.weight) for each in updates if key in each.metrics]
+    for key in sorted({key for each in updates for key in each.report.metrics}):
+        reported = [(each.report.metrics[key], each.weight) for each in updates if key in each.report.metrics]
         mean = sum(value * weight for value, weight in reported) / sum(weight for _, weight in reported)
         if not math.isfinite(mean):  # a product or the sum has overflowed, but the mean is between the values
             total, values = sum(weight for _, weight in reported), [value for value, _ in reported]
@@ -198,8 +240,7 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
         fragment=frozen.fragment,
         round=frozen.number,
         version=frozen.version,
-        workers=[each.site for each in updates],
-        weights=[each.weight for each in updates],
+        sites=sorted(map(_site_round, updates), key=lambda each: each.site),
         metrics=means,
         counts=counts,
         seconds=seconds,
@@ -208,6 +249,11 @@ def summary_of(frozen: FrozenRound, seconds: float, grad_norm: float) -> status_
         expected=frozen.expected,
         population=frozen.population,
         total_weight=frozen.population_weight or None,
-        staleness=[each.staleness for each in updates],
         sat_out=frozen.sat_out,
+    )
+
+
+def _site_round(update: FrozenUpdate) -> status_messages.SiteRound:
+    return status_messages.SiteRound(
+        **dict(update.report), site=update.site, staleness=update.staleness, nbytes=update.nbytes
     )

@@ -39,7 +39,7 @@ from atoll.posix import (
 from atoll.protocol import status_messages
 from atoll.rounds.early_stopping import Measurement, Tracking
 from atoll.server.coordinator.persistor import Persistor
-from atoll.store.journal_tables import HistoryRow, VersionRow
+from atoll.store.journal_tables import HistoryRow
 from atoll.store.store import Store
 
 # -- Exports: the model as a safetensors file, and a file with one line of metrics per round.
@@ -413,8 +413,8 @@ class BackgroundWriter:
 
     async def after_commit(
         self,
-        row: VersionRow,
         summary: status_messages.RoundSummary,
+        at: str,
         *,
         heads: Sequence[int],
         last: bool,
@@ -423,36 +423,36 @@ class BackgroundWriter:
         """Write the round's metrics and, every `disk.export_every` rounds, the model. Then make the version durable.
 
         Args:
-            row: the committed version.
-            summary: summary of its round.
+            summary: summary of the round of the committed version.
+            at: time at which the version was written.
             heads: number of the newest version of each fragment.
             last: whether all fragments have now finished this round.
             finished: whether the run is finished. If so, the persistor does not get the model here, but from
                 `save_result`.
         """
-        loop = asyncio.get_running_loop()
+        loop, version = asyncio.get_running_loop(), summary.version or 0
         every = self._settings.disk.export_every
         due = bool(every) and summary.round % every == 0 and last
         if due and not finished:
             self.persistor.save(self._plan, self._store, heads)
         try:
-            await self._append_metrics(summary, row.created_at)
+            await self._append_metrics(summary, at)
             if due:
                 try:
                     await loop.run_in_executor(self._io, self.exports.save, heads)
                 except Gone as error:
-                    LOG.debug("version %d was replaced by a newer one before it was exported: %s", row.version, error)
+                    LOG.debug("version %d was replaced by a newer one before it was exported: %s", version, error)
             self._said_unwritten = False
         except (AtollError, OSError) as error:
-            self._go_on_after(error, row.version)
+            self._go_on_after(error, version)
         try:
             # one at a time: otherwise an older version that is fsynced later would be recorded as the durable one
             async with self._durable_in_turn:
-                await loop.run_in_executor(self._io, self._store.versions.write_durable, row.fragment)
+                await loop.run_in_executor(self._io, self._store.versions.write_durable, summary.fragment)
             if self._measured is not None and not self.best.path.exists():  # a user has removed it
                 await self.save_best(self._measured)
         except (AtollError, OSError) as error:
-            self._go_on_after(error, row.version)
+            self._go_on_after(error, version)
 
     async def _append_metrics(self, summary: status_messages.RoundSummary, at: str) -> None:
         loop = asyncio.get_running_loop()
@@ -461,7 +461,7 @@ class BackgroundWriter:
 
     async def after_sat_out(self, fragment: int) -> None:
         """Write the metrics of the fragment's last round that all sites sat out: it has no version."""
-        row = self._store.run_log.sat_out(fragment)
+        row = self._store.run_log.last_sat_out_round(fragment)
         summary = status_messages.RoundSummary.model_validate_json(row.summary_json)
         try:
             await self._append_metrics(summary, row.created_at)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -19,15 +18,6 @@ from atoll.store.reader import saved_status
 
 LOG = logging.getLogger("atoll.server")
 
-HISTORY = 20
-"""Maximum number of past rounds in a status. The file `metrics.jsonl` has all rounds."""
-
-
-@functools.lru_cache(maxsize=4 * HISTORY)
-def _summary(text: str) -> status_messages.RoundSummary:
-    """Parse the JSON summary of a round. Cached, because each status needs it, and parsing it is slow."""
-    return status_messages.RoundSummary.model_validate_json(text)
-
 
 def status_of(run: Coordinator) -> status_messages.Status:
     """Return the status of a run: its settings, rounds, workers, last metrics and warnings."""
@@ -37,7 +27,7 @@ def status_of(run: Coordinator) -> status_messages.Status:
     found = [run.store.versions.durable(fragment) for fragment in range(len(run.state.rounds))]
     durable = [version for version in found if version is not None]
     roster, local_steps = sorted(run.roster.items()), run.local_steps(run.roster)
-    history = [_summary(each.summary_json) for each in run.store.run_log.summaries(HISTORY)]
+    last = {each.site: each for summary in run.history for each in summary.sites}
     return status_messages.Status(
         run=run.store.run_log.run_id,
         name=settings.run.name,
@@ -62,8 +52,8 @@ def status_of(run: Coordinator) -> status_messages.Status:
         downlink_codec=str(settings.aggregation.download_codec) or "none",
         sync_every=algorithm.sync_every,
         fragments=[_fragment(run, index, now_s) for index in range(len(run.state.rounds))],
-        workers=[_worker(run, presence, now_s, lost, local_steps[site]) for site, presence in roster],
-        history=history,
+        workers=[_worker(run, presence, now_s, lost, local_steps[site], last.get(site)) for site, presence in roster],
+        history=list(run.history),
         bytes_up=run.bytes_up,
         bytes_down=run.bytes_down,
         deaths=run.attendance.deaths,
@@ -74,18 +64,8 @@ def status_of(run: Coordinator) -> status_messages.Status:
         sent=run.task_queue.status(),
         durability=settings.disk.durability,
         durable_version=min(durable) if len(durable) == len(found) else None,
-        warnings=[
-            *filter(None, dict.fromkeys([*run.trouble.values(), run.no_space])),
-            *run.background.unsaved.values(),
-            *filter(None, [run.store.run_log.generation.reason]),
-            *run.advice,
-            *run.attendance.warnings(run.state),
-            *run.stale.warnings,
-            *run.admission.reports.warnings,
-            *run.task_queue.warnings.values(),
-            *(presence.rival for _, presence in roster if presence.rival),
-            *(f"{presence.site}: {text}" for _, presence in roster for text in presence.beat.warnings),
-        ],
+        warnings=run.warnings,
+        extensions=run.extensions.status(),
     )
 
 
@@ -171,7 +151,12 @@ def _fragment(run: Coordinator, index: int, now_s: float) -> status_messages.Fra
 
 
 def _worker(
-    run: Coordinator, presence: Presence, now_s: float, lost: Sequence[Sequence[int]], local_steps: int
+    run: Coordinator,
+    presence: Presence,
+    now_s: float,
+    lost: Sequence[Sequence[int]],
+    local_steps: int,
+    last: status_messages.SiteRound | None,
 ) -> status_messages.WorkerStatus:
     beat = presence.beat
     bases = [presence.bases.get(fragment, 0) for fragment in range(len(run.state.rounds))]
@@ -202,4 +187,5 @@ def _worker(
         labels=presence.labels,
         local_steps=local_steps,
         error=presence.error,
+        last=last,
     )

@@ -1,8 +1,7 @@
 """The coordinator of a run: the operations of the server's API, on one event loop and without HTTP.
 
-Only the `Ledger` changes the run's state, when the coordinator passes an event to it. An accepted update or a new
-version is in the journal (the server's database) before its event is passed. Work on tensors and files, and user code,
-run in threads.
+Only the `Ledger` changes the run's state, when an event is recorded in it, with the rows of the event, such as a new
+version. Work on tensors and files, and user code, run in threads.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import logging
 import math
 import operator
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -37,8 +37,8 @@ from atoll.errors import (
     TicketClosed,
     out_of_memory,
 )
-from atoll.format_text import counted, time_left, visible
-from atoll.protocol import messages, routes, status_messages, swarm_messages, task_messages
+from atoll.format_text import number_of, time_left, visible
+from atoll.protocol import messages, routes, run_events, status_messages, swarm_messages, task_messages
 from atoll.rounds import events
 from atoll.rounds.closing_policy import listed
 from atoll.rounds.state import Rules, State
@@ -53,10 +53,12 @@ from atoll.server.coordinator.background_writes import (
     value_of,
     wait_for_end,
 )
+from atoll.server.coordinator.event_log import EventLog
+from atoll.server.coordinator.extension import Extensions
 from atoll.server.coordinator.filter_table import SiteFilters
 from atoll.server.coordinator.first_shapes import NewShapes, new_shapes
 from atoll.server.coordinator.joining import counted_of, require_fit, run_info, why_anew
-from atoll.server.coordinator.ledger import Ledger, record_in, snapshot_of
+from atoll.server.coordinator.ledger import Ledger, snapshot_of, write_change
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.persistor import Persistor
 from atoll.server.coordinator.roster import (
@@ -82,8 +84,8 @@ from atoll.tensors.layout import Layout
 
 LOG = logging.getLogger("atoll.server")
 
-COMMIT_S = 1.0
-"""Seconds that a ticket request waits for a running commit, even if the request's `wait_s` is shorter."""
+HISTORY = 20
+"""Maximum number of past rounds in a status. The file `metrics.jsonl` has all rounds."""
 
 
 class Workflows(Protocol):
@@ -130,8 +132,11 @@ class Coordinator:
         rules = Rules.from_settings(
             self.settings, len(plan.fragments), held=workflows is not None, needs_all=plan.algorithm.needs_all
         )
-        record = functools.partial(record_in, store, self.roster, keep_weights=plan.needs_population)
-        self.ledger = Ledger(rules, record, self._act, on_failure=self.fail)
+        self.events = EventLog(store)
+        self.events.subscribe("the coordinator", self._on_event)
+        write = functools.partial(write_change, store, self.roster, self.events, keep_weights=plan.needs_population)
+        self.extensions = Extensions(self)
+        self.ledger = Ledger(rules, write, self._act, on_failure=self.fail, publish=self.events.publish)
         history = store.run_log.history(None, 0) if rules.tracking.metric else []
         progress = rules.tracking.follow_all(measured_of(history, rules.tracking.metric))
         self._snapshot = snapshot_of(store, progress)
@@ -147,12 +152,19 @@ class Coordinator:
         )
         self.workflows = workflows
         self.task_queue = TaskQueue(
-            self.objects, self.wake, self._alive, self.changed, self.require_lease, self.require_space, self.io
+            self.objects,
+            self.wake,
+            self._alive,
+            self.changed,
+            self.require_lease,
+            self.require_space,
+            self.io,
         )
+        self.task_queue.tell = self.events.tell
         self.background, self.user_threads = BackgroundWriter(plan, store, self.io, persistor), UserThreads()
         self.filtering = Filtering(filters, plan, store, self.user_threads)
         local = LocalRounds(plan, store, self.filtering, self.io)
-        self.admission = UpdateAdmission(plan, store, self.ledger, self.roster, self.fail, local.offer)
+        self.admission = UpdateAdmission(plan, store, self.ledger, self.roster)
         self.swarm = (
             SwarmRounds(plan, store, self.ledger, self.admission, self.wake, self.fail) if plan.is_swarm else None
         )
@@ -162,6 +174,8 @@ class Coordinator:
         asked = {row.fragment: row.expected for row in store.run_log.rounds()}
         self.attendance, self.admission.refused = Attendance(self.roster, totals.deaths, asked), totals.refused
         self.stale, self.advice = StalenessCounter(plan), advice(plan)
+        summaries = [each.summary_json for each in store.run_log.summaries(HISTORY)]
+        self.history = deque(map(status_messages.RoundSummary.model_validate_json, summaries), HISTORY)
         self.time_left = TimeLeft(self.settings.rounds.total, len(plan.fragments))
         self.trouble: dict[int, str] = {}  # fragment → why its new version cannot be written
         self.no_space = ""  # why uploads are refused: the disk has too little space; else empty
@@ -176,6 +190,7 @@ class Coordinator:
         self.begins_again = asyncio.Event()
         self._changed, self._ending = FairEvent(), False
         self._said_missing = False
+        self._warned = frozenset[str]()
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving_best: asyncio.Task[None] | None = None
         self._last_write: asyncio.Task[None] | None = None  # background writes of the newest version; they end last
@@ -210,7 +225,7 @@ class Coordinator:
             self._saving_best = self.spawn(self.background.save_best(self.state.progress.best))
         for fragment, round_ in enumerate(self._snapshot.fragments):
             if self.swarm is not None:  # the aggregating worker reports again what it has collected
-                self.apply(events.AggregatorLost(fragment, "the server was restarted"))
+                self.ledger.record(events.AggregatorLost(fragment, "the server was restarted"))
             elif round_.frozen and self.state.rounds[fragment].phase == "closing":
                 LOG.info("the round from version %d was closed before the restart: aggregating it again", round_.head)
                 self.spawn(self._next_version(events.RoundClosed(fragment, round_.head, round_.frozen)))
@@ -253,10 +268,12 @@ class Coordinator:
         """Answer all waiting requests now with an error, because the server is about to end."""
         self._ending = True
         self.wake()
+        self.events.end()
 
     async def stop(self) -> None:
         """End all tasks, and close the store. The next start continues from the files on disk."""
         self._local_rounds.cancel()
+        await self.extensions.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -276,6 +293,7 @@ class Coordinator:
             error = directory_gone(self.settings.disk.state_dir) or error
             LOG.error("%s", error)
             self.failed = error
+            self.events.tell(run_events.RunFailed(reason=error.message))
             self.ended.set()
             if error.is_final:
                 self.untold = set(self._alive())
@@ -286,7 +304,7 @@ class Coordinator:
         """The shapes with which the run begins again after this server; None if it does not, or has failed."""
         return self.new_shapes if self.failed is None else None
 
-    def failure_for(self, lease: str | None) -> ServerFailed | None:
+    def failure_for(self, lease: Lease | None) -> ServerFailed | None:
         """If the run has failed with a final error, return the error that answers a site's request; else None.
 
         Record that the site is told.
@@ -296,10 +314,11 @@ class Coordinator:
         """
         if self.failed is None or not self.failed.is_final:
             return None
-        with contextlib.suppress(AtollError):
-            site = self.require_lease(lease).site
-            self.untold.discard(site)
-            self.roster[site].state = "ended"
+        if lease is not None:
+            with contextlib.suppress(AtollError):
+                site = self.require_lease(lease).site
+                self.untold.discard(site)
+                self.roster[site].state = "ended"
         return failure_for_sites(self.settings.run.name, self.failed.message)
 
     @property
@@ -321,10 +340,6 @@ class Coordinator:
         """The run's state: its rounds, leases and tickets."""
         return self.ledger.state
 
-    def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event to the run's state, and return its effects, such as an issued ticket. See `Ledger.apply`."""
-        return self.ledger.apply(event)
-
     def _act(self, effect: events.Effect) -> None:
         """Carry out an effect of an event: for example, aggregate a closed round.
 
@@ -341,13 +356,23 @@ class Coordinator:
                 LOG.warning("%s", self.store.run_log.generation.reason)
             case events.RoundSatOut():
                 self.attendance.all_sat_out(effect, self.state)
-                self._last_write = self.spawn(self.background.after_sat_out(effect.fragment))
             case events.BestFound(measured):
                 self._saving_best = self.spawn(self.background.save_best(measured))
             case events.RunFinished():
                 self.spawn(self._finish())
         if isinstance(effect, events.Woken | events.RoundOpened | events.RunFinished | events.LeaseEnded):
             self.wake()
+
+    def _on_event(self, event: run_events.Happened) -> None:
+        match event:
+            case run_events.UpdateAccepted(ticket=ticket, round=number):
+                self._local_rounds.offer(self.store.tickets.get(ticket), number)
+            case run_events.RoundEnded(summary=summary, at=at):
+                self.history.append(summary)
+                if summary.version is None:
+                    self._last_write = self.spawn(self.background.after_sat_out(summary.fragment))
+                else:
+                    self._follow_commit(summary, at)
 
     def wake(self) -> None:
         """Wake every request that waits in `changed`, because the run's state has changed."""
@@ -365,6 +390,25 @@ class Coordinator:
         await self._changed.wait(0 if self._ending else timeout_s)
         if self._ending:
             raise Busy("The server is stopping.", "Try again after the server has restarted.")
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is probably wrong at present, for the status and the events."""
+        present = [presence for _, presence in sorted(self.roster.items())]
+        return [
+            *filter(None, dict.fromkeys([*self.trouble.values(), self.no_space])),
+            *self.background.unsaved.values(),
+            *filter(None, [self.store.run_log.generation.reason]),
+            *self.advice,
+            *self.attendance.warnings(self.state),
+            *self.stale.warnings,
+            *self.admission.reports.warnings,
+            *self.task_queue.warnings.values(),
+            *self.events.problems.values(),
+            *self.extensions.problems.values(),
+            *(presence.rival for presence in present if presence.rival),
+            *(f"{presence.site}: {text}" for presence in present for text in presence.beat.warnings),
+        ]
 
     def require_space(self) -> None:
         """Raise an error if the disk has less than `disk.min_free_bytes` left.
@@ -434,7 +478,7 @@ class Coordinator:
         previous = self.roster.get(message.site)
         self.roster[message.site], secret = Presence.joining(message, previous)
         try:
-            self.apply(events.WorkerJoined(message.site))
+            self.ledger.record(events.WorkerJoined(message.site))
         except BaseException:  # the previous process keeps its lease
             if previous is None:
                 del self.roster[message.site]
@@ -453,7 +497,7 @@ class Coordinator:
 
     async def leave(self, lease: Lease, message: messages.Leave) -> None:
         """End a site's lease, so that no round waits for the site. If training failed, the message has the error."""
-        self.apply(events.WorkerLeft(lease.site, lease.number, message.error or ""))
+        self.ledger.record(events.WorkerLeft(lease.site, lease.number, message.error or ""))
 
     async def heartbeat(self, lease: Lease, message: messages.Heartbeat) -> messages.HeartbeatReply:
         """Record the progress that a worker reports, and whether it will submit no more updates.
@@ -464,26 +508,25 @@ class Coordinator:
         if presence is not None:
             presence.note(message)
         if message.ends and lease.site not in self.state.ending:
-            self.apply(events.WorkerEnds(lease.site, lease.number))
+            self.ledger.record(events.WorkerEnds(lease.site, lease.number))
         return messages.HeartbeatReply(
             durable_versions=[self.store.versions.durable(index) for index in range(len(self.state.rounds))],
             finished=self.state.finished,
         )
 
-    def require_lease(self, sent: Lease | str | None) -> Lease:
+    def require_lease(self, lease: Lease) -> Lease:
         """Return the lease of a request if it is valid, and record that the site is alive.
 
         Raises:
             LeaseLost: the process has to join again.
             Superseded: another process has joined under the site's name.
         """
-        lease = sent if isinstance(sent, Lease) else Lease.parse(sent)
         presence, member = self.roster.get(lease.site), self.state.members.get(lease.site)
         # after a crash of the server's host, leases of two processes may have the same number, but not the same secret
         if member is not None and lease.number == member.lease and not (presence and lease.opens(presence)):
             reason = f"lease {lease.number} of {lease.site!r} is unknown to this server"
             self._refuse_lease(lease, events.LeaseRefused(lease.site, reason, superseded=True))
-        for effect in self.apply(events.WorkerSeen(lease.site, lease.number)):
+        for effect in self.ledger.record(events.WorkerSeen(lease.site, lease.number)):
             if isinstance(effect, events.LeaseRefused):
                 self._refuse_lease(lease, effect)
         if presence is not None:
@@ -539,7 +582,7 @@ class Coordinator:
         if message.fragment >= len(self.state.rounds):
             raise Gone(
                 f"Fragment {message.fragment} does not exist.",
-                f"The run has {counted(len(self.plan.fragments), 'fragment')}, numbered from 0.",
+                f"The run has {number_of(len(self.plan.fragments), 'fragment')}, numbered from 0.",
             )
         self.task_queue.require_rounds()
         self._require_shapes(lease.site, message)
@@ -554,25 +597,20 @@ class Coordinator:
                 await self.changed(min(1.0, until_s - time.monotonic()))
                 continue
             self.begin_anew_if_needed(lease, message)
-            effects = self.apply(events.TicketRequested(lease.site, lease.number, message.fragment))
+            effects = self.ledger.record(events.TicketRequested(lease.site, lease.number, message.fragment))
             for effect in effects:
                 match effect:
                     case events.LeaseRefused():
                         self._refuse_lease(lease, effect)
                     case events.TicketIssued(_, ticket, fragment, base_version, _):
-                        # read once: in an asynchronous run another thread may commit a new head at any time
-                        if (head := self.store.versions.head(fragment)).version == base_version:
-                            return self._reply(
-                                "ticket",
-                                head,
-                                None if previous is None or previous.ticket == ticket else previous,
-                                ticket=self.ticket_message(lease.site, ticket, fragment, head.version, head.digest),
-                                counted=counted_of(lease.site, self.store)
-                                if self.plan.algorithm.state_groups
-                                else None,
-                            )
-                        # the journal has a newer head, and the ledger is about to get the event about it
-                        until_s = max(until_s, time.monotonic() + COMMIT_S)
+                        head = self.store.versions.head(fragment)
+                        return self._reply(
+                            "ticket",
+                            head,
+                            None if previous is None or previous.ticket == ticket else previous,
+                            ticket=self.ticket_message(lease.site, ticket, fragment, base_version, head.digest),
+                            counted=counted_of(lease.site, self.store) if self.plan.algorithm.state_groups else None,
+                        )
                     case events.TicketWithheld(_, fragment, reason):
                         # answer at once if the run is finished, or the site submits no more and there is a newer head
                         moved = previous is None or self.store.versions.head(fragment).version > previous.base_version
@@ -612,7 +650,7 @@ class Coordinator:
         algorithm = self.plan.algorithm
         if algorithm.state_groups and (why := why_anew(message, lease.site, self.store, algorithm.name)):
             self.require_lease(lease)
-            self.apply(events.StateLost(why))
+            self.ledger.record(events.StateLost(why))
 
     def ticket_message(self, site: str, ticket: int, fragment: int, base_version: int, digest: str) -> messages.Ticket:
         """Return an issued ticket as a message for its site. For the status, record the ticket's base version."""
@@ -781,11 +819,7 @@ class Coordinator:
         """
         row = self._ticket_of(lease, ticket)
         if row.is_in:
-            return _receipt(
-                self.store.tickets.accept(
-                    ticket, message.digest, message.weight, message.steps, dict(message.metrics), row.norm
-                )
-            )
+            return _receipt_again(row, message.digest)
         self.require_open(lease, ticket)
         if message.generation != self.store.run_log.generation.number:
             raise TicketClosed(
@@ -811,7 +845,7 @@ class Coordinator:
         norm = math.sqrt(sum(part.sumsq for part in parts.values()))
         self.admission.require_plausible(lease.site, ticket, message, norm)
         if self.filtering.has(lease.site):
-            filtered = replace(row, digest=digest, weight=message.weight, steps=message.steps, metrics=message.metrics)
+            filtered = replace(row, digest=digest, report=message.report)
             reason = await self.filtering.refusal(filtered, self.state.rounds[row.fragment].number)
             if self.store.tickets.get(ticket).is_in:  # a repeated request was accepted meanwhile
                 return await self.complete(lease, ticket, message)
@@ -820,7 +854,8 @@ class Coordinator:
                 raise Conflict(f"A part of the update for ticket {ticket} was replaced.", "Submit the update again.")
             if reason:
                 self.admission.refuse(lease.site, ticket, reason, "check the filter at the server.")
-        return _receipt(self.admission.accept(lease.site, ticket, message, norm))
+        self.admission.accept(lease.site, ticket, message, norm)
+        return messages.Receipt(digest=digest)
 
     async def sit_out(self, lease: Lease, ticket: int, message: messages.SitOut) -> None:
         """Record that a site sits out the round of its ticket, so that the round does not wait for it.
@@ -855,7 +890,7 @@ class Coordinator:
             if row.state == "refused":
                 raise why_closed(row)
             if row.is_in:
-                return _receipt(row)
+                return _receipt_again(row, message.digest)
             self.require_open(lease, row.ticket)
             unpulled = row.ticket not in swarm.view.offers
             if unpulled or time.monotonic() >= until_s:
@@ -893,41 +928,55 @@ class Coordinator:
         await wait_for_end(self._saving_best)  # the next commit may remove the version that is being saved
         number = self.state.rounds[closed.fragment].number
         try:
-            committed = await until_passed(
-                lambda: self._rounds.aggregate(closed, number),
+            await until_passed(
+                lambda: self._make_version(closed, number),
                 f"the version of round {number} cannot be written",
                 functools.partial(operator.setitem, self.trouble, closed.fragment),
             )
         except Exception as error:
             self.fail_by(error, f"Round {number}", "Restart the server to repeat this step.")
-            return
-        if committed is not None:
-            self._follow_commit(*committed)
 
-    def _follow_commit(self, row: VersionRow, summary: status_messages.RoundSummary) -> None:
-        """After a version was committed, update counters and the run's state, and start the background writes."""
-        fragment, tracking = row.fragment, self.ledger.rules.tracking
-        self.trouble.pop(fragment, None)
+    async def _make_version(self, closed: events.RoundClosed, number: int) -> None:
+        """Make and commit the version of a closed round. If the round is open again, do nothing."""
+        made = await self._rounds.aggregate(closed, number)
+        if made is None:
+            return
+        metric, fragment = self.ledger.rules.tracking.metric, closed.fragment
+        value = value_of(made.summary, metric) if metric else None
+        happened = run_events.RoundEnded(fragment=fragment, round=number, summary=made.summary, at=made.row.created_at)
+        try:
+            committed = events.VersionCommitted(fragment, made.draft.version, value)
+            self.ledger.record(committed, lambda: made.commit(self.store), happened)
+        finally:
+            made.draft.abandon()  # without effect after the commit
+
+    def _follow_commit(self, summary: status_messages.RoundSummary, at: str) -> None:
+        """After a version was committed, update counters, log its summary, and start the background writes.
+
+        Args:
+            summary: summary of the round.
+            at: time at which the version was written.
+        """
+        tracking = self.ledger.rules.tracking
+        self.trouble.pop(summary.fragment, None)
         self.filtering.sweep()
         self.filtering.filters.warn_of_strangers(self.roster)
-        for site in summary.workers:
-            if site in self.roster:
-                self.roster[site].rounds += 1
+        for each in summary.sites:
+            if each.site in self.roster:
+                self.roster[each.site].rounds += 1
         self.stale.note_round(summary)
         self.attendance.closed(summary)
-        value = value_of(summary, tracking.metric) if tracking.metric else None
-        if tracking.metric and value is None and not self._said_missing:
+        if tracking.metric and value_of(summary, tracking.metric) is None and not self._said_missing:
             self._said_missing = True
             LOG.warning("%s", missing(summary, tracking))
         self.time_left.committed(time.monotonic())
-        self.apply(events.VersionCommitted(fragment, row.version, value))
         left = f"; {told}" if (told := time_left(self.time_left.of(self.state, time.monotonic()))) else ""
         LOG.info("%s%s", summary.line(has_fragments=self.plan.has_fragments), left)
         heads, done = self.store.versions.heads(), min(round_.done for round_ in self.state.rounds)
         last = summary.round == done
         if last and done == self.settings.async_.sync_rounds_first and not self.state.finished:
             LOG.info("round %d was the last synchronous round: from now on, no site waits for another", done)
-        writing = self.background.after_commit(row, summary, heads=heads, last=last, finished=self.state.finished)
+        writing = self.background.after_commit(summary, at, heads=heads, last=last, finished=self.state.finished)
         self._last_write = self.spawn(writing)
 
     async def _finish(self) -> None:
@@ -950,12 +999,18 @@ class Coordinator:
             pause_s = 1.0 if deadline_s is None else min(1.0, max(0.01, deadline_s - time.monotonic()))
             await asyncio.sleep(pause_s)
             self.objects.sweep()
+            self.extensions.tick(time.monotonic())
             with contextlib.suppress(DiskFull):
-                self.apply(events.TimePassed())
+                self.ledger.record(events.TimePassed())
                 if self.swarm is not None:
                     self.swarm.reassign()
                 if self.no_space:  # check here, because it may take long until a site tries again
                     self.require_space()
+            warnings = self.warnings
+            for text in warnings:
+                if text not in self._warned:
+                    self.events.tell(run_events.Warned(text=text))
+            self._warned = frozenset(warnings)
 
     # -- tasks of the event loop
 
@@ -1003,9 +1058,19 @@ def _takes_over_shapes() -> Busy:
     return busy
 
 
-def _receipt(row: TicketRow) -> messages.Receipt:
-    assert row.digest is not None
-    return messages.Receipt(digest=row.digest)
+def _receipt_again(row: TicketRow, digest: str) -> messages.Receipt:
+    """Return the receipt of an accepted update to a request that is repeated.
+
+    Raises:
+        Conflict: the request is for an update with another digest.
+    """
+    if row.digest != digest:
+        raise Conflict(
+            f"Ticket {row.ticket} of {row.site} already has the update with digest {str(row.digest)[:12]}, so an "
+            f"update with digest {digest[:12]} is not accepted.",
+            "Ask for the next ticket: each ticket is for one update.",
+        )
+    return messages.Receipt(digest=digest)
 
 
 def _digest(layout: Layout, parts: Mapping[int, PartRow]) -> str:

@@ -11,8 +11,7 @@ from atoll import registry
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import MAX_WEIGHT
 from atoll.errors import ConfigError, SchemaMismatch, ServerLost, VersionSkew
-from atoll.format_text import counted as number_of
-from atoll.format_text import size
+from atoll.format_text import number_of, size
 from atoll.protocol import messages, routes
 from atoll.store.journal_tables import TicketRow
 from atoll.store.store import Store

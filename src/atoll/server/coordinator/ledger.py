@@ -1,42 +1,63 @@
 """The ledger: the only place where a run's state changes.
 
-For each event, the round machine (pure functions in `atoll.rounds`) returns effects. Some effects are decisions. The
-ledger writes the decisions to the journal in one transaction, and then carries out all effects. All calls run on one
-event loop.
+For each event, the round machine (pure functions in `atoll.rounds`) returns effects. Some effects are decisions. One
+transaction writes the row of the event itself, the decisions, and what they mean for the followers of the run
+(`EventLog`) to the journal. After the commit, the followers are told, and the ledger carries out all effects. If the
+transaction fails, nothing has changed. All calls run on one event loop.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence, Sized
+from dataclasses import dataclass
 
-from atoll.errors import DiskFull, StoreError, transient_reason
+from atoll.errors import StoreError, transient_reason
+from atoll.protocol.run_events import Happened
 from atoll.protocol.status_messages import RoundSummary
 from atoll.rounds import events, machine
 from atoll.rounds.early_stopping import MetricProgress
 from atoll.rounds.leases import Member
 from atoll.rounds.state import FragmentSnapshot, Rules, Snapshot, State
 from atoll.rounds.transitions import IssuedTicket
+from atoll.server.coordinator.event_log import EventLog, happened_by
 from atoll.server.coordinator.roster import Presence
 from atoll.store.store import Store
 
-LOG = logging.getLogger("atoll.server")
 
-FACTS = (events.UpdateAccepted, events.RefusalRecorded, events.SatOut, events.VersionCommitted)
-"""Events about rows that are already in the journal. If the disk is full, the ledger applies such an event later."""
+def nothing() -> None:
+    """Do nothing: the default of a callback."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the run's state, to be written to the journal.
+
+    Attributes:
+        before, after: the state before and after it.
+        decided: the decisions, in order.
+        row: writes the rows of the event itself.
+        happened: what the event means for people and programs; None: only its effects mean something.
+    """
+
+    before: State
+    after: State
+    decided: Sequence[events.Decision]
+    row: Callable[[], object] = nothing
+    happened: Happened | None = None
 
 
 class Ledger:
-    """The state of one run. Events change it, through `apply`. An event has effects; some effects are decisions.
+    """The state of one run. Events change it, through `record`. An event has effects; some effects are decisions.
 
     Args:
         rules: rules of the run's rounds.
-        record: function that writes decisions into the journal (the server's database), all of them or none.
+        write: function that writes a change into the journal (the server's database), all of it or nothing.
         act: function that carries out one effect. It is called after the decisions are in the journal.
         clock: function that returns the time in seconds, as `time.monotonic` does.
         on_failure: callback with an error of the store after which the run cannot go on.
+        publish: callback after each change that was written, before its effects are carried out.
 
     Attributes:
         state: state of the rounds, leases and tickets. `restore` sets it first.
@@ -47,112 +68,129 @@ class Ledger:
     def __init__(
         self,
         rules: Rules,
-        record: Callable[[Sequence[events.Decision]], None],
+        write: Callable[[Change], None],
         act: Callable[[events.Effect], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         on_failure: Callable[[StoreError], None] = lambda error: None,
+        publish: Callable[[], None] = nothing,
     ) -> None:
         self.rules = rules
-        self._record, self._act, self._clock, self._on_failure = record, act, clock, on_failure
-        self._untold: list[events.Event] = []
+        self._write, self._act, self._clock = write, act, clock
+        self._on_failure, self._publish = on_failure, publish
 
     def restore(self, snapshot: Snapshot) -> None:
         """Set the state from the journal's content, and finish what a crash has interrupted."""
-        self.state, effects = machine.restore(self.rules, snapshot, self._clock())
-        self._carry_out(effects)
+        state, effects = machine.restore(self.rules, snapshot, self._clock())
+        self._follow(Change(state, state, _decided(effects)), effects)
 
-    def apply(self, event: events.Event) -> tuple[events.Effect, ...]:
-        """Apply an event: find its effects, write the decisions among them to the journal, then carry out all effects.
+    def record(
+        self,
+        event: events.Event,
+        row: Callable[[], object] = nothing,
+        happened: Happened | None = None,
+    ) -> tuple[events.Effect, ...]:
+        """Record an event: in one transaction its own row and the decisions that follow; then carry out all effects.
 
-        An event in `FACTS` reports something that is in the journal already. If the disk is full, such an event is kept
-        and applied before the next event. Until that succeeds, events that are not in `FACTS` fail, except
-        `WorkerSeen`: decisions from the old state would be wrong. For example, a ticket with an accepted update would
-        be issued again.
+        Args:
+            event: the event.
+            row: writes the rows of the event itself; without it, the event has none.
+            happened: what the event means, for the followers of the run; None: only its effects mean something.
 
         Returns:
-            The effects of the event; empty if the event is kept for later.
+            The effects of the event.
 
         Raises:
-            StoreError: the journal could not be written, and the state has not changed. An event in `FACTS` does not
-                raise `DiskFull`.
+            StoreError: the journal could not be written, for example because the disk is full. Nothing has changed, so
+                the same event may be recorded again.
         """
+        after, effects = machine.step(self.state, event, self._clock())
         try:
-            if not isinstance(event, events.WorkerSeen):
-                while self._untold:
-                    self._step(self._untold[0])
-                    del self._untold[0]
-            return self._step(event)
-        except DiskFull as error:
-            if not isinstance(event, FACTS):
-                raise
-            LOG.error("the run's state cannot be updated: %s Trying again.", error)
-            self._untold.append(event)
-            return ()
-
-    def _step(self, event: events.Event) -> tuple[events.Effect, ...]:
-        before = self.state
-        self.state, effects = machine.step(before, event, self._clock())
-        try:
-            self._carry_out(effects)
+            self._follow(Change(self.state, after, _decided(effects), row, happened), effects)
         except StoreError as error:
-            self.state = before
             if transient_reason(error) is None:
                 self._on_failure(error)
             raise
         return effects
 
-    def _carry_out(self, effects: tuple[events.Effect, ...]) -> None:
-        decided = [effect for effect in effects if isinstance(effect, events.Decision)]
-        given_again = [each for each in decided if isinstance(each, events.TicketIssued) and not each.new]
-        if new := [effect for effect in decided if effect not in given_again]:
-            self._record(new)
+    def _follow(self, change: Change, effects: tuple[events.Effect, ...]) -> None:
+        is_written = bool(change.decided) or change.row is not nothing
+        if is_written:
+            self._write(change)
+        self.state = change.after
+        if is_written:
+            self._publish()
         for effect in effects:
             self._act(effect)
 
 
-def record_in(
+def _decided(effects: Iterable[events.Effect]) -> list[events.Decision]:
+    """Return the decisions among effects, without a ticket that the journal already has."""
+    decided = [effect for effect in effects if isinstance(effect, events.Decision)]
+    return [each for each in decided if not isinstance(each, events.TicketIssued) or each.new]
+
+
+def write_change(
     store: Store,
     roster: MutableMapping[str, Presence],
-    decided: Sequence[events.Decision],
+    log: EventLog,
+    change: Change,
     *,
     keep_weights: bool = False,
 ) -> None:
-    """Write decisions into the store's journal, in one transaction.
+    """Write a change of the run's state into the store's journal, in one transaction, with the events that it means.
 
     Args:
         store: store of the run.
         roster: site → what the server knows about its worker, such as the process and host to record for a lease.
-        decided: the decisions.
+        log: the run's events.
+        change: the change.
         keep_weights: whether to record the weight of each site's first update when a round closes.
     """
-    run_log, tickets = store.run_log, store.tickets
     with store.journal.transaction():
-        for effect in decided:
-            match effect:
-                case events.LeaseGranted(site, lease):
-                    presence = roster.setdefault(site, Presence(site))
-                    labels = json.dumps(presence.labels)
-                    run_log.put_member(site, lease, process=presence.holder, host=presence.host, labels_json=labels)
-                case events.LeaseEnded(site, lease, why, detail):
-                    run_log.end_member(site, lease, why, detail)
-                case events.RoundOpened(fragment, base, expected) | events.ExpectedChanged(fragment, base, expected):
-                    run_log.open_round(fragment, base, expected)
-                case events.TicketIssued(site, ticket, fragment, base):
-                    tickets.issue(ticket, site, fragment, base)
-                case events.TicketsExpired(numbers, reason):
-                    tickets.expire(numbers, reason)
-                case events.RoundReopened(fragment, base, numbers, reason):
-                    tickets.reopen(fragment, base, numbers, reason)
-                case events.GenerationBegun(base, why):
-                    run_log.begin_generation(base, why)
-                case events.RoundClosed(fragment, base, numbers):
-                    run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
-                case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
-                    summary = RoundSummary.sat_out_by_all(fragment, effect.number, effect.sites, len(roster))
-                    run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
-                case events.RunFinished():
-                    run_log.finish()
+        change.row()
+        if change.happened is not None:
+            log.write([change.happened])
+        for effect in change.decided:
+            _write_decision(store, roster, effect, keep_weights=keep_weights)
+            happened = happened_by(effect, change.before, change.after, lambda effect: sat_out_by_all(effect, roster))
+            if happened is not None:
+                log.write([happened])
+
+
+def _write_decision(
+    store: Store, roster: MutableMapping[str, Presence], effect: events.Decision, *, keep_weights: bool
+) -> None:
+    run_log, tickets = store.run_log, store.tickets
+    match effect:
+        case events.LeaseGranted(site, lease):
+            presence = roster.setdefault(site, Presence(site))
+            labels = json.dumps(presence.labels)
+            run_log.put_member(site, lease, process=presence.holder, host=presence.host, labels_json=labels)
+        case events.LeaseEnded(site, lease, why, detail):
+            run_log.end_member(site, lease, why, detail)
+        case events.RoundOpened(fragment, base, expected) | events.ExpectedChanged(fragment, base, expected):
+            run_log.open_round(fragment, base, expected)
+        case events.TicketIssued(site, ticket, fragment, base):
+            tickets.issue(ticket, site, fragment, base)
+        case events.TicketsExpired(numbers, reason):
+            tickets.expire(numbers, reason)
+        case events.RoundReopened(fragment, base, numbers, reason):
+            tickets.reopen(fragment, base, numbers, reason)
+        case events.GenerationBegun(base, why):
+            run_log.begin_generation(base, why)
+        case events.RoundClosed(fragment, base, numbers):
+            run_log.freeze(fragment, base, numbers, keep_weights=keep_weights)
+        case events.RoundSatOut(fragment, base, in_a_row, next_ticket):
+            summary = sat_out_by_all(effect, roster)
+            run_log.end_sat_out(fragment, base, in_a_row, next_ticket, summary.model_dump_json())
+        case events.RunFinished():
+            run_log.finish()
+
+
+def sat_out_by_all(effect: events.RoundSatOut, roster: Sized) -> RoundSummary:
+    """Return the summary of a round that all sites sat out. `roster` has all sites of the run."""
+    return RoundSummary.sat_out_by_all(effect.fragment, effect.number, effect.sites, len(roster))
 
 
 def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
@@ -162,7 +200,7 @@ def snapshot_of(store: Store, progress: MetricProgress) -> Snapshot:
         row = run_log.round(fragment, head)
         expected = row.expected if row is not None and row.state == "open" else None
         frozen = row.tickets if row is not None and row.state == "frozen" else ()
-        sat_out = run_log.sat_out(fragment)
+        sat_out = run_log.last_sat_out_round(fragment)
         done = head - len(run_log.lost_versions(fragment)) + sat_out.total
         # a lost version may come before a round that all sites sat out: no later round gets the number of that one
         done = max([done, *(each.round for each in run_log.summaries(2, fragment))])

@@ -13,7 +13,6 @@ not end the run. If several best versions are found during a call, only the newe
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -145,7 +144,7 @@ class Persistor:
                 "version": version,
                 "round": summary.get("round", 0),
                 "metrics": summary.get("metrics", {}),
-                "workers": summary.get("workers", []),
+                "workers": [each["site"] for each in summary.get("sites", [])],
             }
             call(state, {**info, **more})
         except Gone as error:
@@ -170,7 +169,7 @@ def _tensors(plan: Plan, store: Store, heads: tuple[int, ...]) -> tuple[dict[str
         with store.versions.pin(fragment, version, with_state=planned.downlink is not None) as pin:
             file = ModelFile(planned.version, pin.fd, pin.state_fd)
             state |= {spec.name: file.tensor(spec) for spec in planned.schema.model.tensors}
-        summary = json.loads(pin.row.summary_json or "{}")
+        summary = store.run_log.summary(fragment, pin.row.summary_json)
     model = plan.schema.model
     return _in_order(model, state), summary
 
@@ -189,7 +188,7 @@ def _exported(plan: Plan, store: Store, path: Path, version: int) -> tuple[dict[
             return None
         state = {spec.name: file.get_tensor(spec.name).clone() for spec in model.tensors}
     summaries = [row.summary_json for row in store.run_log.history(None, 0) if row.version == version]
-    return _in_order(model, state), json.loads("".join(summaries) or "{}")
+    return _in_order(model, state), store.run_log.summary(0, "".join(summaries))
 
 
 def _in_order(model: Schema, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from atoll.aggregation.plan import Plan
 from atoll.config.settings import Network
 from atoll.errors import BadRequest, SchemaMismatch
-from atoll.format_text import counted, of_fragment, visible
+from atoll.format_text import number_of, of_fragment, visible
 from atoll.protocol import messages, status_messages
 from atoll.registry import nearest
 from atoll.rounds import events
@@ -238,20 +238,6 @@ def roster_of(members: Iterable[MemberRow], versions: Sequence[Mapping[str, int]
     }
 
 
-def holder_of(text: str | None, roster: Mapping[str, Presence]) -> Presence | None:
-    """Return the record of the worker that sent a request; None if the request has no lease, or a wrong secret.
-
-    Args:
-        text: lease header of the request; None if the request has none.
-        roster: site → record of its worker.
-    """
-    if text is None or not re.match(messages.LEASE_PATTERN, text):
-        return None
-    lease = Lease.parse(text)
-    presence = roster.get(lease.site)
-    return presence if presence is not None and lease.opens(presence) else None
-
-
 # -- Warnings about missing sites: when a site ends, and when a round closes without a site.
 
 
@@ -359,7 +345,7 @@ class Attendance:
             else f"To make rounds wait for all sites, set rounds.min_sites = {summary.expected}"
         )
         return (
-            f"round {summary.round} closed with {len(summary.workers)} of {of} sites, without "
+            f"round {summary.round} closed with {len(summary.sites)} of {of} sites, without "
             f"{listed(absent)}{f' ({listed(ended)})' if ended else ''}: its version contains no training of "
             f"{listed(absent)}. {remedy}"
         )
@@ -369,8 +355,8 @@ class Attendance:
         partial = {self._absent[fragment]: text for fragment, text in self._partial.items()}
         short = "" if self.simulated else short_of(state, self._roster)
         in_a_row = max((round_.sat_out_in_a_row for round_ in state.rounds), default=0)
-        sat_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
-        return [text for text in (short, sat_out, *partial.values()) if text]
+        all_out = _all_sat_out(in_a_row) if in_a_row >= SAT_OUT_ROUNDS else ""
+        return [text for text in (short, all_out, *partial.values()) if text]
 
 
 SAT_OUT_ROUNDS = 3
@@ -418,11 +404,11 @@ def _short_of_samples(state: State) -> str:
     floor, name = state.rules.floor, state.rules.floor_name
     for fragment, round_ in enumerate(state.rounds):
         if round_.phase == "open" and round_.sat_out and state.lacks_sites(fragment):
-            here, sat_out = len(round_.expected), listed(round_.sat_out)
+            here, sites = len(round_.expected), listed(round_.sat_out)
             lower = f", or restart the server with {name} = {here}" if here else ""
             return (
-                f"round {round_.number} needs at least {counted(floor, 'update')} ({name}), but {sat_out} sat out: "
-                f"the run waits. Start another site, or start {sat_out} again with samples{lower}"
+                f"round {round_.number} needs at least {number_of(floor, 'update')} ({name}), but {sites} sat out: "
+                f"the run waits. Start another site, or start {sites} again with samples{lower}"
             )
     return ""
 
@@ -451,15 +437,16 @@ class StalenessCounter:
     def note_round(self, summary: status_messages.RoundSummary) -> None:
         """Count the staleness of a round's updates. Warn of a value above `FAR_BEHIND` and above all earlier values."""
         if self._is_async:
-            self.counts.update(summary.staleness)
-        worst = max(summary.staleness, default=0)
+            self.counts.update(each.staleness for each in summary.sites)
+        lags = {each.site: each.staleness for each in summary.sites}
+        site = max(lags, key=lags.__getitem__, default="")
+        worst = lags.get(site, 0)
         if worst <= self._worst:
             return
         self._worst = worst
-        site = summary.workers[summary.staleness.index(worst)]
         told = (
-            f"an update of {site} was {counted(worst, 'version')} old: old updates slow training down or undo it. Set "
-            "diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
+            f"an update of {site} was {number_of(worst, 'version')} old: old updates slow training down or undo it. "
+            "Set diloco.dynamic_local_steps = true to give slow sites fewer steps, async.staleness_weight = "
             "'inverse_sqrt', async.momentum_every = number of sites, or async.max_staleness to refuse such "
             "updates. See docs/troubleshooting.md, Updates far behind"
         )

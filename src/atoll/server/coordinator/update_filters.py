@@ -171,9 +171,8 @@ class Filtering:
         try:
             planned = self._plan.fragments[row.fragment]
             filtered.fd = self._plan.new_file("filters", planned.update.nbytes)
-            about = About(
-                row.site, number, row.base_version, row.weight, row.steps, dict(row.metrics), fragment=row.fragment
-            )
+            base_version, report, metrics = row.base_version, row.report, dict(row.report.metrics)
+            about = About(row.site, number, base_version, report.weight, report.steps, metrics, fragment=row.fragment)
             model = [spec.name for spec in self._plan.schema.tensors] if self._plan.has_fragments else []
             filtered.norm = _Work(planned, self._plan.codecs, spool.fd, base.fd).write(
                 filtered.fd, self.filters.of(row.site), about, model

@@ -247,9 +247,9 @@ class Aggregator:
                     "id": identity,
                     "site": row.site,
                     "round": number,
-                    "weight": row.weight,
-                    "steps": row.steps,
-                    "metrics": dict(row.metrics),
+                    "weight": row.report.weight,
+                    "steps": row.report.steps,
+                    "metrics": dict(row.report.metrics),
                 },
                 fd,
             )

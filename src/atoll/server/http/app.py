@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -25,6 +27,7 @@ from atoll.errors import (
     AtollError,
     AuthError,
     BadRequest,
+    Forbidden,
     ServerFailed,
     StoreError,
     is_transient,
@@ -32,13 +35,15 @@ from atoll.errors import (
     out_of_memory,
     transient_reason,
 )
-from atoll.protocol import messages, routes, status_messages
-from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, Operation, openapi
+from atoll.protocol import messages, routes, run_events
+from atoll.protocol.openapi import HEX_DIGITS, OPERATIONS, READERS, Operation, openapi
 from atoll.protocol.read_message import require_keys_once
 from atoll.server.coordinator.build_status import status_of
 from atoll.server.coordinator.coordinator import Coordinator
+from atoll.server.coordinator.roster import Lease, Presence
 from atoll.server.http.auth import Gate, Refusals
 from atoll.server.http.byte_routes import ByteRoutes, PartReceiver
+from atoll.server.http.caller import Caller, caller_of, require_caller
 from atoll.store.journal import journal_failed
 from atoll.store.store import directory_gone
 from atoll.transport.request_body import break_off, interceptor_of
@@ -60,6 +65,8 @@ class _OwnFaults(logging.Filter):
 HTTP_LOG.addFilter(_OwnFaults())
 
 Message = TypeVar("Message", bound=BaseModel)
+CALLER: ContextVar[Caller] = ContextVar("caller")
+"""The caller of the request that the present task handles: set by the guard for the handler."""
 RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -68,17 +75,20 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
 
     Args:
         coordinator: the run.
-        gate: check of the Host and Authorization headers.
+        gate: the server's tokens, and the check of the Host header.
         version: version of Atoll, for the OpenAPI document.
     """
     app = web.Application(client_max_size=routes.CONTROL_BODY_BYTES, middlewares=[_guard(gate, coordinator)])
     owners = (
-        ServerPages(coordinator, version, gate.refusals),
+        ServerPages(coordinator, version, gate),
         ByteRoutes(coordinator),
         PartReceiver(coordinator),
         coordinator,
         coordinator.task_queue,
     )
+    for operation in coordinator.extensions.operations:
+        handler = _adapt(operation, coordinator.extensions.method(operation), coordinator)
+        app.router.add_route(operation.method, operation.path, handler, name=operation.name)
     for operation in OPERATIONS:
         method = next(getattr(owner, operation.name) for owner in owners if hasattr(owner, operation.name))
         handler = _adapt(operation, method, coordinator)
@@ -88,21 +98,21 @@ def make_app(coordinator: Coordinator, gate: Gate, version: str) -> web.Applicat
     return app
 
 
-def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[str | None], None]) -> web.Application:
+def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[Lease | None], None]) -> web.Application:
     """Return an application that answers every request with the failure of the run, which cannot even begin again.
 
     Args:
-        gate: check of the Host and Authorization headers.
+        gate: the server's tokens, and the check of the Host header.
         error: the failure.
         on_told: called with the lease in the header of each request that is answered so; None if it has none.
     """
 
     async def refuse(request: web.Request) -> web.StreamResponse:
         try:
-            _admit(gate, request, is_open=False)
+            caller = _admit(gate, request, None, {})
         except AuthError as refused:
             return problem(refused.code, refused.message, refused.remedy)
-        on_told(request.headers.get(routes.LEASE_HEADER))
+        on_told(caller.lease)
         return problem(error.code, error.message, error.remedy)
 
     app = web.Application()
@@ -110,20 +120,49 @@ def make_refusing_app(gate: Gate, error: ServerFailed, on_told: Callable[[str | 
     return app
 
 
+STATUS_S = 0.5
+"""Seconds for which the answer with the status is used again."""
+
+
 class ServerPages:
     """Handlers of requests about the server itself: status, metrics, health and the OpenAPI document."""
 
-    def __init__(self, coordinator: Coordinator, version: str, refusals: Refusals) -> None:
-        self._run, self._refusals = coordinator, refusals
-        self._document = functools.cache(lambda: openapi(version))  # most servers never need it
+    def __init__(self, coordinator: Coordinator, version: str, gate: Gate) -> None:
+        self._run, self._refusals = coordinator, gate.refusals
+        self._status, self._status_until_s = b"", 0.0
+        coordinator.events.subscribe("the status", self._on_event)
+        # most servers never need it
+        self._document = functools.cache(
+            lambda: openapi(version, is_open=gate.tokens.is_open, more=coordinator.extensions.operations)
+        )
 
     async def get_openapi(self) -> web.Response:
         """Return the description of all requests in the OpenAPI format."""
         return web.json_response(self._document())
 
-    async def get_status(self) -> status_messages.Status:
-        """Return the status of the run, as `atoll status` shows it."""
-        return status_of(self._run)
+    async def get_status(self) -> web.Response:
+        """Return the status of the run, as `atoll status` shows it.
+
+        However many clients ask, it is built at most once in `STATUS_S` seconds, and after an event that changes more
+        than the progress of one site.
+        """
+        now_s = time.monotonic()
+        if not self._status or now_s >= self._status_until_s:
+            self._status = status_of(self._run).model_dump_json().encode()
+            self._status_until_s = now_s + STATUS_S
+        return web.Response(body=self._status, content_type="application/json")
+
+    async def get_events(self, query: run_events.EventQuery) -> run_events.EventPage:
+        """Return what happened after an event. If nothing has, wait for the next event.
+
+        Raises:
+            Gone: the server has no such event yet, or no longer has the ones that follow it.
+        """
+        return await self._run.events.get_events(query)
+
+    def _on_event(self, event: run_events.Happened) -> None:
+        if not isinstance(event, run_events.TicketIssued | run_events.UpdateAccepted):
+            self._status = b""
 
     async def get_metrics(self) -> web.Response:
         """Return numbers about the run (`RunMetrics`) in the text format of Prometheus."""
@@ -152,15 +191,20 @@ def _adapt(operation: Operation, method: Callable[..., Awaitable[Any]], coordina
             name: _hex(name, text, HEX_DIGITS[name]) if name in HEX_DIGITS else _number(name, text)
             for name, text in request.match_info.items()
         }
+        caller = CALLER.get()
         if operation.secret:
-            arguments["secret"] = _hex("the secret", request.headers.get(routes.SECRET_HEADER, ""), 32)
+            arguments["secret"] = caller.stated_secret()
         if operation.lease:
-            arguments["lease"] = coordinator.require_lease(request.headers.get(routes.LEASE_HEADER))
+            arguments["lease"] = coordinator.require_lease(caller.stated_lease())
+        if operation.query is not None:
+            arguments["query"] = _query(operation.query, request.query)
         if takes_message:
             arguments["message"] = await _read(request, operation.request, operation.body_bytes)  # type: ignore[arg-type]
         if operation.request is bytes or operation.reply is bytes:
             arguments["request"] = request
-        if operation.path == routes.STATUS and routes.LEASE_HEADER not in request.headers:
+        if operation.reply is bytes:
+            arguments["caller"] = caller
+        if operation.path == routes.STATUS and caller.lease is None:
             coordinator.watched_s = time.monotonic()  # such as `atoll status --watch`; only sites send a lease
         result = await method(**arguments)
         if isinstance(result, web.StreamResponse):
@@ -202,6 +246,18 @@ def _readable(kind: type[BaseModel], error: ValidationError) -> AtollError:
     return BadRequest(f"{kind.__name__}: {where}: {first['msg']}.", "See the expected fields in /openapi.json.")
 
 
+def _query(kind: type[Message], parameters: Mapping[str, str]) -> Message:
+    """Return the parameters of a query as a message: each at most once, as a JSON number."""
+    try:
+        if len(parameters) != len(set(parameters)):
+            raise BadRequest("A parameter stands twice in the query.", "Send each parameter once.")
+        return kind.model_validate({name: json.loads(text[:40]) for name, text in parameters.items()})
+    except ValidationError as error:
+        raise _readable(kind, error) from error
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"The query is not of numbers: {error}.", "See the parameters in /openapi.json.") from error
+
+
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 19 and int(text) < messages.NUMBER_BELOW):
         raise BadRequest(f"{name} is {text[:40]!r}, which is not a number that this server has issued.")
@@ -210,8 +266,9 @@ def _number(name: str, text: str) -> int:
 
 def _hex(name: str, text: str, digits: int) -> str:
     if len(text) != digits or not re.fullmatch("[0-9a-f]+", text):
-        shown = "" if name == "the secret" else f" {text[:80]!r},"
-        raise BadRequest(f"{name} is{shown} not from this server.", f"Send the {digits} hex digits from its answer.")
+        raise BadRequest(
+            f"{name} is {text[:80]!r}, not from this server.", f"Send the {digits} hex digits from its answer."
+        )
     return text
 
 
@@ -220,18 +277,22 @@ PAGES = {operation.name for operation in OPERATIONS if hasattr(ServerPages, oper
 
 
 def _guard(gate: Gate, coordinator: Coordinator) -> Any:
-    open_names = {name for each in OPERATIONS if each.open for name in (each.name, f"{each.name}_head")}
-
-    def failure(request: web.Request) -> ServerFailed | None:
-        if (request.match_info.route.name or "").removesuffix("_head") in PAGES:
-            return None
-        return coordinator.failure_for(request.headers.get(routes.LEASE_HEADER))
+    operations = {operation.name: operation for operation in (*OPERATIONS, *coordinator.extensions.operations)}
 
     @web.middleware
     async def guard(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
+        operation = operations.get((request.match_info.route.name or "").removesuffix("_head"))
+
+        def failure() -> ServerFailed | None:
+            return None if operation and operation.name in PAGES else coordinator.failure_for(caller.lease)
+
         try:
-            _admit(gate, request, is_open=request.match_info.route.name in open_names)
-            if (failed := failure(request)) is not None:
+            try:
+                caller = _admit(gate, request, operation, coordinator.roster)
+                CALLER.set(caller)
+            except AuthError as refused:
+                return problem(refused.code, refused.message, refused.remedy)
+            if (failed := failure()) is not None:
                 raise failed
             return await handler(request)
         except TimeoutError:
@@ -244,8 +305,8 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
             return _refused(request, refused)
         except Exception as error:
             if request.path == routes.WORKERS and isinstance(error, AtollError) and not is_transient(error):
-                gate.refusals.note("join", f"refused to let a site join from {request.remote}: {error.message}")
-            return _failed(coordinator, request, failure(request) or error)  # the run may have failed meanwhile
+                gate.refusals.note("join", f"refused to let a site join from {caller.address}: {error.message}")
+            return _failed(coordinator, request, failure() or error)  # the run may have failed meanwhile
         finally:
             interceptor = interceptor_of(request)
             if interceptor is not None and request.method == "PUT":
@@ -254,21 +315,32 @@ def _guard(gate: Gate, coordinator: Coordinator) -> Any:
     return guard
 
 
-def _admit(gate: Gate, request: web.Request, *, is_open: bool) -> None:
-    """Check the headers of a request. A refusal is counted and logged with the address of the caller.
+NO_OPERATION = Operation("", "", "", "", callers=READERS)
+
+
+def _admit(gate: Gate, request: web.Request, operation: Operation | None, roster: Mapping[str, Presence]) -> Caller:
+    """Return the caller of a request, if it may send it. A refusal is counted, and logged with its address.
+
+    Args:
+        gate: the server's tokens, and the check of the Host header.
+        request: the request.
+        operation: the requested operation; None if there is none, which only callers with a token get to know.
+        roster: site → record of its worker.
 
     Raises:
         AuthError: the request is refused.
     """
-    kind = "host"
+    caller = caller_of(request.remote, request.headers, gate.tokens, roster)
+    reason = "host"
     try:
         gate.require_host(request.headers.getall("Host", []))
-        kind = "token"
-        if not is_open:
-            gate.admit(request.headers.get("Authorization"))
+        reason = "token"
+        require_caller(caller, operation or NO_OPERATION, is_open=gate.tokens.is_open)
     except AuthError as error:
-        gate.refusals.note(kind, f"refused a request from {request.remote}: {error.message}")
+        reason = "caller" if isinstance(error, Forbidden) else reason
+        gate.refusals.note(reason, f"refused a request from {caller.address}: {error.message}")
         raise
+    return caller
 
 
 def _refused(request: web.Request, refused: web.HTTPException) -> web.StreamResponse:

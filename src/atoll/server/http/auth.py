@@ -1,8 +1,7 @@
-"""Checks each request: its token or, if the server listens on loopback only and has no token, its Host header."""
+"""The gate of a server: its tokens, the Host header of requests to one without a token, and the log of refusals."""
 
 from __future__ import annotations
 
-import hmac
 import logging
 import re
 import time
@@ -11,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from atoll.config import Settings
 from atoll.errors import AuthError, ConfigError
-from atoll.protocol import messages
+from atoll.server.http.caller import Tokens
 from atoll.transport.tls import is_loopback, read_token
 
 LOG = logging.getLogger("atoll.server")
@@ -29,12 +28,12 @@ class Refusals:
         now_s: the clock, in seconds.
 
     Attributes:
-        counts: kind of refusal, such as `token` → number of refused requests.
+        counts: reason of refusal, such as `token` → number of refused requests.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self.counts: Counter[str] = Counter({"token": 0, "host": 0, "join": 0})
+        self.counts: Counter[str] = Counter({"token": 0, "caller": 0, "host": 0, "join": 0})
         self._said_s: dict[str, float] = {}
         self._unsaid: Counter[str] = Counter()
 
@@ -52,21 +51,21 @@ class Refusals:
 
 
 class Gate:
-    """Checks the Host and Authorization headers of every request.
+    """The tokens of a server, and the check of the Host header of every request.
 
     Args:
-        token: token that every request must have; None if no token is required.
+        token: token of the run's sites; None if the server needs none of them.
         local: whether the server listens on loopback only. If so, and if there is no token, the Host header of every
             request must name a loopback address.
 
     Attributes:
+        tokens: the tokens of sites, readers and the admin.
         refusals: counts and logs the requests that this server has refused.
     """
 
     def __init__(self, token: str | None, *, local: bool = False) -> None:
-        self.refusals = Refusals()
-        self._token = token.encode() if token else None
-        self._needs_local_name = local and self._token is None
+        self.refusals, self.tokens = Refusals(), Tokens(token)
+        self._needs_local_name = local and self.tokens.is_open
 
     def require_host(self, hosts: Sequence[str]) -> None:
         """Refuse a request of a web page that reaches this server through a browser on this machine, by DNS rebinding.
@@ -87,25 +86,6 @@ class Gate:
             "requests for its own machine.",
             "Use 127.0.0.1, [::1] or localhost as the host, or set ATOLL_TOKEN at the server and its workers.",
         )
-
-    def admit(self, authorization: str | None) -> None:
-        """Refuse a request without the right token.
-
-        Args:
-            authorization: the Authorization header; None if the request has none.
-
-        Raises:
-            AuthError: a token is required, and the request has none or a wrong one.
-        """
-        if self._token is None:
-            return
-        scheme, _, sent = (authorization or "").partition(" ")
-        # with `surrogateescape`, a header with invalid UTF-8 is a wrong token, and not an error of `encode`
-        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode(errors="surrogateescape"), self._token):
-            raise AuthError(
-                messages.WRONG_TOKEN if sent else "The server requires a token, but the request has none.",
-                "Set ATOLL_TOKEN to the token, or ATOLL_TOKEN_FILE to a file with it, of mode 0600.",
-            )
 
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(:[0-9]{1,5})?")
@@ -141,4 +121,4 @@ def open_gate(settings: Settings) -> Gate:
                 f"lacks {' and '.join(lacking)}.",
                 "Set them, or listen on 127.0.0.1, or set network.insecure = true on a trusted network.",
             )
-    return Gate(token, local=is_loopback(settings.network.host))
+    return Gate(token.text if token else None, local=is_loopback(settings.network.host))

@@ -17,20 +17,19 @@ from contextlib import contextmanager
 from aiohttp import web
 from blake3 import blake3
 
-from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartStats
+from atoll.aggregation.check_arriving_parts import Inspection, PartChecker, PartHasher
 from atoll.blobs.manifest import Cuts
 from atoll.blobs.model_file import ModelFile
 from atoll.errors import BadRequest, Busy, Conflict, Gone, PartCorrupt
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol import messages, routes
 from atoll.rounds.events import WorkerSeen
 from atoll.server.coordinator.coordinator import Coordinator
-from atoll.server.coordinator.roster import Lease, holder_of
-from atoll.server.startup import initial_file
+from atoll.server.coordinator.roster import Lease
+from atoll.server.http.caller import Caller
 from atoll.store.journal_tables import DeltaRow, VersionRow
 from atoll.store.kept_objects import Entry, ObjectStore
 from atoll.store.versions import Pin
-from atoll.tensors.layout import Layout
 from atoll.transport.request_body import Idle, break_off, receive_part, require_part_bytes
 from atoll.transport.serve_range import serve_file
 
@@ -78,7 +77,9 @@ class ByteRoutes:
             part_digests=[digest.hex() for digest in row.part_digests],
         )
 
-    async def get_version(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+    async def get_version(
+        self, fragment: int, version: int, digest: str, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send the file of a version, or a byte range of it. The server of a swarm has only version 0.
 
         Raises:
@@ -86,15 +87,17 @@ class ByteRoutes:
         """
         if self.run.swarm is None:
             pinned = self.store.versions.pin(fragment, version)
-            return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, request)
+            return await self._serve(pinned, self.plan.fragments[fragment].version.nbytes, digest, caller, request)
         if version or self.store.run_log.version_digest(fragment, version) != digest:
             raise Gone(
                 f"Version {version} is stored at workers of this swarm.", "Get its manifest, which lists the workers."
             )
-        with initial_file(self.store.directory, fragment) as fd:
-            return await self._send(request, fd, self.plan.fragments[fragment].version.nbytes, digest)
+        with self.store.initial_file(fragment) as fd:
+            return await self._send(caller, request, fd, self.plan.fragments[fragment].version.nbytes, digest)
 
-    async def get_delta(self, fragment: int, version: int, digest: str, request: web.Request) -> web.StreamResponse:
+    async def get_delta(
+        self, fragment: int, version: int, digest: str, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send a version's delta (the encoded difference from the previous version), or a byte range of it.
 
         Raises:
@@ -103,9 +106,11 @@ class ByteRoutes:
         pinned = self.store.versions.pin_delta(fragment, version)
         downlink = self.plan.fragments[fragment].downlink
         nbytes = downlink.layout.nbytes if downlink else 0
-        return await self._serve(pinned, nbytes, digest, request)
+        return await self._serve(pinned, nbytes, digest, caller, request)
 
-    async def get_model_part(self, fragment: int, version: int, part: int, request: web.Request) -> web.StreamResponse:
+    async def get_model_part(
+        self, fragment: int, version: int, part: int, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send one part of a version, with full-precision values as in exports, then the part's BLAKE3 (32 bytes).
 
         Raises:
@@ -115,13 +120,13 @@ class ByteRoutes:
         with self.store.versions.pin(fragment, version, with_state=self.plan.has_masters) as pin:
             layout = self.plan.fragments[fragment].version
             if part >= len(layout.parts):
-                raise BadRequest(f"Part {part} does not exist; the version has {counted(len(layout.parts), 'part')}.")
+                raise BadRequest(f"Part {part} does not exist; the version has {number_of(len(layout.parts), 'part')}.")
             runs = ModelFile(layout, pin.fd, pin.state_fd).part(layout.parts[part])
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
             response.content_length = layout.parts[part].nbytes + routes.DIGEST_BYTES
             await response.prepare(request)
             hasher, loop = blake3(), asyncio.get_running_loop()
-            with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(request)) as idle:
+            with Idle(request, self.plan.settings.network.idle_timeout_s, self._counter(caller)) as idle:
                 while (run := await loop.run_in_executor(self.run.io, next, runs, None)) is not None:
                     if pin.revoked.is_set():  # when the client tries again, it gets the error `Gone`
                         break_off(request)
@@ -134,7 +139,7 @@ class ByteRoutes:
         return response
 
     async def _serve(
-        self, pinned: Pin[VersionRow] | Pin[DeltaRow], nbytes: int, digest: str, request: web.Request
+        self, pinned: Pin[VersionRow] | Pin[DeltaRow], nbytes: int, digest: str, caller: Caller, request: web.Request
     ) -> web.StreamResponse:
         try:
             if pinned.row.digest != digest:
@@ -142,12 +147,18 @@ class ByteRoutes:
                     f"Version {pinned.row.version} or its delta no longer has the digest {digest[:12]}.",
                     "Download the newest version instead.",
                 )
-            return await self._send(request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
+            return await self._send(caller, request, pinned.fd, nbytes, digest, pinned.revoked.is_set)
         finally:
             pinned.release()
 
     async def _send(
-        self, request: web.Request, fd: int, nbytes: int, digest: str, revoked: Callable[[], bool] = lambda: False
+        self,
+        caller: Caller,
+        request: web.Request,
+        fd: int,
+        nbytes: int,
+        digest: str,
+        revoked: Callable[[], bool] = lambda: False,
     ) -> web.StreamResponse:
         return await serve_file(
             request,
@@ -157,12 +168,12 @@ class ByteRoutes:
             pool=self.run.io,
             idle_timeout_s=self.plan.settings.network.idle_timeout_s,
             revoked=revoked,
-            on_bytes=self._counter(request),
+            on_bytes=self._counter(caller),
         )
 
-    def _counter(self, request: web.Request) -> Callable[[int], None]:
-        """Return a function that counts sent bytes for the server, and for the site if the request has a lease."""
-        presence = holder_of(request.headers.get(routes.LEASE_HEADER), self.run.roster)
+    def _counter(self, caller: Caller) -> Callable[[int], None]:
+        """Return a function that counts sent bytes for the server, and for the site if the request is from one."""
+        presence = self.run.roster.get(caller.site)
 
         def count(nbytes: int) -> None:
             self.run.bytes_down += nbytes
@@ -215,7 +226,9 @@ class ByteRoutes:
         entry = self.run.objects.complete_one(object, secret)
         return messages.BlobManifest.of(entry.manifest, self.run.objects.inline_bytes(entry))
 
-    async def get_object_data(self, object: str, secret: str, request: web.Request) -> web.StreamResponse:
+    async def get_object_data(
+        self, object: str, secret: str, caller: Caller, request: web.Request
+    ) -> web.StreamResponse:
         """Send a complete object, or a byte range of it. If the object is removed meanwhile, close the connection.
 
         Raises:
@@ -226,7 +239,7 @@ class ByteRoutes:
         entry = self.run.objects.complete_one(object, secret)
         fd = self.run.objects.reader(entry)
         try:
-            return await self._send(request, fd, entry.cuts.nbytes, entry.manifest.id, entry.removed.is_set)
+            return await self._send(caller, request, fd, entry.cuts.nbytes, entry.manifest.id, entry.removed.is_set)
         finally:
             os.close(fd)
 
@@ -247,7 +260,6 @@ class PartReceiver:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator, plan = coordinator, coordinator.plan
         self._inspections = [Inspection(fragment.update, plan.codecs) for fragment in plan.fragments]
-        self._no_inspection = Inspection(Layout((), 0, 0, 1, {}), {})  # receivers of an object check its values
         self._uploads: dict[Hashable, tuple[str, web.Request]] = {}
         self._writers: dict[tuple[str, int], _ObjectPart] = {}
 
@@ -266,7 +278,7 @@ class PartReceiver:
         layout = coordinator.plan.fragments[fragment].update
         if part >= len(layout.parts):
             raise BadRequest(
-                f"Part {part} does not exist; the update has {counted(len(layout.parts), 'part')}.",
+                f"Part {part} does not exist; the update has {number_of(len(layout.parts), 'part')}.",
                 "Divide the update into parts as the ticket's layout says.",
             )
         coordinator.require_open(lease, ticket)
@@ -279,11 +291,11 @@ class PartReceiver:
             writer = await asyncio.get_running_loop().run_in_executor(coordinator.io, spool.begin_part, part)
             try:
                 arriving = PartChecker(inspection, planned, writer.write, spool.fd)
-                stats = await self._receive(request, arriving, f"Part {part}", lease.site)
-                coordinator.record_part(lease, ticket, part, stats, writer)
+                await self._receive(request, arriving, f"Part {part}", lease.site)
+                coordinator.record_part(lease, ticket, part, arriving.stats, writer)
             finally:
                 writer.abandon()
-        coordinator.apply(WorkerSeen(lease.site, lease.number))
+        coordinator.ledger.record(WorkerSeen(lease.site, lease.number))
 
     async def put_object_part(self, object: str, part: int, secret: str, request: web.Request) -> None:
         """Receive one part of an object, and check it.
@@ -305,7 +317,7 @@ class PartReceiver:
         if not entry.is_arriving:
             raise Conflict(f"Object {object[:8]} is already complete.", "It cannot change: publish a new object.")
         if part >= entry.cuts.count:
-            raise BadRequest(f"Object {object[:8]} has no part {part}, only {counted(entry.cuts.count, 'part')}.")
+            raise BadRequest(f"Object {object[:8]} has no part {part}, only {number_of(entry.cuts.count, 'part')}.")
         expected, key = entry.cuts.part(part), (object, part)
         require_part_bytes(request, expected.nbytes)
         coordinator.require_space()
@@ -316,11 +328,11 @@ class PartReceiver:
             try:
                 if before is not None:
                     await loop.run_in_executor(coordinator.io, before.end)
-                arriving = PartChecker(self._no_inspection, expected, writer.write, -1)
-                stats = await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
+                arriving = PartHasher(expected, writer.write)
+                await self._receive(request, arriving, f"Part {part} of object {object[:8]}")
                 if entry.removed.is_set():
                     raise Gone(f"Object {object[:8]} was withdrawn during its upload.", "Publish it again.")
-                entry.digests[part] = stats.digest
+                entry.digests[part] = arriving.digest
             finally:
                 if self._writers.get(key) is writer:
                     del self._writers[key]
@@ -355,17 +367,14 @@ class PartReceiver:
             if self._uploads.get(key) is upload:
                 del self._uploads[key]
 
-    async def _receive(self, request: web.Request, arriving: PartChecker, what: str, site: str = "") -> PartStats:
+    async def _receive(self, request: web.Request, arriving: PartHasher, what: str, site: str = "") -> None:
         """Receive and write one part.
 
         Args:
             request: the request.
-            arriving: writes, hashes and checks the part.
+            arriving: writes and hashes the part.
             what: the part, for messages.
             site: the site that sends it; empty if it is no site's.
-
-        Returns:
-            What `arriving` found.
 
         Raises:
             PartCorrupt: the part does not match the digest that follows it.
@@ -384,11 +393,8 @@ class PartReceiver:
             idle_timeout_s=coordinator.settings.network.idle_timeout_s,
             on_bytes=count,
         )
-        stats = arriving.stats
-        assert stats is not None
-        if stats.digest != digest:
+        if arriving.digest != digest:
             raise PartCorrupt(f"{what} arrived damaged.", "Send this part again.")
-        return stats
 
 
 class _ObjectPart:

@@ -39,7 +39,7 @@ from atoll.rounds.closing_policy import listed
 from atoll.rounds.sampling import HOLDERS, aggregator_of, choose_holders, ranking
 from atoll.runtime import OWN_RANDOM, failpoint
 from atoll.server.coordinator.accept_update import UpdateAdmission
-from atoll.server.coordinator.aggregate_round import Committed, frozen_round, summary_of
+from atoll.server.coordinator.aggregate_round import MadeVersion, frozen_round, summary_of
 from atoll.server.coordinator.ledger import Ledger
 from atoll.server.coordinator.long_polls import FairEvent
 from atoll.server.coordinator.roster import Lease
@@ -515,7 +515,7 @@ class SwarmRounds:
         live = {ticket.id for round_ in rounds for ticket in round_.tickets.values() if ticket.is_live}
         view.offers = {ticket: offer for ticket, offer in view.offers.items() if ticket in live}
         if (unreachable := view.peers.unreachable()) is not None:
-            self._ledger.apply(events.WorkerLeft(*unreachable))
+            self._ledger.record(events.WorkerLeft(*unreachable))
         self.news.set()
 
     def _reassign_fragment(self, fragment: int, job: Assignment) -> None:
@@ -650,13 +650,13 @@ class SwarmRounds:
         self._lost_at[fragment, job.aggregator] = job.version
         job.lose(reason)
         self._reopened[fragment] += 1
-        self._ledger.apply(events.AggregatorLost(fragment, reason))
+        self._ledger.record(events.AggregatorLost(fragment, reason))
         self.news.set()
 
     # -- closing a round
 
-    async def aggregate(self, round_: events.RoundClosed, number: int) -> Committed | None:
-        """Let one worker aggregate a closed round and another one check the result, then commit the new version.
+    async def aggregate(self, round_: events.RoundClosed, number: int) -> MadeVersion | None:
+        """Let one worker aggregate a closed round and another one check the result. Then return the new version.
 
         Args:
             round_: the closed round.
@@ -691,7 +691,7 @@ class SwarmRounds:
             if closed is not None:
                 self._choose_checker(fragment, job)
                 if job.checker and view.has(job.checker, closed):
-                    return self._commit(frozen, job, closed)
+                    return self._made(frozen, job, closed)
             await self.news.wait(LOOK_S)
         job = view.assignments[fragment]
         if self._has_failed_everywhere(fragment, job):
@@ -732,7 +732,7 @@ class SwarmRounds:
             job.checker, job.checks_s = next(iter(able), ""), time.monotonic()
             self.news.set()
 
-    def _commit(self, frozen: FrozenRound, job: Assignment, closed: ReducedRound) -> Committed:
+    def _made(self, frozen: FrozenRound, job: Assignment, closed: ReducedRound) -> MadeVersion:
         grad_norm = math.inf if closed.grad_norm is None else closed.grad_norm
         summary = summary_of(frozen, closed.seconds, grad_norm)
         summary = summary.model_copy(update={"aggregator": job.aggregator, "checker": job.checker})
@@ -741,13 +741,10 @@ class SwarmRounds:
             assert closed.digest is not None
             parts, state = digests_in(closed.part_digests), digests_in(closed.state_digests)
             written = VersionDigests(digest=closed.digest, part_digests=parts, state_digests=state)
-            row = self._store.versions.commit(
-                draft, written, summary_json=summary.model_dump_json(), tickets=frozen.tickets
-            )
+            return MadeVersion.of(self._store, draft, written, frozen, summary)
         except BaseException:
             draft.abandon()
             raise
-        return row, summary
 
 
 def _failed_everywhere(number: int, sites: Iterable[str], last: str) -> RunFailed:

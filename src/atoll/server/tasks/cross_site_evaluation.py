@@ -33,7 +33,7 @@ from atoll.blobs.model_file import packed_state
 from atoll.blobs.object_file import Cut
 from atoll.config.workflow_settings import file_name_of
 from atoll.errors import AtollError, ConfigError, Gone, RunFailed
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.posix import mode_in, no_sync, own_folder, read_named, replace_file
 from atoll.protocol import messages
 from atoll.protocol.task_messages import Cell, EvaluatedModel, Evaluation, ObjectKey, markdown
@@ -438,7 +438,7 @@ class EvaluationMatrix:
     @property
     def progress(self) -> str:
         """The number of filled cells, as text for the status, such as "3 of 8 evaluations"."""
-        return f"{len(self._cells)} of {counted(len(self.sources) * len(self.sites), 'evaluation')}"
+        return f"{len(self._cells)} of {number_of(len(self.sources) * len(self.sites), 'evaluation')}"
 
     def so_far(self, *, finished: bool = False) -> Evaluation:
         """Return the matrix with the cells filled so far, row by row. Thread-safe."""

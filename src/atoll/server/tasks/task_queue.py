@@ -20,6 +20,7 @@ from atoll.blobs.manifest import Cuts, Manifest
 from atoll.blobs.object_file import ChunkSizes, Contents, Cut, read_plain, write_object
 from atoll.errors import AtollError, BadRequest, ConfigError, Conflict, DiskFull, PartCorrupt, TicketClosed
 from atoll.posix import OwnedFile, file_error
+from atoll.protocol import run_events
 from atoll.protocol import task_messages as tm
 from atoll.protocol.status_messages import TaskStatus
 from atoll.server.coordinator.roster import Lease
@@ -240,6 +241,7 @@ class TaskQueue:
         moves: number of tasks sent plus answers received.
         answer_filter: function (answer, task name) → filtered answer; None if the run has no filters of answers.
         names: names of all tasks that were sent.
+        tell: function that adds an event to the events of the run.
     """
 
     def __init__(
@@ -254,6 +256,7 @@ class TaskQueue:
     ) -> None:
         self.objects, self.wake, self.alive = objects, wake, alive
         self._changed, self._require_lease, self._require_space, self._io = changed, require_lease, require_space, io
+        self.tell: Callable[[run_events.Happened], None] = lambda event: None
         self.active = self.finished = self.follows = False
         self.trains = True
         self.rounds: Literal["to come", "now", "over"] = "now"
@@ -321,6 +324,7 @@ class TaskQueue:
         self.counts[task.way] += 1
         self.moves += 1
         self.names.add(name)
+        self.tell(run_events.TaskOpened(task=name, sites=list(sites)))
         for site, error in payloads.failed.items():
             self._set_answer(task, Answer(site, "", error=error))
         self._open[message.task] = task
@@ -425,6 +429,7 @@ class TaskQueue:
 
     def _set_answer(self, task: OpenTask, answer: Answer) -> None:
         task.answers[answer.site] = answer
+        self.tell(run_events.TaskAnswered(task=task.message.name, site=answer.site, error=answer.error))
         self._answer_keys[task.message.task, answer.site] = answer.key
         while len(self._answer_keys) > REMEMBERED:
             del self._answer_keys[next(iter(self._answer_keys))]

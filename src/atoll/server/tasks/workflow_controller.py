@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from atoll.blobs.object_file import ChunkSizes, Stored, read_plain
 from atoll.errors import RunFailed, StoreError, UsageError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.posix import read_at
 from atoll.protocol import messages
 from atoll.protocol import task_messages as tm
@@ -250,7 +250,7 @@ class Controller:
             if not await self._until(lambda: len(alive()) >= at_least, timeout_s):
                 names = ", ".join(alive()) or "none"
                 raise RunFailed(
-                    f"Only {len(alive())} of {counted(at_least, 'site')} joined within {timeout_s:g} s: {names}.",
+                    f"Only {len(alive())} of {number_of(at_least, 'site')} joined within {timeout_s:g} s: {names}.",
                     "Start the other sites, or raise timeout_s.",
                 )
             return alive()
@@ -371,7 +371,7 @@ class Controller:
                 timeout_s = max(0.0, timeout_s - (time.monotonic() - begin_s))
         if needed > len(chosen):
             raise UsageError(
-                f"min_responses is {needed}, but task {task!r} is sent to only {counted(len(chosen), 'site')}.",
+                f"min_responses is {needed}, but task {task!r} is sent to only {number_of(len(chosen), 'site')}.",
                 "Lower min_responses, or send the task to more sites.",
             )
         payloads = self._writer.write(task, chosen, pack(payload), timeout_s)
@@ -439,7 +439,7 @@ class Controller:
                 failed = [f"{site} failed: {each.error}" for site, each in sorted(task.answers.items()) if each.error]
                 lacking = "; ".join([*failed, *(f"{site} did not answer" for site in task.missing)])
                 raise RunFailed(
-                    f"Task {name!r} got {task.good} of {counted(min_responses, 'answer')}: {lacking}.",
+                    f"Task {name!r} got {task.good} of {number_of(min_responses, 'answer')}: {lacking}.",
                     "See the logs of these sites.",
                 )
             return list(task.answers.values())

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 from atoll.config import TRAIN, Settings, WorkflowEntry, entries_of, function_of
 from atoll.config.workflow_settings import EVALUATES
 from atoll.errors import AtollError, ConfigError, RunFailed, UsageError
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol import status_messages
 from atoll.protocol.task_messages import Evaluation
 from atoll.rounds import events
@@ -295,7 +295,7 @@ class WorkflowSchedule:
         queue.rounds = "now"
 
         async def begin() -> None:
-            run.apply(events.TrainingBegins())
+            run.ledger.record(events.TrainingBegins())
 
         await until_passed(begin, "training cannot begin")
         run.wake()
@@ -320,7 +320,7 @@ class WorkflowSchedule:
             present = self._run.task_queue.alive()
             names = ", ".join(present) or "none"
             raise RunFailed(
-                f"The workflow {step.entry.name} waited {limit_s:g} s for {counted(wanted, 'site')}, but only "
+                f"The workflow {step.entry.name} waited {limit_s:g} s for {number_of(wanted, 'site')}, but only "
                 f"{len(present)} take part: {names}.",
                 "Start the other sites, or raise start_timeout_s. A script without task handlers leaves "
                 "after training: register one with worker.evaluates(function).",

@@ -20,7 +20,7 @@ import stat
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from atoll.errors import AtollError, DiskFull, StateLocked, StoreError, VersionSkew
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.json_files import NoteDamaged, peek_note, read_note, write_note
 from atoll.posix import (
     Descriptor,
@@ -43,6 +43,7 @@ from atoll.posix import (
     usable,
     write_at,
 )
+from atoll.protocol.messages import Report
 from atoll.runtime import failpoint
 from atoll.tensors.byte_runs import Move, read_pieces
 from atoll.tensors.chunks import CHUNK_BYTES, bytes_of
@@ -80,6 +81,7 @@ class OutboxNote:
 
     Attributes:
         part_digests: BLAKE3 of each part, in hex.
+        report: what the site reports of the update; from the file, as JSON values.
         sent: whether the server has received the update and recorded it on disk.
         site: the site that formed the update.
         generation: the generation of the algorithm's state with which it was formed.
@@ -93,13 +95,15 @@ class OutboxNote:
     layout_digest: str
     digest: str
     part_digests: list[str]
-    weight: float
-    steps: int
-    metrics: dict[str, float] = field(default_factory=dict)
+    report: Report
     round: int = 0
     sent: bool = False
     site: str = ""
     generation: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.report, dict):
+            object.__setattr__(self, "report", Report(**self.report))
 
 
 class TensorFile:
@@ -341,7 +345,7 @@ class BaseFile(PartsFile):
                     "%s: %d of %s differ from what was downloaded; downloading them again. Check the disk.",
                     self.path,
                     len(wrong),
-                    counted(len(self.layout.parts), "part"),
+                    number_of(len(self.layout.parts), "part"),
                 )
                 self._write_note(replace(note, complete=False))
                 return False

@@ -29,10 +29,9 @@ from atoll.codecs.base import Codec
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import SchemaMismatch, UsageError
 from atoll.filters.base import About, BadFilter, ByTask, Chain, Filter, filtered, for_tasks
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol import messages
-from atoll.protocol.messages import Ticket
-from atoll.protocol.values import UpdateInfo
+from atoll.protocol.messages import Report, Ticket
 from atoll.runtime import single_thread
 from atoll.tensors.byte_runs import ByteRun, RunTable
 from atoll.tensors.chunks import CHUNK_ELEMENTS, WIDEST_BYTES, AnyTensors, bytes_of, moved, run_of
@@ -220,7 +219,7 @@ class UpdateWarnings:
         return [error_text(text) for text in (told_zero, self._told_lost) if text]
 
     def _zero(self, steps: int, filters: bool) -> str:
-        text = f"the pseudo-gradient is all zero{' after ' + counted(steps, 'step') if steps else ''}"
+        text = f"the pseudo-gradient is all zero{' after ' + number_of(steps, 'step') if steps else ''}"
         if filters:
             text += " (with this site's filters applied)"
         text += ". Check that the optimizer has this model's parameters, and a learning rate above zero."
@@ -672,18 +671,19 @@ class LocalFragment:
             return {}
         return _read(group, self.parameter_shapes, self.algorithm_state.read)
 
-    def filtered(self, ticket: Ticket, tensors: Tensors, info: UpdateInfo) -> Filtered | None:
+    def filtered(self, ticket: Ticket, tensors: Tensors, report: Report) -> Filtered | None:
         """Return the values of an update after the site's filters were applied; None if the site has no filters.
 
         Args:
             ticket: the ticket under which the update is going to be submitted.
             tensors: the model's own tensors, by name.
-            info: weight, steps and metrics of the update.
+            report: what the site reports of the update.
         """
         if not self.filters:
             return None
-        metrics, fragment = dict(info.metrics), self.number or 0
-        about = About(self.site, ticket.round, ticket.base.number, info.weight, info.steps, metrics, fragment=fragment)
+        round_, version, fragment = ticket.round, ticket.base.number, self.number or 0
+        weight, steps, metrics = report.weight, report.steps, dict(report.metrics)
+        about = About(self.site, round_, version, weight, steps, metrics, fragment=fragment)
         return Filtered(self.filters, self.base, tensors, about, self.model)
 
     def form(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from atoll.errors import TRANSIENT, Gone, TicketClosed, UpdateRefused
 from atoll.protocol import messages, routes
-from atoll.protocol.messages import Ticket, VersionRef
+from atoll.protocol.messages import Report, Ticket, VersionRef
 from atoll.protocol.values import (
     Accepted,
     Delivered,
@@ -30,7 +30,6 @@ from atoll.protocol.values import (
     Refused,
     SatOut,
     TooLate,
-    UpdateInfo,
     VersionGone,
     require,
 )
@@ -397,7 +396,7 @@ class Exchange:
         self,
         ticket: Ticket,
         tensors: Tensors,
-        info: UpdateInfo,
+        report: Report,
         *,
         finish: Finish | None = None,
         retries: int | None = None,
@@ -407,7 +406,7 @@ class Exchange:
         Args:
             ticket: the ticket under which the update is submitted.
             tensors: the model's own tensors, by name.
-            info: weight, steps and metrics of the update.
+            report: what the site reports of the update.
             finish: computes the groups of tensors that the algorithm sends in addition to the model; None: no such
                 groups.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
@@ -417,18 +416,18 @@ class Exchange:
             return agreed
         ticket = agreed
         if self.peer_server is not None or len(self.outbox.layout.all_parts) == 1:
-            self.form(ticket, tensors, info, finish=finish)
+            self.form(ticket, tensors, report, finish=finish)
             return self.deliver(retries)
         with self.upload.progress(ticket.round) as bar:
             with self.upload.pushing(ticket, bar) as pushing:
-                self.form(ticket, tensors, info, finish=finish, on_part=pushing.add)
+                self.form(ticket, tensors, report, finish=finish, on_part=pushing.add)
             return self._deliver(bar, pushing.sent, pushing.error, retries)
 
     def form(
         self,
         ticket: Ticket,
         tensors: Tensors,
-        info: UpdateInfo,
+        report: Report,
         *,
         finish: Finish | None = None,
         on_part: Callable[[Part, bytes], None] | None = None,
@@ -438,17 +437,17 @@ class Exchange:
         Args:
             ticket: the ticket under which the update is submitted.
             tensors: the model's own tensors, by name.
-            info: weight, steps and metrics of the update.
+            report: what the site reports of the update.
             finish: computes the groups of tensors that the algorithm sends in addition to the model; None: no such
                 groups.
             on_part: called with each part and its BLAKE3 digest as soon as the part is in the outbox.
         """
         if self.shards is None:
-            filtered = self.local.filtered(ticket, tensors, info)
+            filtered = self.local.filtered(ticket, tensors, report)
             formed = self._write(ticket, tensors, on_part, finish, filtered)
         else:
             formed = self._form_shares(ticket, self.shards(), on_part)
-        self.session.warn(self.fragment, self.local.warnings_about(formed, info.steps))
+        self.session.warn(self.fragment, self.local.warnings_about(formed, report.steps))
         self.outbox.seal(
             OutboxNote(
                 run=self.session.info.run,
@@ -459,9 +458,7 @@ class Exchange:
                 layout_digest=ticket.layout_digest,
                 digest=formed.digest,
                 part_digests=[digest.hex() for digest in formed.part_digests],
-                weight=info.weight,
-                steps=info.steps,
-                metrics=dict(info.metrics),
+                report=report,
                 round=ticket.round,
                 site=self.site,
                 generation=ticket.generation,
@@ -501,19 +498,17 @@ class Exchange:
         self.outbox.begin(ticket.layout_digest)
         return self.local.form(self.outbox, ticket, tensors, filtered=filtered, finish=finish, on_part=on_part)
 
-    def sit_out(
-        self, ticket: Ticket, info: UpdateInfo, retries: int | None = None
-    ) -> SatOut | Refused | TooLate | Lost:
+    def sit_out(self, ticket: Ticket, report: Report, retries: int | None = None) -> SatOut | Refused | TooLate | Lost:
         """Tell the server that this site sits out the round of a ticket. Nothing is formed, and no tensor is sent.
 
         The outbox and the state that the site keeps between rounds stay as they are.
 
         Args:
             ticket: the ticket of the round.
-            info: the metrics to record.
+            report: its metrics are recorded.
             retries: retries after a network error; None: retry for as long as `ATOLL_GIVE_UP_S` says.
         """
-        path, message = routes.SIT_OUT.format(ticket=ticket.id), messages.SitOut(metrics=dict(info.metrics))
+        path, message = routes.SIT_OUT.format(ticket=ticket.id), messages.SitOut(metrics=dict(report.metrics))
 
         def ask() -> bool:
             self.session.http.send(path, message)
@@ -653,7 +648,7 @@ class Exchange:
             base_step: the last local step that the current base includes.
         """
         note = self.unsettled_update
-        return base_step + note.steps if note is not None and note.sent else base_step
+        return base_step + note.report.steps if note is not None and note.sent else base_step
 
     def settle_update(self, retries: int | None = None) -> int | Lost | None:
         """Ask the server for the state of the `unsettled_update`.
@@ -677,7 +672,7 @@ class Exchange:
         LOG.info("%s: the server had accepted the update of round %d", self.site, note.round)
         self.advance_base()
         self.settled_ticket = note.ticket
-        return note.steps
+        return note.report.steps
 
     def advance_base(self) -> None:
         """Set base ← base − dec(update), so that the local steps in this update are not sent twice.

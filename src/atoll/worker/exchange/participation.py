@@ -11,7 +11,7 @@ from pathlib import Path
 from atoll.algorithms.resolve import local_rule
 from atoll.errors import ConfigError
 from atoll.filters.base import Filter, require_filters
-from atoll.format_text import counted
+from atoll.format_text import number_of
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
 from atoll.protocol.swarm_messages import SwarmPlan
@@ -181,7 +181,7 @@ def _check(session: Session, loop: LoopTerms | None) -> None:
     info, site, size = session.info, session.site, session.ranks.size
     if info.streams and loop is None:
         raise ConfigError(
-            f"The run {info.name!r} uses streaming (it has {counted(info.fragments, 'fragment')}, sync delay "
+            f"The run {info.name!r} uses streaming (it has {number_of(info.fragments, 'fragment')}, sync delay "
             f"{info.tau} and alpha {info.alpha:g}), but this worker trains whole models round by round.",
             "Use atoll.DiLoCo(model, optimizer), or start the run without diloco.num_fragments, "
             "diloco.fragment_sync_delay and diloco.fragment_update_alpha.",

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from atoll.codecs.version_difference import Downlink
 from atoll.errors import UNPULLED, Busy, DiskFull, Gone, PartCorrupt
-from atoll.format_text import counted, of_fragment
+from atoll.format_text import number_of, of_fragment
 from atoll.json_files import read_note, write_note
 from atoll.protocol import messages, routes
 from atoll.protocol.messages import VersionRef
@@ -394,7 +394,7 @@ class Puller:
                         "expected, and are downloaded in full",
                         site,
                         len(wrong),
-                        counted(len(base.layout.parts), "part"),
+                        number_of(len(base.layout.parts), "part"),
                         step.version,
                     )
                 if not is_last:

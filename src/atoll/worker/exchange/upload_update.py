@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
+from atoll.blobs.manifest import Manifest
 from atoll.errors import Conflict
 from atoll.protocol import messages, routes
 from atoll.protocol.messages import Ticket
@@ -36,12 +37,13 @@ example, a part of an abandoned attempt may arrive late and replace a newer one.
 class UpdateServer(Sources, Protocol):
     """In a swarm: the server inside this worker from which other workers download its updates."""
 
-    def offer(self, fragment: int, outbox: Any, on_bytes: Callable[[int], None]) -> object:
-        """Let other workers download the update in an outbox. Return a reference to the update, for the server.
+    def offer(self, fragment: int, fd: int, manifest: Manifest, on_bytes: Callable[[int], None]) -> object:
+        """Let other workers download the file of an update. Return a reference to the update, for the server.
 
         Args:
             fragment: the fragment's number.
-            outbox: the fragment's outbox.
+            fd: descriptor of the update's file.
+            manifest: the parts and digests of the update.
             on_bytes: called with the number of bytes each time another worker has downloaded some.
         """
 
@@ -159,9 +161,10 @@ class UpdateUpload:
         self, server: UpdateServer, note: OutboxNote, bar: TransferProgress, retries: int | None
     ) -> messages.Receipt | Lost:
         """In a swarm: tell the server where to download the update. Repeat this until a worker has downloaded it."""
+        manifest = Manifest.of_layout(self.outbox.layout, [bytes.fromhex(text) for text in note.part_digests])
 
         def offered() -> messages.Complete:
-            return _message(note, source=str(server.offer(self.fragment, self.outbox, bar.add)))
+            return _message(note, source=str(server.offer(self.fragment, self.outbox.fd, manifest, bar.add)))
 
         message, early = offered(), Repeats(self.session)
         while True:
@@ -218,12 +221,7 @@ def resend_note(
 
 
 def _message(note: OutboxNote, source: str | None = None) -> messages.Complete:
+    facts = dict(note.report)
     return messages.Complete(
-        digest=note.digest,
-        base_digest=note.base_digest,
-        weight=note.weight,
-        steps=note.steps,
-        metrics=note.metrics,
-        generation=note.generation,
-        source=source,
+        **facts, digest=note.digest, base_digest=note.base_digest, generation=note.generation, source=source
     )

@@ -42,7 +42,6 @@ from atoll.transport.part_transfer import HttpTransfer
 from atoll.transport.peer_address import NO_PATH, is_this_machine, require_peer, why_no_peer
 from atoll.transport.tls import is_loopback
 from atoll.worker.arguments import insecure_peers
-from atoll.worker.exchange.base_and_outbox import Outbox
 from atoll.worker.log_lines import error_text
 
 CONNECTIONS = 2
@@ -253,14 +252,15 @@ class PeerServer:
         with contextlib.suppress(AtollError):
             self._host.withdraw(ref)
 
-    def offer(self, fragment: int, outbox: Outbox, on_bytes: Callable[[int], None]) -> TensorRef:
-        """Serve the update in an outbox, and return a reference to the update.
+    def offer(self, fragment: int, fd: int, manifest: Manifest, on_bytes: Callable[[int], None]) -> TensorRef:
+        """Serve the file of an update, and return a reference to the update.
 
         The update is served until another update of the fragment is offered or `retract` is called.
 
         Args:
             fragment: the fragment's number.
-            outbox: the fragment's outbox; its note must have been written.
+            fd: descriptor of the update's file.
+            manifest: the parts and digests of the update.
             on_bytes: called with the number of bytes each time a worker has downloaded some.
         """
         self._watching[fragment] = on_bytes
@@ -269,21 +269,18 @@ class PeerServer:
             self._count(nbytes)
             self._watching[fragment](nbytes)
 
-        note = outbox.note
-        assert note is not None
         with self._lock:
             known = self._updates.get(fragment)
-            if known is not None and known[0] == note.digest:
+            if known is not None and known[0] == manifest.id:
                 return known[1]
         self.retract(fragment)
-        digests = [bytes.fromhex(text) for text in note.part_digests]
-        ref = self._host.serve(outbox.fd, Manifest.of_layout(outbox.layout, digests), count)
+        ref = self._host.serve(fd, manifest, count)
         with self._lock:
-            self._updates[fragment] = note.digest, ref
+            self._updates[fragment] = manifest.id, ref
         return ref
 
     def retract(self, fragment: int) -> None:
-        """Stop serving the fragment's update. Call this before the outbox file is overwritten."""
+        """Stop serving the fragment's update. Call this before its file is overwritten."""
         with self._lock:
             known = self._updates.pop(fragment, None)
         if known is not None:

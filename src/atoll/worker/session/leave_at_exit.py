@@ -23,24 +23,13 @@ import traceback
 import weakref
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from atoll.errors import ServerFailed, Superseded
 from atoll.posix import no_sync, open_own, own_folder, read_own, replace_file
 
-if TYPE_CHECKING:
-    from atoll.transport.http_client import Http
-
 LEASES = "ATOLL_LEASES"
 """Variable that `atoll worker` sets: the folder where the script's process writes its lease."""
-
-LAST_STATUS = "ATOLL_LAST_STATUS"
-"""Variable that a recipe's `ServerEnv` sets: the file for the server's last status.
-
-The status is written when the worker leaves, because the server may be gone afterwards.
-"""
-WHY_FAILED = "why-failed"
-"""File beside it: the reason with which the run has failed at the server, if it has ended the worker."""
 
 UNNOTED = "the server notices only after heartbeat_timeout_s."
 
@@ -69,17 +58,13 @@ def last_words(error: BaseException | None) -> str | None:
     """Return the text that tells the server which error ended training.
 
     Return None if training ended well, or if the user interrupted it. If another process of the site has taken over, or
-    the run has failed at the server, also tell `atoll worker`, which then does not restart this one. A recipe gets the
-    reason of such a failure.
+    the run has failed at the server, also tell `atoll worker`, which then does not restart this one.
     """
     if isinstance(error, Superseded | ServerFailed) and (folder := os.environ.get(LEASES)):
         with contextlib.suppress(OSError):
             name = SUPERSEDED if isinstance(error, Superseded) else RUN_FAILED
             own_folder(Path(folder), Path(folder).parent)
             os.close(open_own(Path(folder, name), os.O_WRONLY | os.O_CREAT))
-    if isinstance(error, ServerFailed) and (path := os.environ.get(LAST_STATUS)):
-        with contextlib.suppress(OSError):
-            replace_file(Path(path).with_name(WHY_FAILED), [error.message.encode()], sync=no_sync)
     if isinstance(error, EndedBySignal):
         return str(error)
     if error is None or isinstance(error, KeyboardInterrupt | GeneratorExit):
@@ -227,20 +212,6 @@ def forget_lease(site: str, lease: str) -> None:
 def _noted_in(path: Path) -> list[str]:
     """Return the lines of a lease's file: the server's address and the lease."""
     return read_own(path).decode().splitlines()
-
-
-def keep_last_status(http: Http) -> None:
-    """Write the server's status to the file that `ATOLL_LAST_STATUS` names, if this variable is set.
-
-    Raises:
-        AtollError: the server does not answer.
-    """
-    from atoll.protocol import routes
-    from atoll.protocol.status_messages import Status
-
-    if path := os.environ.get(LAST_STATUS):
-        text = http.get(routes.STATUS, Status).model_dump_json()
-        replace_file(Path(path), [text.encode()], sync=no_sync)
 
 
 def leave_for(folder: Path, why: str | None) -> list[str]:

@@ -48,7 +48,6 @@ from atoll.worker.session.leave_at_exit import (
     command_sees_end,
     forget_lease,
     has_left,
-    keep_last_status,
     note_lease,
     watch_exit,
 )
@@ -593,13 +592,10 @@ class Session:
                 if self._beat is not None or self.heartbeat.warnings:
                     self.tell(state="failed" if error else "left")
                     self._send_heartbeat(GOODBYE_S)
-                keep_last_status(self.http)
                 if error is None and command_sees_end():
                     return  # `atoll worker` tells the server by the note of the lease
                 message = messages.Leave(error=error_text(error) if error else None)
                 self.http.send(routes.LEAVE, message, timeout_s=GOODBYE_S)
-            elif isinstance(self._fatal, ServerFailed):
-                keep_last_status(self.http)  # it says why
             forget_lease(self.site, self.http.lease)
         except (AtollError, OSError) as problem:
             self.is_untold = True

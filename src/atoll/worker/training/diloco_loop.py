@@ -38,10 +38,8 @@ from atoll.algorithms.optimizer_hooks import (
 from atoll.algorithms.weight_copies import WeightCopies
 from atoll.errors import UsageError, print_interrupt_in_a_line, public_api
 from atoll.filters.base import Filter
-from atoll.format_text import counted as number_of
-from atoll.format_text import of_fragment
-from atoll.protocol.messages import VersionRef
-from atoll.protocol.values import UpdateInfo
+from atoll.format_text import number_of, of_fragment
+from atoll.protocol.messages import Report, VersionRef
 from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import require_model
 from atoll.tensors.buffer_rules import run_schema
@@ -79,6 +77,7 @@ from atoll.worker.training.fragment_order import SyncRules
 from atoll.worker.training.metrics import GlobalModelMetrics, MetricsFunction, Reports
 from atoll.worker.training.round_backends import require_finite
 from atoll.worker.training.synchroniser import Synchroniser
+from atoll.worker.training.training_clock import TrainingClock
 
 T = TypeVar("T")
 
@@ -304,7 +303,7 @@ class DiLoCo:
         self._sync: Synchroniser | None = None
         self._steps: Steps | None = None
         self.step = 0
-        self.seconds_waited = 0.0
+        self._clock = TrainingClock()
         self._progress: SyncProgress | None = None  # None before the start
         self._started = self._stopped = False
         self._process = os.getpid()  # a fork has not joined, so it does not leave
@@ -415,7 +414,7 @@ class DiLoCo:
             joined.exchanges,
             self._tensors_now,
             SyncRules.of(info, self.sync_every),
-            self._info,
+            self._report,
             self._measured,
             max_retries=self._max_retries,
         )
@@ -523,7 +522,7 @@ class DiLoCo:
             number_of(joined.session.reconnections, "reconnection"),
             size(counters.bytes_up),
             size(counters.bytes_down),
-            self.seconds_waited,
+            self._clock.waited_s,
         )
 
     def _end(self, joined: Participation, sync: Synchroniser, error: BaseException | None) -> None:
@@ -710,7 +709,7 @@ class DiLoCo:
             "reconnections": session.reconnections if session else 0,
             "bytes_up": session.counters.bytes_up if session else 0,
             "bytes_down": session.counters.bytes_down if session else 0,
-            "seconds_waited": self.seconds_waited,
+            "seconds_waited": self._clock.waited_s,
             **merges,
         }
 
@@ -802,12 +801,11 @@ class DiLoCo:
         require_joined(False, self._named, "atoll.DiLoCo", self._process)
         self._require_own_thread(is_due=True)
         self._note_step(begin)
-        with self._copies.loading(self.model, self._tensors_now()):
+        with self._clock.waiting(), self._copies.loading(self.model, self._tensors_now()):
             now = self._over_ranks(self._act, SyncProgress | None)
             if now is None:
                 return
             self._learn(now)
-        self.seconds_waited += time.monotonic() - begin
         self._pace = (self.step, time.monotonic())
 
     def _require_own_thread(self, *, is_due: bool) -> None:
@@ -844,7 +842,7 @@ class DiLoCo:
         assert self._sync is not None
         return self._progress_now() if self._sync.after_step(self.step) else None
 
-    def _info(self, base: VersionRef, steps: int) -> UpdateInfo:
+    def _report(self, base: VersionRef, steps: int) -> Report:
         """Return weight, steps and metrics of the update that is about to be formed; every rank gets those of rank 0.
 
         Args:
@@ -855,14 +853,15 @@ class DiLoCo:
         assert joined is not None
         is_lost = joined.exchanges[base.fragment].outbox.note is None
 
-        def own() -> UpdateInfo:
+        def own() -> Report:
             reported = self._reports.take(base.fragment, is_lost=is_lost)
             local = finite_metrics(self.local_metrics() if self.local_metrics else {}, self._named, self._not_finite)
             weight = weight_of(self._weight() if callable(self._weight) else self._weight)
             require_accepted(weight, steps, joined.session.info)
-            return UpdateInfo(weight, steps, reported | local | self._measured.of(base.digest))
+            metrics = reported | local | self._measured.of(base.digest)
+            return self._clock.report(weight, steps, metrics, base.fragment)
 
-        return joined.session.ranks.from_rank0(own, UpdateInfo)
+        return joined.session.ranks.from_rank0(own, Report)
 
     def _report_copies(self, text: str) -> None:
         if self._joined is None:

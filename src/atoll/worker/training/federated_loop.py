@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -35,13 +34,13 @@ from atoll.errors import NotSimulated, UsageError, public_api
 from atoll.filters.base import Filter, require_filters
 from atoll.protocol import messages
 from atoll.protocol.messages import Ticket, VersionRef
-from atoll.protocol.values import Next, Open, UpdateInfo, Wait
+from atoll.protocol.values import Next, Open, Wait
 from atoll.runtime import ensure_lines
 from atoll.tensors.arrays import Arrays, require_framework, require_model, to_numpy
 from atoll.tensors.dtypes import torch_dtype
 from atoll.tensors.module_tensors import Tensors, is_extra_state, put_
 from atoll.transport.http_client import http_to, server_of
-from atoll.worker.arguments import counted, finite_metrics, require_accepted, require_joined, site_of, weight_of
+from atoll.worker.arguments import finite_metrics, require_accepted, require_joined, site_of, steps_of, weight_of
 from atoll.worker.exchange.encode_update import Finish, LocalFragment
 from atoll.worker.exchange.participation import Participation, take_part
 from atoll.worker.log_lines import ALONE, LOG
@@ -50,6 +49,7 @@ from atoll.worker.tasks.answer_tasks import Task, TaskWorker
 from atoll.worker.tasks.evaluate_models import local_model
 from atoll.worker.training.round_backends import RoundBackend, ScriptAlone, ServerBackend
 from atoll.worker.training.submitted_groups import given_groups
+from atoll.worker.training.training_clock import TrainingClock
 
 Model = TypeVar("Model", bound="nn.Module | dict[str, Tensor]")
 
@@ -86,8 +86,9 @@ class Round:
         sent: the model that `atoll.functional.send` sent, if `clear_cache` was False; else None.
     """
 
-    def __init__(self, backend: RoundBackend, ticket: Ticket, copies: WeightCopies) -> None:
-        self._backend, self._ticket, self._copies, self.done = backend, ticket, copies, False
+    def __init__(self, backend: RoundBackend, ticket: Ticket, copies: WeightCopies, clock: TrainingClock) -> None:
+        self._backend, self._ticket, self._copies, self._clock = backend, ticket, copies, clock
+        self.done = False
         self._hooks: StepHooks | None = None
         self._optimizers: Sequence[Optimizer] = ()
         self.params: dict[str, Any] = {}
@@ -141,7 +142,8 @@ class Round:
             loaded = self._backend.to_fill(own, version)
             return loaded
 
-        self._ticket = self._backend.pull(self._ticket, into)
+        with self._clock.waiting():
+            self._ticket = self._backend.pull(self._ticket, into)
         assert loaded is not None
         return loaded
 
@@ -280,24 +282,26 @@ class Round:
         """
         if self.done:
             raise UsageError(f"An update for round {self.number} was already submitted.", "Submit once in each round.")
-        info = UpdateInfo(weight_of(weight), counted(steps), {} if metrics is None else metrics)
+        weight, steps = weight_of(weight), steps_of(steps)
         self._require_joined()
         tensors = self._backend.tensors_of(model)
-        if info.weight:
+        if weight:
             self._require_base()
         if self._hooks is not None:
             self._hooks.close()
-            info = replace(info, steps=info.steps or self._hooks.steps)
-        if info.weight:
+            steps = steps or self._hooks.steps
+        if weight:
             if self._backend.local is not None:
-                require_accepted(info.weight, info.steps, self._backend.local.info)
-            finish = self._finish(groups, info.steps)
-        info = replace(info, metrics=finite_metrics(info.metrics, self._backend.site))
-        if info.weight:
+                require_accepted(weight, steps, self._backend.local.info)
+            finish = self._finish(groups, steps)
+        found = finite_metrics(metrics or {}, self._backend.site)
+        report = self._clock.report(weight, steps, found)
+        if weight:
             self._copies.look_at_end()
-            self._backend.submit(self._ticket, tensors, info, finish, self._optimizers)
+            with self._clock.waiting():
+                self._backend.submit(self._ticket, tensors, report, finish, self._optimizers)
         else:
-            self._backend.sit_out(self._ticket, info)
+            self._backend.sit_out(self._ticket, report)
         self.done = True
         self._hooks, self._optimizers = None, ()  # free the model while this worker waits
         self._copies.forget_model()
@@ -398,6 +402,7 @@ class Worker(TaskWorker):
         self._backend, self._has_ended = backend, False
         self._copies = WeightCopies(partial(_report, self._session, self.site, OF_WEIGHT_COPIES))
         self._copies.discover_all()
+        self._clock = TrainingClock()
         self._round: Round | None = None
 
     @property
@@ -458,9 +463,16 @@ class Worker(TaskWorker):
             The round; None if there is no further round for this site, or if no round has begun within `wait_s`.
         """
         self._require_joined()
-        reply = self._backend.next_round(wait_s)
-        self._round = Round(self._backend, reply.ticket, self._copies) if isinstance(reply, Open) else None
+        reply = self._ask(wait_s)
+        self._round = self._new_round(reply.ticket) if isinstance(reply, Open) else None
         return self._round
+
+    def _ask(self, wait_s: float | None) -> Next | None:
+        with self._clock.waiting():
+            return self._backend.next_round(wait_s)
+
+    def _new_round(self, ticket: Ticket) -> Round:
+        return Round(self._backend, ticket, self._copies, self._clock)
 
     def _tasks(self, *, rounds: bool) -> Iterator[Task]:
         if self is _simulated:
@@ -484,7 +496,7 @@ class Worker(TaskWorker):
             if not self._session.info.trains and self._answers_any:
                 self._serve(rounds=False)
                 return
-        while (reply := self._backend.next_round(None)) is not None:
+        while (reply := self._ask(None)) is not None:
             if isinstance(reply, Wait):  # another workflow comes before the rounds
                 if not self._serve(rounds=True):
                     return
@@ -492,7 +504,7 @@ class Worker(TaskWorker):
             if not isinstance(reply, Open):
                 self._end_of_rounds(reply)
                 return
-            round_ = self._round = Round(self._backend, reply.ticket, self._copies)
+            round_ = self._round = self._new_round(reply.ticket)
             yield round_
             if not round_.done:
                 raise UsageError(

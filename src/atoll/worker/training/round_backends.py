@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from atoll.codecs import NoneCodec
 from atoll.errors import ConfigError, UpdateRefused, UsageError
 from atoll.format_text import numbers
-from atoll.protocol.messages import Ticket, VersionRef
-from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, UpdateInfo, VersionGone, Wait, require
+from atoll.protocol.messages import Report, Ticket, VersionRef
+from atoll.protocol.values import Lost, Next, Open, Refused, TooLate, VersionGone, Wait, require
 from atoll.tensors.arrays import Arrays, as_tensor, as_tensors, require_model
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.chunks import is_sound, runs_of
@@ -120,24 +120,24 @@ class RoundBackend(Protocol):
         """Return a group of tensors that the algorithm keeps at this site: parameter name → new tensor."""
 
     def submit(
-        self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
+        self, ticket: Ticket, tensors: Tensors, report: Report, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Form an update and submit it under a ticket. Return when it was accepted or refused, or came too late.
 
         Args:
             ticket: the ticket of the update.
             tensors: the model's own tensors, by name; not changed.
-            info: weight, steps and metrics of the update.
+            report: what the site reports of the update.
             finish: computes the tensor groups that the algorithm sends in addition to the model; None: no such groups.
             optimizers: the optimizers of the model that were passed to Atoll.
         """
 
-    def sit_out(self, ticket: Ticket, info: UpdateInfo) -> None:
+    def sit_out(self, ticket: Ticket, report: Report) -> None:
         """Sit out the round of a ticket: no update is formed or sent, and the site's state stays as it is.
 
         Args:
             ticket: the ticket of the round.
-            info: the metrics to record.
+            report: its metrics are recorded.
         """
 
     def leave(self, error: BaseException | None) -> None:
@@ -242,20 +242,20 @@ class ServerBackend:
         return self.participation.exchange.base.holds(self.local.info.run, ticket.base.digest)
 
     def submit(
-        self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
+        self, ticket: Ticket, tensors: Tensors, report: Report, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Send the update. Return when the server has recorded it on disk or refused it, or when it came too late."""
         session, exchange = self.participation.session, self.participation.exchange
         session.optimizers = optimizers
-        if info.steps:
+        if report.steps:
             seconds = time.monotonic() - self._pulled_s if self._pulled_s else math.inf  # a restarted site may not pull
-            session.tell(step=session.heartbeat.step + info.steps, steps_per_s=info.steps / max(seconds, 1e-9))
+            session.tell(step=session.heartbeat.step + report.steps, steps_per_s=report.steps / max(seconds, 1e-9))
         if self.local.info.keeps_local and not self.local.filters:
             keep_local(self.participation, tensors, ticket.round)
         if require(exchange.is_over(ticket)):
             LOG.warning("%s: round %d is over, so this site's update for it does not count", self.site, ticket.round)
         else:
-            match exchange.submit(ticket, tensors, info, finish=finish):
+            match exchange.submit(ticket, tensors, report, finish=finish):
                 case TooLate(error):  # keep the outbox: if the server falls back to the base, it needs this update
                     LOG.warning("%s: round %d closed without this update: %s", self.site, ticket.round, error)
                 case Refused() as refusal:
@@ -264,9 +264,9 @@ class ServerBackend:
                     raise error
         session.optimizers = []  # free the model while this worker waits
 
-    def sit_out(self, ticket: Ticket, info: UpdateInfo) -> None:
+    def sit_out(self, ticket: Ticket, report: Report) -> None:
         """Tell the server that the site sits out the round. Return when the server has recorded it on disk."""
-        match self.participation.exchange.sit_out(ticket, info):
+        match self.participation.exchange.sit_out(ticket, report):
             case TooLate(error) | Refused(error):
                 LOG.warning("%s: round %d closed before this site sat it out: %s", self.site, ticket.round, error)
             case Lost(error):
@@ -402,19 +402,19 @@ class ScriptAlone:
     own_state = global_state
 
     def submit(
-        self, ticket: Ticket, tensors: Tensors, info: UpdateInfo, finish: Finish | None, optimizers: Sequence[Optimizer]
+        self, ticket: Ticket, tensors: Tensors, report: Report, finish: Finish | None, optimizers: Sequence[Optimizer]
     ) -> None:
         """Refuse an update that a server would refuse, else log its metrics. Forget the model. Nothing is sent."""
         require_finite(tensors, self.schema, self.site)
         is_zero = self._digest_of(tensors) == self._digest
-        UpdateWarnings(self.site, NoneCodec(), self.schema).about(is_zero, info.steps, filters=False)
-        metrics = numbers(info.metrics)
+        UpdateWarnings(self.site, NoneCodec(), self.schema).about(is_zero, report.steps, filters=False)
+        metrics = numbers(report.metrics)
         LOG.info("%s: trained without a server%s", self.site, f" ({metrics})" if metrics else "")
         self._model = None
 
-    def sit_out(self, ticket: Ticket, info: UpdateInfo) -> None:
+    def sit_out(self, ticket: Ticket, report: Report) -> None:
         """Log that the script sat out its only round. Forget the model."""
-        metrics = numbers(info.metrics)
+        metrics = numbers(report.metrics)
         LOG.info("%s: sat out the round: its weight is 0%s", self.site, f" ({metrics})" if metrics else "")
         self._model = None
 

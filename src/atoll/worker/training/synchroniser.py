@@ -23,7 +23,7 @@ from functools import partial
 
 from atoll.errors import is_transient
 from atoll.format_text import of_fragment
-from atoll.protocol.messages import Ticket, VersionRef
+from atoll.protocol.messages import Report, Ticket, VersionRef
 from atoll.protocol.values import (
     Accepted,
     Delivered,
@@ -34,7 +34,6 @@ from atoll.protocol.values import (
     Refused,
     SatOut,
     TooLate,
-    UpdateInfo,
     Wait,
     require,
 )
@@ -236,7 +235,7 @@ class Synchroniser:
         exchanges: for each fragment of the model, its exchange with the server.
         tensors: returns the model's own tensors by name.
         rules: the run's rules for synchronising.
-        info_of: returns weight, steps and metrics of an update, given its base version and number of local steps.
+        report_of: returns the report of an update, given its base version and number of local steps.
         measured: calls the user's metrics function on the global model after each synchronisation.
         max_retries: how often to try again to reach a lost server before a synchronisation is skipped.
 
@@ -259,13 +258,13 @@ class Synchroniser:
         exchanges: Sequence[Exchange],
         tensors: Callable[[], Tensors],
         rules: SyncRules,
-        info_of: Callable[[VersionRef, int], UpdateInfo],
+        report_of: Callable[[VersionRef, int], Report],
         measured: GlobalModelMetrics,
         *,
         max_retries: int,
     ) -> None:
         self._session, self._tensors, self._rules = session, tensors, rules
-        self._info_of, self._measured, self._max_retries = info_of, measured, max_retries
+        self._report_of, self._measured, self._max_retries = report_of, measured, max_retries
         self.put_first_: Callable[[LocalFragment, Tensors], None] = lambda local, loaded: None
         self._fragments = [FragmentState(exchange) for exchange in exchanges]
         self._is_whole = len(self._fragments) == 1
@@ -601,18 +600,18 @@ class Synchroniser:
         ticket, exchange = fragment.ticket, fragment.exchange
         if fragment.ended or ticket is None:  # no ticket: a newer head appeared during the download
             return
-        info = self._info_of(ticket.base, self._step - fragment.base_step)
-        sits_out, retries = not info.weight, self._retries
+        report = self._report_of(ticket.base, self._step - fragment.base_step)
+        sits_out, retries = not report.weight, self._retries
         self._order.took(fragment.index)
         self.newest_step = self._step
         if self._rules.overlap:
-            deliver: Callable[[], Delivered | SatOut] = partial(exchange.sit_out, ticket, info, retries)
+            deliver: Callable[[], Delivered | SatOut] = partial(exchange.sit_out, ticket, report, retries)
             if not sits_out:
                 agreed = exchange.agree_on_shapes(ticket, self._own(fragment), retries)
                 if isinstance(agreed, TooLate | Lost):
                     self._skip(fragment, agreed)
                     return
-                exchange.form(agreed, self._own(fragment), info)
+                exchange.form(agreed, self._own(fragment), report)
                 deliver = partial(exchange.deliver, retries)
             fragment.ticket = None
             self._answered()
@@ -622,13 +621,13 @@ class Synchroniser:
             return
         broke_off: TooLate | Lost | None
         match (
-            exchange.sit_out(ticket, info, retries)
+            exchange.sit_out(ticket, report, retries)
             if sits_out
-            else exchange.submit(ticket, self._own(fragment), info, retries=retries)
+            else exchange.submit(ticket, self._own(fragment), report, retries=retries)
         ):
             case Accepted() | SatOut():
                 fragment.ticket = None
-                broke_off = self._await_result(fragment, sat_out=sits_out)
+                broke_off = self._await_result(fragment, sits_out=sits_out)
             case Refused() as refusal:
                 self._refused(fragment, refusal)
                 reply = exchange.ask_and_resend(0.0, retries=self._retries)
@@ -641,7 +640,7 @@ class Synchroniser:
         else:
             self._skip(fragment, broke_off, sits_out=sits_out)
 
-    def _await_result(self, fragment: FragmentState, *, sat_out: bool) -> Lost | None:
+    def _await_result(self, fragment: FragmentState, *, sits_out: bool) -> Lost | None:
         """Wait until the round has led to a new version, and load or merge that version into the model.
 
         If this worker has sat out the round, load the version as it is.
@@ -650,12 +649,12 @@ class Synchroniser:
         reply = fragment.exchange.ask_and_resend(retries=self._retries)
         if isinstance(reply, Lost):
             return reply
-        if not sat_out:
+        if not sits_out:
             self._counted(reply)
         # if local steps may be discarded, wait for a whole version instead of training from a partial one
         waits = isinstance(reply, Finished) or self._rules.on_missed == "reset"
         patience = Patience(self._retries, None if waits else self._retries)
-        return self._load(fragment, reply, self._step, patience, alpha=0.0 if sat_out else self._rules.alpha)
+        return self._load(fragment, reply, self._step, patience, alpha=0.0 if sits_out else self._rules.alpha)
 
     def _counted(self, reply: Next) -> None:
         self.rounds += 1

@@ -1,0 +1,199 @@
+"""The stream of what happens in a run: numbered events, which subscribers get, and clients read page by page."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from atoll.errors import Gone, StoreError
+from atoll.protocol import run_events
+from atoll.protocol.status_messages import RoundSummary
+from atoll.rounds import events
+from atoll.rounds.state import State
+from atoll.server.coordinator.long_polls import FairEvent
+from atoll.store.journal_tables import site_rounds, utc_text
+from atoll.store.store import Store
+
+LOG = logging.getLogger("atoll.server")
+
+PAGE_BYTES = 2**20 - 2**14
+"""Maximum bytes of the events in an answer, so that the whole answer has at most 1 MiB."""
+PAGE_EVENTS = 1000
+
+OnEvent = Callable[[run_events.Happened], None]
+
+
+class EventLog:
+    """The events of a run. All calls run on the server's event loop.
+
+    An event is written in the transaction of what it tells. Subscribers get it after the commit, in order. If one
+    raises, the others and the run go on; the error is logged once for each subscriber.
+
+    Attributes:
+        problems: subscriber → the first error that it raised, as a warning for the status.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._rows = store, store.events
+        self._told: list[run_events.Happened] = []  # written, but not yet passed to the subscribers
+        self._subscribers: dict[str, OnEvent] = {}
+        self._news, self._has_ended = FairEvent(), False
+        self.problems: dict[str, str] = {}
+
+    def subscribe(self, name: str, on_event: OnEvent) -> None:
+        """Call `on_event` for each event from now on.
+
+        Args:
+            name: name of the subscriber, for messages.
+            on_event: it must not block.
+        """
+        self._subscribers[name] = on_event
+
+    def write(self, happened: Iterable[run_events.Happened]) -> None:
+        """Write events into the journal. Call it inside a transaction; after the commit, call `publish`."""
+        count = len(self._told)
+        self._store.journal.after_rollback(lambda: self._told.__delitem__(slice(count, None)))
+        for each in happened:
+            told = each.model_copy(update={"at": utc_text()})
+            left_out: Any = {"number": True}
+            if isinstance(told, run_events.RoundEnded):  # the journal has the sites in rows of their own
+                left_out |= {"summary": {"sites"}}
+            self._told.append(
+                told.model_copy(update={"number": self._rows.append(told.model_dump_json(exclude=left_out))})
+            )
+
+    def tell(self, happened: run_events.Happened) -> None:
+        """Write an event that belongs to no change of the run's state, and publish it.
+
+        If the journal cannot be written, leave the event out: the run does not depend on it.
+        """
+        try:
+            with self._store.journal.transaction():
+                self.write([happened])
+        except StoreError as error:
+            LOG.debug("the event %r was left out: %s", happened.what, error)
+        self.publish()
+
+    def publish(self) -> None:
+        """Pass the events that were written to the subscribers, and wake the requests that wait for events."""
+        if not self._told:
+            return
+        told, self._told = self._told, []
+        for event in told:
+            for name, on_event in list(self._subscribers.items()):
+                try:
+                    on_event(event)
+                except Exception as error:
+                    if name not in self.problems:
+                        self.problems[name] = f"{name} failed at the event {event.number}: {error!r}"
+                        LOG.exception("%s failed at the event %d; the run goes on", name, event.number)
+        self._news.set()
+
+    def end(self) -> None:
+        """Answer all requests that wait for events, because the server is about to end."""
+        self._has_ended = True
+        self._news.set()
+
+    async def get_events(self, query: run_events.EventQuery) -> run_events.EventPage:
+        """Return the events after `query.after`. If there is none, wait for the next one, up to `query.wait_s`.
+
+        Raises:
+            Gone: the server has no such event yet, or no longer has the ones that follow it.
+        """
+        until_s = time.monotonic() + query.wait_s
+        while True:
+            page = self.page(query)
+            rest_s = until_s - time.monotonic()
+            if page.events or rest_s <= 0 or self._has_ended:
+                return page
+            await self._news.wait(rest_s)
+
+    def page(self, query: run_events.EventQuery) -> run_events.EventPage:
+        """Return the events after `query.after`, as many as fit into `PAGE_BYTES`.
+
+        If the summary of a single round does not fit, its sites are divided among several pages.
+
+        Raises:
+            Gone: the server has no such event yet, or no longer has the ones that follow it.
+        """
+        oldest, newest = self._rows.oldest(), self._rows.newest()
+        if query.after > newest:
+            raise Gone(
+                f"There is no event {query.after}: the newest is {newest}.",
+                "The server's state was probably restored from a backup. Ask again with after=0.",
+            )
+        if 0 < query.after < oldest - 1:
+            raise Gone(
+                f"Event {query.after + 1} is no longer kept: the oldest is {oldest}.", f"Ask with after={oldest - 1}."
+            )
+        found, room, within = list[dict[str, Any]](), PAGE_BYTES, 0
+        for number, text in self._rows.after(query.after, PAGE_EVENTS):
+            event, known = {"number": number, **json.loads(text)}, 0 if found else query.within
+            sites = self._sites(event)[known:]
+            room -= len(text) + 64
+            sent = _fitting(sites, room)
+            if found and (room < 0 or sent < len(sites)):
+                break
+            if sites:
+                event["summary"]["sites"] = [json.loads(site) for site in sites[:sent]]
+                room -= sum(map(len, sites))
+            found.append(event)
+            if sent < len(sites):
+                within = known + sent
+                break
+        page = {"events": found, "oldest": oldest, "newest": newest, "within": within}
+        return run_events.EventPage.model_validate_json(json.dumps(page))
+
+    def _sites(self, event: dict[str, Any]) -> list[str]:
+        if "summary" not in event:
+            return []
+        return site_rounds(self._store.journal.rows, event["fragment"], event["summary"]["version"])
+
+
+def _fitting(texts: list[str], room: int) -> int:
+    """Return how many of the texts fit into `room` bytes; at least one."""
+    for count, text in enumerate(texts):
+        room -= len(text) + 2
+        if room < 0:
+            return max(count, 1)
+    return len(texts)
+
+
+def happened_by(
+    effect: events.Effect, before: State, after: State, sat_out: Callable[[events.RoundSatOut], RoundSummary]
+) -> run_events.Happened | None:
+    """Return what an effect of the round machine means for people and programs; None for effects that mean nothing.
+
+    Args:
+        effect: the effect.
+        before: state of the run before the event.
+        after: state after it.
+        sat_out: returns the summary of a round that all sites sat out.
+    """
+    match effect:
+        case events.LeaseGranted(site):
+            return run_events.SiteJoined(site=site, again=site in before.members)
+        case events.LeaseEnded(site, _, "dead", detail):
+            return run_events.SiteSilent(site=site, reason=detail)
+        case events.LeaseEnded(site, _, why, detail):
+            return run_events.SiteLeft(site=site, reason=(detail or why) if why == "failed" else "")
+        case events.RoundOpened(fragment, version, expected):
+            number = after.rounds[fragment].number
+            return run_events.RoundOpened(fragment=fragment, round=number, version=version, expected=list(expected))
+        case events.TicketIssued(site, ticket, fragment, version, new=True):
+            number = after.rounds[fragment].number
+            return run_events.TicketIssued(fragment=fragment, round=number, site=site, ticket=ticket, version=version)
+        case events.RoundClosed(fragment, _, tickets):
+            issued = {each.id: each.site for each in after.rounds[fragment].tickets.values()}
+            sites = [issued[ticket] for ticket in tickets]
+            return run_events.RoundClosed(fragment=fragment, round=after.rounds[fragment].number, sites=sites)
+        case events.RoundReopened(fragment, _, _, reason):
+            return run_events.RoundReopened(fragment=fragment, round=after.rounds[fragment].number, reason=reason)
+        case events.RoundSatOut(fragment, number=number):
+            return run_events.RoundEnded(fragment=fragment, round=number, summary=sat_out(effect))
+        case events.RunFinished():
+            return run_events.RunFinished()
+    return None

@@ -1,0 +1,172 @@
+"""Extensions of a server: guests with operations of their own, which follow the events and show a part of the status.
+
+A package brings an extension by an entry point of the group `atoll.extensions`: a subclass of `Extension`. The run file
+names it (`server.extensions`). An extension that raises is named once, in the log and in the status, and the run goes
+on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from pydantic import JsonValue, TypeAdapter
+
+from atoll import registry
+from atoll.config import Settings
+from atoll.errors import ConfigError
+from atoll.protocol.openapi import OPERATIONS, Operation
+from atoll.protocol.run_events import Happened
+from atoll.rounds.state import State
+from atoll.server.coordinator.event_log import EventLog
+
+LOG = logging.getLogger("atoll.server")
+
+CLOSE_S = 5.0
+"""Seconds that an extension has to close."""
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
+
+
+class RunView(Protocol):
+    """What an extension sees of a run.
+
+    Attributes:
+        settings: the run's settings.
+        events: the run's events: read, follow or add to them.
+    """
+
+    settings: Settings
+    events: EventLog
+
+    @property
+    def state(self) -> State:
+        """The state of the rounds, leases and tickets. Only the run changes it."""
+
+
+class Extension:
+    """Base class of extensions. All methods run on the server's event loop, so none may block.
+
+    Each operation is carried out by the method of the same name: `async def NAME(self, message)` if the operation has
+    a message, with `query` and the parameters of the path as further arguments. Its path begins with
+    `/v1/extensions/EXTENSION/`.
+
+    Attributes:
+        name: name of the extension, as the run file and the entry point have it.
+        operations: what it answers over HTTP, and to which callers.
+    """
+
+    name: str
+    operations: Sequence[Operation] = ()
+
+    def __init__(self, run: RunView) -> None:
+        self.run = run
+
+    def on_event(self, event: Happened) -> None:
+        """Follow the events of the run. This is called after each event is in the journal."""
+
+    def status(self) -> JsonValue:
+        """Return the extension's part of the status, of values that JSON can express; None for no part."""
+        return None
+
+    def tick(self, now_s: float) -> None:
+        """Do what is due at a time of `time.monotonic`. This is called about once a second."""
+
+    async def close(self) -> None:
+        """End what the extension has begun; the server is about to end."""
+
+
+class Extensions:
+    """The extensions of a run.
+
+    Attributes:
+        problems: extension → the first error that it raised, as a warning for the status.
+    """
+
+    def __init__(self, run: RunView) -> None:
+        """Make the extensions that the settings name.
+
+        Raises:
+            ConfigError: there is no such extension, it cannot be made, or an operation of it is not possible.
+        """
+        self._all: dict[str, Extension] = {}
+        self.problems: dict[str, str] = {}
+        for name in run.settings.server.names:
+            kind = registry.load("extensions", name)
+            if not (isinstance(kind, type) and issubclass(kind, Extension)):
+                raise ConfigError(
+                    f"The extension {name!r} is {kind!r}, which is no extension.",
+                    "Let its entry point lead to a subclass of atoll.server.coordinator.extension.Extension.",
+                )
+            try:
+                self._add(kind(run))
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise ConfigError(f"The extension {name!r} cannot be made: {error!r}.", "Correct its code.") from error
+        for each in self._all.values():
+            run.events.subscribe(f"the extension {each.name}", each.on_event)
+
+    def _add(self, extension: Extension) -> None:
+        taken = {operation.name for operation in (*OPERATIONS, *self.operations)}
+        begin = f"/v1/extensions/{extension.name}/"
+        for operation in extension.operations:
+            why = ""
+            if operation.name in taken:
+                why = "another operation has this name"
+            elif not operation.path.startswith(begin):
+                why = f"its path {operation.path} does not begin with {begin}"
+            elif not callable(getattr(extension, operation.name, None)):
+                why = "the extension has no method of this name"
+            if why:
+                raise ConfigError(
+                    f"The operation {operation.name!r} of the extension {extension.name!r} is not possible: {why}.",
+                    "Correct the extension, or leave it out of server.extensions.",
+                )
+            taken.add(operation.name)
+        self._all[extension.name] = extension
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The operations of all extensions."""
+        return [operation for each in self._all.values() for operation in each.operations]
+
+    def method(self, operation: Operation) -> Callable[..., Any]:
+        """Return the method of the extension that carries out an operation."""
+        owner = next(each for each in self._all.values() if operation in each.operations)
+        method: Callable[..., Any] = getattr(owner, operation.name)
+        return method
+
+    def status(self) -> dict[str, Any]:
+        """Return the parts of the status: name of the extension → its part."""
+        parts = {name: self._try(name, partial(_part, each)) for name, each in self._all.items()}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def tick(self, now_s: float) -> None:
+        """Let each extension do what is due at a time of `time.monotonic`."""
+        for name, each in self._all.items():
+            self._try(name, partial(each.tick, now_s))
+
+    def _try(self, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            if name not in self.problems:
+                self.problems[name] = f"the extension {name} failed: {error!r}"
+                LOG.exception("the extension %s failed; the run goes on", name)
+            return None
+
+    async def close(self) -> None:
+        """Close all extensions, each within `CLOSE_S` seconds."""
+        for name, each in self._all.items():
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await each.close()
+            except Exception as error:
+                LOG.error("the extension %s could not be closed: %r", name, error)
+
+
+def _part(extension: Extension) -> JsonValue:
+    return _JSON.validate_python(extension.status())

@@ -1,0 +1,83 @@
+"""The tokens of a run's readers and of its admin: two files in the state directory.
+
+    <directory>/reader.token     shows the run: its status, metrics and evaluations
+    <directory>/admin.token      for commands with `--dir`, and for operations of the admin alone
+
+A server writes them at its first start. If a file was deleted, the next start writes it again, with another token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Literal
+
+from atoll.errors import StoreError
+from atoll.posix import file_error, open_own, replace_file
+
+LOG = logging.getLogger("atoll.server")
+
+TokenKind = Literal["reader", "admin"]
+KINDS: tuple[TokenKind, ...] = ("reader", "admin")
+BYTES = 32
+"""Number of random bytes in a token."""
+_FORM = re.compile(r"[A-Za-z0-9_-]{43}")
+"""As `secrets.token_urlsafe` writes so many bytes."""
+
+
+def stored_tokens(directory: Path) -> dict[TokenKind, str]:
+    """Return the tokens in a state directory: kind of caller → token. A missing or damaged one is left out.
+
+    Raises:
+        StoreError: a file is a link, a folder or a named pipe, or this user may not read it.
+    """
+    found = {kind: _read(_file(directory, kind))[0] for kind in KINDS}
+    return {kind: token for kind, token in found.items() if token is not None}
+
+
+def keep_tokens(directory: Path) -> dict[TokenKind, str]:
+    """Return the tokens of a state directory. Write those that are missing or damaged.
+
+    Only the server that has locked the directory may call this.
+
+    Raises:
+        StoreError: a file is a link, a folder or a named pipe, or cannot be read or written. Or it belongs to another
+            user, and so its token is known: that is possible in a folder like `/tmp`.
+        DiskFull: there is no space for it.
+    """
+    return {kind: _kept(_file(directory, kind)) for kind in KINDS}
+
+
+def _file(directory: Path, kind: TokenKind) -> Path:
+    return directory / f"{kind}.token"
+
+
+def _kept(path: Path) -> str:
+    token, owner = _read(path)
+    if owner not in (None, os.geteuid()):
+        raise StoreError(f"{path} belongs to another user.", "Remove it; the next start writes another token.")
+    if token is not None:
+        return token
+    if owner is not None:
+        LOG.warning("%s is damaged: writing another token", path)
+    token = secrets.token_urlsafe(BYTES)
+    try:
+        replace_file(path, [f"{token}\n".encode()])
+    except OSError as error:
+        raise file_error(error, path) from error
+    return token
+
+
+def _read(path: Path) -> tuple[str | None, int | None]:
+    """Return the token in a file, None if it is damaged; and the file's owner, None if there is no file."""
+    try:
+        with open(open_own(path), "rb") as file:
+            owner, text = os.fstat(file.fileno()).st_uid, file.read(2 * BYTES).decode("latin-1").strip()
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        raise file_error(error, path) from error
+    return text if _FORM.fullmatch(text) else None, owner

@@ -1,0 +1,191 @@
+"""The stream of what happens in a run: numbered, resumable, in the transaction of what it tells, for all who follow."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit.requests import get
+from kit.world import World
+
+from atoll.protocol.run_events import EventPage, EventQuery, Happened, RoundEnded
+from atoll.protocol.status_messages import RoundSummary, SiteRound
+from atoll.server.coordinator.event_log import EventLog
+from atoll.store import kept_events as kept
+from atoll.store.store import Store
+
+pytestmark = pytest.mark.covers("X13")
+
+START = {"w": torch.zeros(2)}
+
+
+def events_of(url: str, after: int = 0, **query: float) -> dict[str, Any]:
+    """The page of events that follows."""
+    asked = "&".join(f"{name}={value}" for name, value in {"after": after, **query}.items())
+    status, page = get(url, f"/v1/events?{asked}")
+    assert status == 200, page
+    return dict(page)
+
+
+def told(page: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Of each event what it is, the site if there is one, and the round."""
+    return [(each["what"], each.get("site", ""), each.get("round", 0)) for each in page["events"]]
+
+
+def test_a_round_as_numbered_events_that_a_restart_continues(tmp_path: Path) -> None:
+    with World(tmp_path, START, "ab", rounds=2) as world:
+        world.rounds(1.0, 1)
+        world.wait(1)
+        page = events_of(world.url)
+        assert [each["number"] for each in page["events"]] == list(range(1, page["newest"] + 1))
+        assert (page["oldest"], page["within"]) == (1, 0)
+        assert told(page) == [
+            ("site joined", "a", 0),
+            ("site joined", "b", 0),
+            ("round opened", "", 1),
+            ("ticket issued", "a", 1),
+            ("ticket issued", "b", 1),
+            ("update accepted", "a", 1),
+            ("update accepted", "b", 1),
+            ("round closed", "", 1),
+            ("round ended", "", 1),
+            ("round opened", "", 2),
+        ]
+        summary = page["events"][8]["summary"]
+        assert summary == world.status.history[0].model_dump()
+        assert [site["site"] for site in summary["sites"]] == ["a", "b"]
+        assert events_of(world.url, page["newest"])["events"] == []
+        world.restart()
+        again = events_of(world.url)
+        assert again["events"][:10] == page["events"]
+        world.rounds(1.0, 2)
+        world.finish()
+    assert world.status.finished
+
+
+def test_a_refusal_has_its_reason_and_a_failing_follower_is_named_once(tmp_path: Path) -> None:
+    """The run goes on, whatever a follower raises; the status says so."""
+
+    def fails(event: Happened) -> None:
+        raise ZeroDivisionError(event.number)
+
+    with World(tmp_path, START, "a", rounds=1) as world:
+        run = world.server._run
+        assert run is not None
+        run.events.subscribe("a follower", fails)
+        world.pull("a")
+        world.submit("a", float("nan"))
+        (refused,) = [each for each in events_of(world.url)["events"] if each["what"] == "update refused"]
+        assert (refused["site"], refused["ticket"], refused["round"]) == ("a", 1, 1)
+        assert "NaN" in refused["reason"]
+        world.rounds(1.0, 1)
+        world.wait(1)
+        (problem,) = [text for text in world.status.warnings if text.startswith("a follower failed")]
+        assert "ZeroDivisionError" in problem
+        assert world.text.count("a follower failed") == 1
+        world.finish()
+
+
+def test_a_request_waits_for_the_next_event(tmp_path: Path) -> None:
+    with World(tmp_path, START, "ab", rounds=1) as world:
+        world.join("a")
+        newest, pages = events_of(world.url)["newest"], list[dict[str, Any]]()
+        waits = threading.Thread(target=lambda: pages.append(events_of(world.url, newest, wait_s=15)))
+        waits.start()
+        world.join("b")
+        waits.join()
+        assert told(pages[0])[0] == ("site joined", "b", 0)
+        world.close()
+
+
+BAD = {
+    "after=-1": "after",
+    "after=x": "numbers",
+    "after=1&after=2": "twice",
+    "after=1.5": "after",
+    "after=true": "after",
+    f"after={2**62}": "after",
+    "after=NaN": "after",
+    "since=1": "since",
+    "wait_s=1e308": "wait_s",
+    f"after={'[' * 30}": "numbers",
+    "within=-1": "within",
+}
+
+
+def test_a_query_that_is_no_query_is_refused(tmp_path: Path) -> None:
+    with World(tmp_path, START, "a", rounds=1) as world:
+        for query, word in BAD.items():
+            status, problem = get(world.url, f"/v1/events?{query}")
+            assert status == 400, query
+            assert word in problem["message"], query
+        status, problem = get(world.url, "/v1/events?after=9")
+        assert (status, problem["code"]) == (410, "gone")
+        assert "the newest is 0" in problem["message"]
+
+
+def test_the_oldest_events_go_and_the_answer_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "KEPT", 5)
+    monkeypatch.setattr(kept, "_SLACK", 3)
+    with World(tmp_path, START, "a", rounds=3) as world:
+        world.rounds(1.0, 1, 2)
+        world.wait(2)
+        page = events_of(world.url)
+        assert page["oldest"] > 1
+        assert [each["number"] for each in page["events"]] == list(range(page["oldest"], page["newest"] + 1))
+        assert len(page["events"]) in (5, 6, 7)
+        status, problem = get(world.url, "/v1/events?after=1")
+        assert (status, problem["code"]) == (410, "gone")
+        assert f"the oldest is {page['oldest']}" in problem["message"]
+        assert events_of(world.url, page["oldest"] - 1)["events"] == page["events"]
+        world.rounds(1.0, 3)
+        world.finish()
+
+
+def test_the_summary_of_many_sites_comes_in_pages_of_a_mebibyte(tmp_path: Path) -> None:
+    """9,000 sites of 200 bytes each are two pages; put together, they are the summary."""
+    sites = [SiteRound(site=f"site-{number:05}", metrics={"loss": 0.5}) for number in range(9000)]
+    summary = RoundSummary(fragment=0, round=1, version=1, metrics={}, counts={}, seconds=1.0, bytes_up=0, sites=sites)
+    with Store(tmp_path) as store:
+        log = EventLog(store)
+        with store.journal.transaction():
+            store.journal.execute_many(
+                "INSERT INTO site_rounds (fragment, version, site, summary_json) VALUES (0, 1, ?, ?)",
+                [(site.site, site.model_dump_json()) for site in sites],
+            )
+        log.tell(RoundEnded(fragment=0, round=1, summary=summary))
+        pages, within = list[EventPage](), 0
+        while not pages or within:
+            pages.append(log.page(EventQuery(within=within)))
+            within = pages[-1].within
+            assert len(pages[-1].model_dump_json()) <= 2**20
+        assert [len(page.events) for page in pages] == [1] * len(pages)
+        assert len(pages) > 1
+        ended = [page.events[0] for page in pages]
+        assert [site for each in ended if isinstance(each, RoundEnded) for site in each.summary.sites] == sites
+
+
+def test_many_clients_of_the_status_cost_what_one_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from atoll.server.http import app
+
+    built, status_of, now_s = [], app.status_of, [0.0]
+
+    def counted(run: Any) -> Any:
+        built.append(now_s[0])
+        return status_of(run)
+
+    monkeypatch.setattr(app, "status_of", counted)
+    with World(tmp_path, START, "ab", rounds=1) as world:
+        world.join("a")
+        monkeypatch.setattr(app, "STATUS_S", 3600.0)
+        before = get(world.url, "/v1/status")[1]
+        built.clear()
+        assert [get(world.url, "/v1/status")[1] for _ in range(20)] == [before] * 20
+        assert built == []
+        world.join("b")  # an event
+        assert len(get(world.url, "/v1/status")[1]["workers"]) == 2
+        assert len(built) == 1
+        world.close()

@@ -1,0 +1,139 @@
+"""What makes a request that of a site, a peer, a reader or the admin; and which callers are refused, in which words."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from atoll.errors import AuthError, BadRequest, Forbidden, StoreError
+from atoll.protocol import messages, routes
+from atoll.protocol.openapi import EVERYONE, CallerKind, Operation, openapi
+from atoll.server.coordinator.roster import Presence
+from atoll.server.http.caller import Caller, Tokens, caller_of, require_caller
+from atoll.store.caller_tokens import keep_tokens, stored_tokens
+from atoll.tensors.reference import hash_of_secret
+
+LEASE_SECRET, OBJECT_SECRET = "1" * 32, "2" * 32
+ROSTER = {"a": Presence("a", sealed=hash_of_secret(LEASE_SECRET))}
+LEASE = {routes.LEASE_HEADER: f"a:3:p:{LEASE_SECRET}"}
+FORGED = {routes.LEASE_HEADER: f"a:3:p:{'0' * 32}"}
+SECRET = {routes.SECRET_HEADER: OBJECT_SECRET}
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def caller(headers: dict[str, str], token: str | None = "of-sites") -> Caller:
+    tokens = Tokens(token)
+    tokens.accept({"reader": "of-readers", "admin": "of-admin"})
+    return caller_of("10.0.0.1", headers, tokens, ROSTER)
+
+
+@pytest.mark.parametrize(
+    ("headers", "kind", "open_kind"),
+    [
+        ({}, "stranger", "stranger"),
+        (LEASE, "stranger", "site"),
+        (FORGED, "stranger", "stranger"),
+        (SECRET, "peer", "peer"),
+        (SECRET | LEASE, "peer", "site"),
+        ({routes.SECRET_HEADER: "2" * 31 + "X"}, "stranger", "stranger"),
+        (bearer("of-sites"), "site", "stranger"),
+        (bearer("of-sites") | FORGED | SECRET, "site", "peer"),
+        (bearer("of-readers") | LEASE | SECRET, "reader", "reader"),
+        (bearer("of-admin"), "admin", "admin"),
+        ({"Authorization": "bEARER of-admin"}, "admin", "admin"),
+        ({"Authorization": "Basic of-admin"}, "stranger", "stranger"),
+        (bearer("of-admi"), "stranger", "stranger"),
+        (bearer("x" * 5000), "stranger", "stranger"),
+        (bearer("\udcff"), "stranger", "stranger"),
+    ],
+)
+def test_the_strongest_credential_makes_the_kind(headers: dict[str, str], kind: str, open_kind: str) -> None:
+    """A token comes first, then, at a server without one, a lease with its secret, then the secret of an object."""
+    assert (caller(headers).kind, caller(headers, None).kind) == (kind, open_kind)
+
+
+def test_a_site_is_named_only_with_the_secret_of_its_lease() -> None:
+    proven, forged = (caller(bearer("of-sites") | headers) for headers in (LEASE, FORGED))
+    assert (proven.site, forged.site, proven.address) == ("a", "", "10.0.0.1")
+    assert (proven.stated_lease().number, forged.stated_lease().number) == (3, 3)
+    assert caller(SECRET).stated_secret() == OBJECT_SECRET
+    for each in (caller({}), caller({routes.LEASE_HEADER: "a:x", routes.SECRET_HEADER: "2"})):
+        with pytest.raises(BadRequest, match="Atoll-Lease header is missing or malformed"):
+            each.stated_lease()
+        with pytest.raises(BadRequest, match="secret is not from this server"):
+            each.stated_secret()
+
+
+def test_no_secret_is_shown() -> None:
+    """Neither in the log nor in a traceback."""
+    shown = repr(caller(LEASE | SECRET))
+    assert LEASE_SECRET not in shown
+    assert OBJECT_SECRET not in shown
+
+
+def operation(*callers: CallerKind) -> Operation:
+    return Operation("stop", "POST", "/v1/stop", "Stop the server.", callers=callers)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("kind", EVERYONE)
+def test_an_operation_of_the_admin_is_closed_to_all_others(kind: CallerKind, is_open: bool) -> None:
+    """Also at a server without a token: the user that may read the state directory is the admin."""
+    asked = Caller(kind)
+    if kind == "admin":
+        require_caller(asked, operation("admin"), is_open=is_open)
+        return
+    with pytest.raises(AuthError) as refused:
+        require_caller(asked, operation("admin"), is_open=is_open)
+    assert isinstance(refused.value, Forbidden) == (kind != "stranger")
+    assert ("only the admin may send it" in refused.value.message) == (kind != "stranger")
+
+
+@pytest.mark.parametrize("kind", ["stranger", "peer"])
+def test_a_wrong_token_is_called_wrong(kind: CallerKind) -> None:
+    """Also beside the secret of an object: the sender believes that its token is the server's."""
+    with pytest.raises(AuthError, match=messages.WRONG_TOKEN) as refused:
+        require_caller(Caller(kind, has_token=True), operation("site"), is_open=False)
+    assert not isinstance(refused.value, Forbidden)
+
+
+def test_a_refusal_says_which_tokens_help() -> None:
+    with pytest.raises(Forbidden) as refused:
+        require_caller(Caller("site"), operation("reader", "admin"), is_open=True)
+    assert str(refused.value) == (
+        "The request is that of a site, but only a reader or the admin may send it. Send the token in reader.token of "
+        "the server's state directory, or the token in admin.token of the server's state directory."
+    )
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_the_document_offers_the_admins_operation_to_no_stranger(
+    monkeypatch: pytest.MonkeyPatch, is_open: bool
+) -> None:
+    monkeypatch.setattr("atoll.protocol.openapi.OPERATIONS", (operation("admin"),))
+    assert openapi("1", is_open=is_open)["paths"]["/v1/stop"]["post"]["security"] == [{"admin": []}]
+
+
+def test_tokens_of_another_user_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder like /tmp, that user may have put the file there before the first start."""
+    kept = keep_tokens(tmp_path)
+    assert stored_tokens(tmp_path) == kept
+    user = os.geteuid()
+    monkeypatch.setattr("os.geteuid", lambda: user + 1)
+    with pytest.raises(StoreError, match=r"reader\.token belongs to another user"):
+        keep_tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x" * 42, b"x" * 44, b"\xff" * 43, b"x" * 21 + b"\n" + b"x" * 21, b"x" * 10**6]
+)
+def test_a_damaged_token_is_none(tmp_path: Path, content: bytes) -> None:
+    kept = keep_tokens(tmp_path)
+    (tmp_path / "admin.token").write_bytes(content)
+    assert stored_tokens(tmp_path) == {"reader": kept["reader"]}
+    assert keep_tokens(tmp_path)["admin"] not in (kept["admin"], content.decode("latin-1"))
