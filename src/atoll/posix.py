@@ -155,9 +155,9 @@ def open_named(path: str | os.PathLike[str]) -> int:
     return _opened(path, os.O_RDONLY)
 
 
-def read_own(path: Path) -> bytes:
-    """Return the content of a file of Atoll's own. Raises the same as `open_own`."""
-    with open(open_own(path), "rb") as file:
+def read_own(path: Path, mode: int = OWN_FILE) -> bytes:
+    """Return the content of a file of Atoll's own. `mode`, and what this raises, are as for `open_own`."""
+    with open(open_own(path, mode=mode), "rb") as file:
         return file.read()
 
 

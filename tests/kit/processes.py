@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness.processes import Nursery, Process, RestartedProcess, free_port, wait_until
 
 from kit.servers import SETTINGS, long
@@ -63,6 +64,40 @@ def command(nursery: Nursery, folder: Path, *words: str, program: str = "atoll",
         )
         code = process.wait(100)
         return Outcome(code, log.read_text(), errors.read_text())
+
+
+AS_ANOTHER_USER = """
+import ctypes
+from atoll.cli.main import main
+
+# Version 3 of capset(2): the process that asks; effective, permitted and inheritable sets of 32 capabilities each.
+header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.capget(header, sets) == 0, ctypes.get_errno()
+for number in (0, 1):
+    sets[number] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+assert libc.capset(header, sets) == 0, ctypes.get_errno()
+main()
+"""
+
+
+def without_permission(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`atoll WORDS` of a user for which the modes of files hold: root without the capabilities that override them."""
+    if sys.platform == "linux":
+        program = [sys.executable, "-c", AS_ANOTHER_USER]
+    elif os.geteuid():
+        program = [str(Path(sys.executable).with_name("atoll"))]
+    else:
+        pytest.skip("root may read every file, and only Linux can take that away")
+    return subprocess.run(
+        [*program, *words],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
 
 
 def export(nursery: Nursery, out: Path, *words: str) -> int | str:

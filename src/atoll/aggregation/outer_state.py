@@ -120,7 +120,7 @@ def tail_region(state: Layout) -> Ranges:
     return tuple(joined([(0, state.header_bytes), *wholes]))
 
 
-def is_whole(fd: int, version: Layout, digests: Sequence[bytes], *, in_chunks: bool) -> bool:
+def is_whole(fd: int, version: Layout, digests: Sequence[bytes], in_chunks: bool) -> bool:
     """Return whether an outer state file matches its digests, without the outer optimizer's settings.
 
     An entry counts as one of the group `runs` if its shape in the file's header is the tensor's shape. If every tensor

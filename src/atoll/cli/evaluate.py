@@ -15,13 +15,13 @@ import typer
 
 from atoll.child_processes import Terminated, raise_on_sigterm
 from atoll.cli.config import Port, Sets, read_settings
-from atoll.cli.state_directory import journal_of
 from atoll.cli.text import log_lines, number_of, require_file
 from atoll.config import Settings
 from atoll.errors import UsageError
 from atoll.format_text import visible
 from atoll.protocol import routes
 from atoll.protocol.task_messages import Evaluation, markdown, plain
+from atoll.store.reader import require_run
 from atoll.transport.http_client import ask, server_address
 
 LOG = logging.getLogger("atoll.cli")
@@ -105,7 +105,7 @@ def _evaluated(settings: Settings, arguments: dict[str, Any]) -> Evaluation:
         UsageError: no run was begun in the state directory.
         AtollError: the server cannot start, or no model was evaluated.
     """
-    journal_of(settings.disk.state_dir)
+    require_run(settings.disk.state_dir)
     log_lines(sys.stderr)
     raise_on_sigterm()
     from atoll.server.serve import Server

@@ -6,40 +6,32 @@ The version comes from a running server, or from a server's state directory.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
-from atoll.cli.state_directory import no_run, open_journal, permitted, require_unchanged, stored_status
+from atoll.cli.stored_status import stored_status
 from atoll.cli.text import ELSEWHERE, require_file
-from atoll.errors import AtollError, BadRequest, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
+from atoll.errors import AtollError, Gone, PartCorrupt, ServerUnreachable, StateCorrupt, UsageError
 from atoll.format_text import visible
-from atoll.posix import NAMED_FILE, folder_error, nameless_file, open_named, open_own, replace_file
+from atoll.posix import NAMED_FILE, folder_error, nameless_file, open_named, replace_file
 from atoll.protocol import messages, routes, status_messages
-from atoll.store.file_slots import STATE, VERSION, region_digest, slot_path
-from atoll.store.journal_tables import RUNS, VERSIONS, VersionRow
-from atoll.tensors.fragments import split_of
+from atoll.store.file_slots import READ_BYTES
+from atoll.store.reader import no_model, open_version, permitted
 from atoll.tensors.layout import Layout, version_layout
 from atoll.tensors.schema import Schema
 from atoll.transport.http_client import Http, ask, http_to, server_address
 
 if TYPE_CHECKING:
+    from atoll.blobs.model_file import FragmentFiles
     from atoll.transport.object_server import UnnamedFile
     from atoll.transport.part_transfer import HttpTransfer
-
-READ_BYTES = 2**20
-FragmentFiles = tuple[Layout, int, int | None]
-"""One fragment to export: the layout of its version, the descriptor of the version's file, and the descriptor of its
-fp32 masters (None: export the values in the version itself)."""
-
 
 ATTEMPTS = 4
 """Maximum attempts to export the newest version. An attempt fails if the server deletes the version meanwhile."""
@@ -98,9 +90,14 @@ def from_directory(state_dir: Path, out: Path, version: int | None = None) -> in
             swarm.
         StateCorrupt: the journal or the file of the version is damaged.
     """
-    import atoll.aggregation.outer_state  # noqa: F401 (slow: a version may be deleted soon after its row was read)
+    from atoll.aggregation.outer_state import is_whole  # before a row is read: its version may be deleted soon after
 
-    return _repeated(partial(_from_directory, state_dir, out, version), version)
+    def attempt() -> int:
+        with open_version(state_dir, version, is_whole) as stored:
+            _write(stored.fragments, out, stored.schema, stored.require_kept)
+            return stored.number
+
+    return _repeated(attempt, version)
 
 
 def _repeated(attempt: Callable[[], int], version: int | None) -> int:
@@ -113,95 +110,6 @@ def _repeated(attempt: Callable[[], int], version: int | None) -> int:
             attempts -= 1
             if not attempts:
                 raise
-
-
-def _from_directory(state_dir: Path, out: Path, version: int | None) -> int:
-    with open_journal(state_dir) as db:
-        require_unchanged(db, state_dir)
-        found = db.execute(RUNS.select).fetchone()
-        heads = dict(db.execute("SELECT fragment, version FROM heads WHERE version IS NOT NULL"))
-        wanted = heads if version is None else dict.fromkeys(heads, version)
-        rows = [each for each in _versions(db) if each.version == wanted.get(each.fragment, -1) <= heads[each.fragment]]
-    if found is None:
-        raise no_run(state_dir)
-    run = RUNS.read(found)
-    split = split_of(json.loads(run.schema_json))
-    _require_model(split.schema, str(state_dir))
-    settings = json.loads(run.settings_json)
-    newest = max(heads.values(), default=0)
-    if settings["swarm.enabled"] and newest:
-        raise Gone(
-            f"The run is a swarm: version {newest} is stored at its sites, not in {state_dir}.",
-            "While the server and the sites run, export with --server. After the run, take model.safetensors "
-            "from a site's folder: .atoll/SITE, or ATOLL_DIR/SITE.",
-        )
-    if not settings["disk.in_files"]:
-        raise Gone("The run keeps its versions in memory, not on disk.", "Use --server, or a file in exports/.")
-    if len(rows) < split.count:
-        raise Gone(
-            f"{state_dir} does not contain version {newest if version is None else version}.",
-            f"Its newest version is {newest}; disk.export_every keeps older ones as files in exports/.",
-        )
-    with contextlib.ExitStack() as stack:
-        try:
-            sources = [
-                _stored(state_dir / "slots", row, schema, settings, stack)
-                for row, schema in zip(rows, split.schemas, strict=True)
-            ]
-        except (FileNotFoundError, StateCorrupt):
-            _require_kept(state_dir, rows)
-            raise
-        _write(sources, out, split.schema, lambda: _require_kept(state_dir, rows))
-    return min(row.version for row in rows)
-
-
-def _versions(db: sqlite3.Connection) -> list[VersionRow]:
-    return [VERSIONS.read(row) for row in db.execute(f"{VERSIONS.select} ORDER BY fragment")]
-
-
-def _require_kept(state_dir: Path, rows: Sequence[VersionRow]) -> None:
-    """Check that the server has not deleted these versions while they were read.
-
-    A running server deletes a version's row from its journal (a database) before it overwrites the version's file. So
-    if the journal still has all rows, the bytes that were read from the files are right.
-
-    Raises:
-        Gone: the server has deleted one of the versions.
-    """
-    with open_journal(state_dir) as db:
-        stored = set(_versions(db))
-    if not stored.issuperset(rows):
-        raise Gone("The running server deleted this version during the export.", "Export again.")
-
-
-def _stored(
-    folder: Path, row: VersionRow, schema: Schema, settings: dict[str, Any], stack: contextlib.ExitStack
-) -> FragmentFiles:
-    """Open the files of a version and compare them with their digests. `stack` closes the files.
-
-    Raises:
-        Gone: the fp32 values of the version were deleted.
-        StateCorrupt: the content of a file does not match its digest.
-    """
-    from atoll.aggregation.outer_state import is_whole
-
-    layout = version_layout(schema, int(settings["network.part_bytes"]), int(settings["model.ranks"]))
-    path = slot_path(folder, VERSION, row.fragment, row.slot)
-    file = stack.enter_context(os.fdopen(open_own(path), "rb")).fileno()
-    parts = [((part.start, part.nbytes),) for part in layout.parts]
-    if [region_digest(file, part) for part in parts] != list(row.part_digests):
-        raise _damaged(path)
-    if settings["aggregation.download_codec.name"] == "none" or not row.state_digests:
-        return layout, file, None
-    if row.state_slot is None:
-        raise Gone(f"The fp32 values of version {row.version} were deleted.", "Export the newest version.")
-    path = slot_path(folder, STATE, row.fragment, row.state_slot)
-    masters = stack.enter_context(os.fdopen(open_own(path), "rb")).fileno()
-    in_chunks = settings["algorithm.outer_optimizer"]["granularity"] == "chunk"
-    with contextlib.suppress(BadRequest):  # the file's header is damaged
-        if is_whole(masters, layout, row.state_digests, in_chunks=in_chunks):
-            return layout, file, masters
-    raise _damaged(path)
 
 
 def best_of_directory(state_dir: Path, out: Path) -> int:
@@ -223,7 +131,8 @@ def best_of_directory(state_dir: Path, out: Path) -> int:
             "disk.export_dir is set, look there; while the server runs, use --server.",
         )
     number = int(_metadata(path).get("version", -1))
-    _copy(path, out)
+    with open(open_named(path), "rb") as file:
+        _replace(out, iter(partial(file.read, READ_BYTES), b""))
     return number
 
 
@@ -278,27 +187,11 @@ def _metadata(path: Path) -> dict[str, str]:
         raise StateCorrupt(f"{path} is damaged: {error}.", "Restart the server, which writes it again.") from error
 
 
-def _copy(source: Path, out: Path) -> None:
-    with open(open_named(source), "rb") as file:
-        _replace(out, iter(partial(file.read, READ_BYTES), b""))
-
-
 def _replace(out: Path, content: Iterator[bytes | memoryview]) -> None:
     try:
         replace_file(out, content, mode=NAMED_FILE)
     except OSError as error:
         raise folder_error(error, out.parent, ELSEWHERE) from error
-
-
-def _require_model(schema: Schema, where: str) -> None:
-    if schema.is_nothing:
-        raise UsageError(f"The run at {where} has only workflows, no model.", "Export from a run that trains a model.")
-
-
-def _damaged(path: Path) -> StateCorrupt:
-    return StateCorrupt(
-        f"{path} is damaged: its digest differs.", "Start the server once: it falls back to an undamaged version."
-    )
 
 
 def from_server(server: str, out: Path, version: int | None = None) -> int:
@@ -341,7 +234,8 @@ def _pull(http: Http, heads: Sequence[int], out: Path) -> None:
     info = http.get(routes.RUN, messages.RunInfo)
     split = http.fetch(routes.SCHEMA, messages.SchemaMessage.split_in, "SchemaMessage")
     info.require_split(split)
-    _require_model(split.schema, http.server)
+    if split.schema.is_nothing:
+        raise no_model(http.server)
     sources: list[FragmentFiles] = []
     with contextlib.ExitStack() as stack:
         parts = stack.enter_context(contextlib.closing(HttpTransfer(http, info.connections, info.idle_timeout_s)))

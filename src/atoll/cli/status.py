@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.cli.state_directory import admin_token, stored_status
+from atoll.cli.stored_status import admin_token, stored_status
 from atoll.cli.text import (
     against_data_parallel,
     awaited,
@@ -35,7 +35,7 @@ from atoll.cli.text import (
 from atoll.errors import AtollError, ServerUnreachable, UsageError
 from atoll.format_text import visible
 from atoll.protocol import routes, status_messages
-from atoll.store.journal import JOURNAL
+from atoll.store.reader import has_run
 from atoll.transport.http_client import ask, server_address
 from atoll.transport.tls import Token, read_token_file
 
@@ -94,7 +94,7 @@ def command(
         named = server or os.environ.get("ATOLL_SERVER")
         if watch and not error.is_other:
             status = _ask_until_answered(fetch)
-        elif named or watch or not (HERE / JOURNAL).exists():
+        elif named or watch or not has_run(HERE):
             raise ServerUnreachable(
                 error.message, f"{error.remedy} To see a run that is over, give --dir with its state directory.".strip()
             ) from error

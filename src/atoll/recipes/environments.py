@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from atoll import registry
 from atoll.algorithms.resolve import resolve
 from atoll.child_processes import Children, Terminated, raise_on_sigterm
@@ -42,10 +40,11 @@ from atoll.format_text import number_of, numbers
 from atoll.posix import OWN_FOLDER, read_named, read_own
 from atoll.protocol import routes
 from atoll.protocol.messages import RunInfo
-from atoll.protocol.status_messages import KEPT, RoundSummary, Status
+from atoll.protocol.status_messages import RoundSummary, Status
 from atoll.recipes.recipe import Recipe, RunResult, Strict, require_number, require_path, slug
 from atoll.rounds.state import Rules
 from atoll.simulate import require_engine, with_own_folder
+from atoll.store.reader import saved_status
 from atoll.store.store import lock_directory
 from atoll.transport.http_client import ask
 from atoll.worker.arguments import require_site
@@ -629,10 +628,8 @@ class _LocalRun:
 
     def _status(self) -> Status | None:
         """Return the last status that the server wrote to its file; None if there is no file, or it cannot be read."""
-        try:
-            return Status.model_validate_json(read_own(self._settings.disk.state_dir / KEPT))
-        except (OSError, ValidationError):
-            return None
+        saved = saved_status(self._settings.disk.state_dir)
+        return saved[0] if saved else None
 
     def _log(self, name: str) -> Path:
         return self._folder / f"{name}.log"

@@ -42,7 +42,7 @@ from atoll.posix import open_named, read_at, write_at
 from atoll.store.file_slots import verify
 from atoll.store.journal_tables import RunRow
 from atoll.store.saved_rows import restore_rows, restored_state, saved_rows, saved_run
-from atoll.store.store import Store
+from atoll.store.store import Files, Store
 from atoll.store.versions import VersionDigests
 from atoll.tensors.layout import Layout, Segment
 from atoll.tensors.safetensors_header import read_header
@@ -99,10 +99,6 @@ def _further(plan: Plan, with_state: Sequence[bool]) -> dict[str, _Tensor]:
             "Rename it: names of tensors that begin with atoll: are Atoll's own.",
         )
     return found
-
-
-Files = Sequence[tuple[int, int | None]]
-"""For each fragment, the descriptors of its version and of its outer state (None: it has none)."""
 
 
 def _contents(

@@ -45,7 +45,7 @@ from atoll.server.startup import CODE, open_again, open_run, settings_beside, ta
 from atoll.server.tasks.task_payloads import TaskFilters
 from atoll.server.tasks.workflow_schedule import WorkflowSchedule
 from atoll.store.caller_tokens import keep_tokens, stored_tokens
-from atoll.store.run_log import recorded_failure
+from atoll.store.reader import recorded_failure
 from atoll.store.store import require_unlocked
 from atoll.tensors.module_tensors import Tensors
 from atoll.tensors.reference import address_of

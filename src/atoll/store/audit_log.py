@@ -32,7 +32,7 @@ from blake3 import blake3
 
 from atoll.errors import StateCorrupt, StoreError
 from atoll.json_files import NoteDamaged, seal, unseal
-from atoll.posix import OwnedFile, open_own, read_own, write_at
+from atoll.posix import NAMED_FILE, OwnedFile, open_own, read_own, write_at
 from atoll.store.journal import Journal
 from atoll.store.journal_tables import AUDIT, AuditRow, utc_text
 
@@ -186,7 +186,7 @@ def read_head(folder: Path) -> AuditHead | None:
     """
     for attempt in range(1, _TRIES + 1):
         try:
-            return AuditHead(**unseal(read_own(folder / NAME)))
+            return AuditHead(**unseal(read_own(folder / NAME, NAMED_FILE)))  # its mode stays as it is
         except FileNotFoundError:
             return None
         except NoteDamaged:

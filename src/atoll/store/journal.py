@@ -107,13 +107,7 @@ class Journal:
                 raise file_error(error, path) from error
 
     def _prepare(self, begin: bool) -> None:
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        tables = {name for (name,) in self._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if tables and (tables.isdisjoint(journal_tables.CHECKED) or (version == 0 and begin)):
-            raise StateCorrupt(
-                f"{self.path} belongs to another program: it has the table {min(tables)!r}.",
-                "Move it away, or set another disk.state_dir.",
-            )
+        version = require_journal(self._db, self.path)
         if version == 0 and not begin:
             raise StateCorrupt(f"{self.path} is missing or empty, but files of its run exist.", NEW_RUN)
         self._db.execute("PRAGMA journal_mode = WAL")
@@ -122,19 +116,10 @@ class Journal:
         self._db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         if version == 0:
             self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif version != SCHEMA_VERSION:
-            raise StateCorrupt(
-                f"{self.path} has journal version {version}, but this Atoll reads version {SCHEMA_VERSION}.",
-                "Use the version of Atoll that wrote it.",
-            )
         (answer,) = self._db.execute("PRAGMA integrity_check(1)").fetchone()
         if answer != "ok":
             raise StateCorrupt(f"{self.path} is damaged: {answer}.", NEW_RUN)
-        changed = journal_tables.changed_definition(self._db) or journal_tables.changed_row(self._db)
-        if changed is not None:
-            raise StateCorrupt(
-                f"{self.path} is damaged: the content of {changed} does not match its checksum.", NEW_RUN
-            )
+        require_unchanged(self._db, self.path)
         journal_tables.write_checksums(self._db)
 
     @contextmanager
@@ -409,6 +394,46 @@ def journal_failed(error: StoreError) -> bool:
     True for a failed fsync, and for an error of SQLite that would occur again at a retry. False for a full disk.
     """
     return isinstance(error, SyncFailed) or (isinstance(error.__cause__, sqlite3.Error) and not transient_reason(error))
+
+
+def require_journal(db: sqlite3.Connection, path: Path) -> int:
+    """Check that a database is a journal that this version of Atoll reads. Return its version; 0 if it has no tables.
+
+    Args:
+        db: connection to the database.
+        path: path of the database, for the message.
+
+    Raises:
+        StateCorrupt: the database belongs to another program or to another version of Atoll.
+    """
+    ((version,),) = db.execute("PRAGMA user_version").fetchall()
+    tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and (version == 0 or tables.isdisjoint(journal_tables.CHECKED)):
+        raise StateCorrupt(
+            f"{path} belongs to another program: it has the table {min(tables)!r}.",
+            "Move it away, or set another disk.state_dir.",
+        )
+    if version not in (0, SCHEMA_VERSION):
+        raise StateCorrupt(
+            f"{path} has journal version {version}, but this Atoll reads version {SCHEMA_VERSION}.",
+            "Use the version of Atoll that wrote it.",
+        )
+    return int(version)
+
+
+def require_unchanged(db: sqlite3.Connection, path: Path) -> None:
+    """Check that every table of a journal is as Atoll defines it, and that every row matches its checksum.
+
+    Args:
+        db: connection to the journal.
+        path: path of the journal, for the message.
+
+    Raises:
+        StateCorrupt: a table or a row is damaged or was changed.
+    """
+    changed = journal_tables.changed_definition(db) or journal_tables.changed_row(db)
+    if changed is not None:
+        raise StateCorrupt(f"{path} is damaged: the content of {changed} does not match its checksum.", NEW_RUN)
 
 
 def placeholders(values: Iterable[object]) -> str:

@@ -60,11 +60,6 @@ def require_regular_files(journal: Path) -> None:
         require_regular(path, own=True)
 
 
-def connect_read_only(journal: Path) -> sqlite3.Connection:
-    """Connect to a journal, to which a running server may still write. Close the connection after use."""
-    return sqlite3.connect(f"{journal.resolve().as_uri()}?mode=ro", uri=True)
-
-
 def write_checksums(db: sqlite3.Connection) -> None:
     """Create triggers that write the checksum of every row that this connection inserts or updates."""
     db.execute("PRAGMA temp_store = MEMORY")

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
-from atoll.errors import AtollError, StoreError
+from atoll.errors import StoreError
 from atoll.store.audit_log import AuditLog
-from atoll.store.journal import JOURNAL, Journal, placeholders
+from atoll.store.journal import Journal, placeholders
 from atoll.store.journal_tables import (
     GENERATIONS,
     HISTORY,
@@ -29,8 +26,6 @@ from atoll.store.journal_tables import (
     SatOutRow,
     Summary,
     Totals,
-    connect_read_only,
-    require_regular_files,
     summaries,
     utc_text,
     with_sites,
@@ -45,21 +40,6 @@ def restored_counter(fragment: int) -> str:
 def shapes_counter(fragment: int) -> str:
     """Return the name of the counter that is 1 once a fragment has the shapes of the first update."""
     return f"first shapes of fragment {fragment}"
-
-
-def recorded_failure(directory: Path) -> str:
-    """Return why the run in a state directory has failed for good, without opening its store.
-
-    Return an empty text if it has not failed, if a later start succeeded, or if the journal cannot be read.
-    """
-    path = directory / JOURNAL
-    try:
-        require_regular_files(path)
-        with closing(connect_read_only(path)) as db:
-            ((why,),) = db.execute("SELECT failed FROM meta")
-            return str(why)
-    except (OSError, AtollError, ValueError, sqlite3.Error):
-        return ""
 
 
 class RunLog:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +16,7 @@ import torch
 from harness.processes import Nursery
 from kit.damage import flip_bit
 from kit.models import Tied
-from kit.processes import command, export
+from kit.processes import command, export, without_permission
 from kit.servers import plain_server
 from kit.sites import manual_sites, train_round
 from safetensors import safe_open
@@ -100,9 +97,9 @@ def test_what_a_server_may_have_rewritten_meanwhile_is_not_written(server, tmp_p
 @pytest.fixture
 def overwritten(tmp_path, monkeypatch) -> Iterator[None]:
     """A server that overwrites version 0 after an export read its row in the journal, before it reads the file."""
-    from atoll.cli import export
+    from atoll.store import reader
 
-    read, rounds = export.region_digest, iter(range(1, 6))
+    read, rounds = reader.region_digest, iter(range(1, 6))
     with plain_server(tmp_path, {"w": torch.zeros(2)}, sites=1, rounds=0) as server:
         site = manual_sites(server, tmp_path, "a")
 
@@ -111,7 +108,7 @@ def overwritten(tmp_path, monkeypatch) -> Iterator[None]:
                 train_round(site, number, lambda _, pulled: {"w": pulled["w"] + 1})
             return read(file, ranges)
 
-        monkeypatch.setattr(export, "region_digest", read_late)
+        monkeypatch.setattr(reader, "region_digest", read_late)
         yield
         site["a"].close()
 
@@ -176,39 +173,9 @@ def test_a_folder_that_cannot_be_written_is_named(nursery, server, tmp_path, fol
         )
 
 
-AS_ANOTHER_USER = """
-import ctypes
-from atoll.cli.main import main
-
-# Version 3 of capset(2): the process that asks; effective, permitted and inheritable sets of 32 capabilities each.
-header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.capget(header, sets) == 0, ctypes.get_errno()
-for number in (0, 1):
-    sets[number] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
-assert libc.capset(header, sets) == 0, ctypes.get_errno()
-main()
-"""
-
-
-def without_permission(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`atoll WORDS` of a user for which the modes of files hold: root without the capabilities that override them."""
-    if sys.platform == "linux":
-        program = [sys.executable, "-c", AS_ANOTHER_USER]
-    elif os.geteuid():
-        program = [str(Path(sys.executable).with_name("atoll"))]
-    else:
-        pytest.skip("root may read every file, and only Linux can take that away")
-    return subprocess.run([*program, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=60)
-
-
 OTHER_FILE = (
     "This user has no permission to read state/{}. Nothing is damaged. Run the command as the owner of the file, or "
     "give this user read permission.\n"
-)
-OTHER_FOLDER = (
-    "SQLite cannot read state/journal.sqlite without permission to write into its folder. Nothing is damaged. Run the "
-    "command as the owner of the folder, or on a copy of the folder.\n"
 )
 SERVER = "server --dir state --port 0 --set algorithm.name=diloco --set disk.min_free_bytes=0"
 
@@ -218,7 +185,6 @@ SERVER = "server --dir state --port 0 --set algorithm.name=diloco --set disk.min
 @pytest.mark.parametrize(
     ("path", "mode", "words", "said"),
     [
-        ("", 0o555, "status --dir state", OTHER_FOLDER),
         ("journal.sqlite", 0, "status --dir state", OTHER_FILE.format("journal.sqlite")),
         ("audit.head", 0, "audit state", OTHER_FILE.format("audit.head")),
         (VERSION, 0, "export model.safetensors --dir state", OTHER_FILE.format(VERSION)),

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import atoll
-from atoll.cli.state_directory import stored_status
 from atoll.cli.status import _show_stored
+from atoll.cli.stored_status import stored_status
 from atoll.errors import AtollError, ConfigError, DiskFull, RunFailed, ServerFailed, StateCorrupt, out_of_memory
 from atoll.filters import Filter, Outgoing
 from atoll.protocol.status_messages import KEPT

@@ -25,10 +25,10 @@ from torch.nn.utils import parametrizations
 
 import atoll
 from atoll import Settings
-from atoll.cli import audit
 from atoll.cli.export import from_directory
 from atoll.errors import ConfigError, SchemaMismatch
 from atoll.filters import NormClip
+from atoll.store.reader import checked_audit
 from atoll.tensors.buffer_rules import run_schema
 from atoll.tensors.module_tensors import Marked
 
@@ -940,7 +940,7 @@ def test_shapes_of_the_first_update_outlive_restarts(tmp_path: Path) -> None:
         assert site.pull()["low"].tolist() == [2.0] * 3
         site.close()
     for folder in (tmp_path / "state", tmp_path / "other"):
-        assert audit.read(folder, 50)[0] >= 5
+        assert checked_audit(folder, 50).entries >= 5
         out = tmp_path / "out.safetensors"
         assert from_directory(folder, out) == 2
         assert load_file(out)["low"].tolist() == [2.0] * 3

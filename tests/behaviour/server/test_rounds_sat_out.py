@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import atoll
-from atoll.cli import audit
-from atoll.cli.state_directory import stored_status
 from atoll.cli.status import latest, plain
+from atoll.cli.stored_status import stored_status
 from atoll.errors import StateCorrupt
 from atoll.protocol.messages import Report
+from atoll.store.reader import checked_audit
 from atoll.testing.run import Threads, history
 
 START = {"w": torch.zeros(2)}
@@ -228,12 +228,12 @@ def test_an_audit_misses_what_was_sat_out(tmp_path: Path, change: str, told: str
         world.move("a", 2, 3.0)
         world.finish()
     state = tmp_path / "state"
-    audit.read(state, 1)
+    checked_audit(state, 1)
     with closing(sqlite3.connect(state / "journal.sqlite")) as db:
         db.execute(change)
         db.commit()
     with pytest.raises(StateCorrupt, match=told):
-        audit.read(state, 1)
+        checked_audit(state, 1)
 
 
 def test_a_restart_between_two_rounds_that_were_sat_out_ends_none_twice(tmp_path: Path) -> None:

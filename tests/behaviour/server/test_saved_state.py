@@ -21,13 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import atoll
-from atoll.cli import audit
 from atoll.errors import AtollError, ConfigError, StateCorrupt, StateLocked, StoreError, UsageError
 from atoll.filters import NormClip
 from atoll.reducers.means import WeightedMean
 from atoll.server import saved_state
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.saved_state import SavedState
+from atoll.store.reader import checked_audit
 from atoll.store.saved_rows import saved_rows
 from atoll.store.store import Store
 
@@ -261,7 +261,7 @@ def test_a_run_that_fell_back_is_loaded_with_a_true_audit_log(tmp_path: Path) ->
         path = server.save_state(tmp_path / "one.safetensors")
     with loaded(path, tmp_path / "other") as server:
         assert server.status().version == 1
-    assert "fell back" in [what for _, _, what, _ in audit.read(tmp_path / "other" / "state", 50)[2]]
+    assert "fell back" in [each.what for each in checked_audit(tmp_path / "other" / "state", 50).last]
 
 
 @pytest.mark.covers("L20", "S2")
@@ -340,7 +340,7 @@ def test_a_loaded_run_is_continued_by_the_same_start(tmp_path: Path) -> None:
     with loaded(path, tmp_path / "other") as server:
         assert server.status().version == 3
         play(server, tmp_path, 4)
-    assert "restored" in [what for _, _, what, _ in audit.read(tmp_path / "other" / "state", 50)[2]]
+    assert "restored" in [each.what for each in checked_audit(tmp_path / "other" / "state", 50).last]
 
 
 def test_a_directory_with_another_run_is_refused(tmp_path: Path) -> None:

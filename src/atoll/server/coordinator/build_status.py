@@ -9,11 +9,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from atoll.algorithms.resolve import ResolvedAlgorithm
-from atoll.posix import no_sync, read_own, replace_file
+from atoll.posix import no_sync, replace_file
 from atoll.protocol import routes, status_messages
 from atoll.server.coordinator.accept_update import staleness
 from atoll.server.coordinator.coordinator import Coordinator
 from atoll.server.coordinator.roster import Presence
+from atoll.store.reader import saved_status
 
 LOG = logging.getLogger("atoll.server")
 
@@ -96,10 +97,8 @@ def address_before(state_dir: Path) -> str:
 
 def status_before(state_dir: Path) -> status_messages.Status:
     """Return the status that was saved last; an empty one if there is no run yet, or if the file is damaged."""
-    try:
-        return status_messages.Status.model_validate_json(read_own(state_dir / status_messages.KEPT))
-    except (OSError, ValueError):
-        return status_messages.Status(run="", protocol=routes.PROTOCOL)
+    saved = saved_status(state_dir)
+    return saved[0] if saved else status_messages.Status(run="", protocol=routes.PROTOCOL)
 
 
 def outer_in_words(algorithm: ResolvedAlgorithm, lrs: Mapping[str, float]) -> str:

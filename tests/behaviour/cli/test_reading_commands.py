@@ -1,0 +1,230 @@
+"""`atoll status --dir`, `atoll audit` and `atoll export --dir` read a state directory, and change nothing in it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from harness.processes import Nursery, wait_until
+from kit import FederatedSites, ForkedServer, Gate, Halfway, ask_journal, copy_folder, flip_column, halfway_run, serve
+from kit.processes import command, without_permission
+
+from atoll.errors import StateCorrupt, UsageError
+from atoll.store.reader import open_state
+
+JOURNAL = "journal.sqlite"
+COMMANDS = {
+    "status": "status --dir state --json",
+    "audit": "audit state --json",
+    "export": "export out.safetensors --dir state",
+}
+
+
+def look(folder: Path) -> dict[Path, tuple[object, ...]]:
+    """All that a reader could change in a folder: names, modes, times and contents of files."""
+    return {
+        path: (path.stat().st_mode, path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in (folder, *folder.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory: pytest.TempPathFactory) -> Halfway:
+    return halfway_run(tmp_path_factory.mktemp("halfway"))
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ended")
+    with serve(folder) as server:
+        FederatedSites(server.url, folder).join()
+        server.run()
+    return folder
+
+
+@pytest.fixture
+def folder_of(halfway: Halfway, ended: Path, tmp_path: Path) -> Callable[[str], tuple[Path, int, int]]:
+    """A run's folder, its newest version, and the number of entries in its audit log."""
+
+    def make(kind: str) -> tuple[Path, int, int]:
+        folder = copy_folder(ended if kind == "ended" else halfway.later, tmp_path / "run")
+        if kind == "killed, without the index":
+            (folder / "state" / f"{JOURNAL}-shm").unlink()
+        for path in (each for each in folder.rglob("*") if each.suffix != ".token"):
+            path.chmod(0o755 if path.is_dir() else 0o644)  # an earlier release, or an owner that lets others read
+        (tmp_path / "temporary").mkdir()
+        # version 0; in each round, two updates and a version
+        return folder, *((3, 11) if kind == "ended" else (1, 5))
+
+    return make
+
+
+def require_read(said: dict[str, str], folder: Path, version: int, entries: int) -> None:
+    """What the three commands have printed is true."""
+    assert [each["version"] for each in json.loads(said["status"])["fragments"]] == [version]
+    assert json.loads(said["audit"])["entries"] == entries
+    assert said["export"] == f"version {version}: out.safetensors\n"
+    (folder / "out.safetensors").unlink()
+
+
+@pytest.mark.covers("L13", "P8")
+@pytest.mark.parametrize("kind", ["ended", "killed", "killed, without the index"])
+def test_reading_changes_nothing(nursery: Nursery, folder_of, tmp_path: Path, kind: str) -> None:
+    """Content, modes and times stay, and no file is left in the state directory or with the temporary files."""
+    folder, version, entries = folder_of(kind)
+    before, said = look(folder / "state"), {}
+    for name, words in COMMANDS.items():
+        outcome = command(nursery, folder, *words.split(), TMPDIR=str(tmp_path / "temporary"))
+        assert outcome.returncode == 0, outcome.stderr
+        assert look(folder / "state") == before, name
+        said[name] = outcome.stdout
+    require_read(said, folder, version, entries)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.covers("L13", "P8")
+@pytest.mark.parametrize("kind", ["ended", "killed", "killed, without the index"])
+def test_a_folder_that_is_only_readable_is_read(folder_of, tmp_path: Path, kind: str) -> None:
+    folder, version, entries = folder_of(kind)
+    for path in folder.rglob("*"):
+        path.chmod(0o555 if path.is_dir() else 0o400 if path.suffix == ".token" else 0o444)
+    before, said = look(folder / "state"), {}
+    for name, words in COMMANDS.items():
+        outcome = without_permission(folder, *words.split(), TMPDIR=str(tmp_path / "temporary"))
+        assert outcome.returncode == 0, outcome.stderr
+        said[name] = outcome.stdout
+    assert look(folder / "state") == before
+    require_read(said, folder, version, entries)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.fixture
+def living(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[Path, Gate, FederatedSites]]:
+    """A server in its own process, in the middle of round 2 of 3: a's update is accepted, b trains."""
+    gates = {site: Gate(2, site) for site in "ab"}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "temporary").mkdir()
+    with ForkedServer(nursery, folder) as server:
+        sites = FederatedSites(server.url, folder, during=lambda site, number: gates[site](site, number))
+        for gate in gates.values():
+            gate.wait()
+        gates["a"].open()
+        accepted = "SELECT count(*) FROM tickets WHERE state = 'accepted'"
+        wait_until(lambda: ask_journal(folder, accepted) == [(1,)], "an accepted update of a")
+        yield folder, gates["b"], sites
+        gates["b"].open()
+        sites.join()
+
+
+@pytest.mark.slow
+@pytest.mark.covers("L13", "P8")
+@pytest.mark.parametrize("index", ["usable", "for the server alone"])
+def test_a_living_run_is_read_in_a_round(living, nursery: Nursery, tmp_path: Path, index: str) -> None:
+    """Another user may lack the permission to use SQLite's index. Then the journal and its log are copied."""
+    (folder, *_), said = living, {}
+    state = folder / "state"
+    journal = [state / JOURNAL, state / f"{JOURNAL}-wal", state / f"{JOURNAL}-shm"]
+    if index != "usable":
+        journal[2].chmod(0)
+    before = [path.read_bytes() for path in journal]
+    for name, words in COMMANDS.items():
+        outcome = without_permission(folder, *words.split(), TMPDIR=str(tmp_path / "temporary"))
+        assert outcome.returncode == 0, outcome.stderr
+        said[name] = outcome.stdout
+    assert [path.read_bytes() for path in journal] == before
+    require_read(said, folder, 1, 5)
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_beside_a_reader(living) -> None:
+    """The reader keeps the moment at which it began; the next one has the end of the run."""
+    folder, gate, sites = living
+    with open_state(folder / "state") as state:
+        before = state.heads()
+        gate.open()
+        sites.join()
+        assert state.heads() == before
+        assert [head.version for head in before] == [1]
+    with open_state(folder / "state") as state:
+        assert [head.version for head in state.heads()] == [3]
+
+
+# -- damage
+
+
+def changed_by(*statements: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        with closing(sqlite3.connect(path, isolation_level=None)) as db:
+            for statement in statements:
+                db.execute(statement)
+
+    return change
+
+
+def of_another_program(path: Path) -> None:
+    path.unlink()
+    changed_by("CREATE TABLE notes (text)")(path)
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str, int, str]] = {
+    "missing": (Path.unlink, "status audit export", UsageError.exit_code, "There is no run in 'state'."),
+    "empty": (
+        lambda path: path.write_bytes(b""),
+        "status audit export",
+        StateCorrupt.exit_code,
+        f"state/{JOURNAL} is empty.",
+    ),
+    "no database": (
+        lambda path: path.write_bytes(b"x" * 24_000),
+        "status audit export",
+        StateCorrupt.exit_code,
+        f"state/{JOURNAL} cannot be read: file is not a database.",
+    ),
+    "another program's": (
+        of_another_program,
+        "status audit export",
+        StateCorrupt.exit_code,
+        f"state/{JOURNAL} belongs to another program: it has the table 'notes'.",
+    ),
+    "another version's": (
+        changed_by("PRAGMA user_version = 99"),
+        "status audit export",
+        StateCorrupt.exit_code,
+        f"state/{JOURNAL} has journal version 99, but this Atoll reads version ",
+    ),
+    "changed row": (
+        lambda path: flip_column(path, "tickets", "digest"),
+        "audit export",
+        StateCorrupt.exit_code,
+        f"state/{JOURNAL} is damaged: the content of tickets (ticket = ",
+    ),
+    "changed table": (
+        changed_by("DROP INDEX tickets_of_site"),
+        "audit export",
+        StateCorrupt.exit_code,
+        f"state/{JOURNAL} is damaged: the content of index tickets_of_site does not match",
+    ),
+}
+
+
+@pytest.mark.covers("F41", "X3")
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_journal_is_named(nursery: Nursery, ended: Path, tmp_path: Path, damage: str) -> None:
+    change, commands, code, words = DAMAGED[damage]
+    folder = copy_folder(ended, tmp_path / "run")
+    change(folder / "state" / JOURNAL)
+    before = look(folder / "state")
+    (tmp_path / "temporary").mkdir()
+    for name in commands.split():
+        outcome = command(nursery, folder, *COMMANDS[name].split(), TMPDIR=str(tmp_path / "temporary"))
+        assert (outcome.returncode, outcome.stderr[: len(words) + 7]) == (code, f"atoll: {words}"), name
+        assert len(outcome.stderr.splitlines()) == 1
+    assert look(folder / "state") == before
+    assert list((tmp_path / "temporary").iterdir()) == []
