@@ -27,7 +27,7 @@ from kit.digests import exported
 from kit.manual_site import ManualSite
 from kit.results import Result, saved_model
 from kit.servers import PLAIN, long, new_server
-from kit.sites import DiLoCoSites, FederatedSites, finish, run_to_end
+from kit.sites import DiLoCoSites, FederatedSites, diloco, finish, run_to_end
 
 State = dict[str, Tensor]
 Change = float | Tensor | Callable[[str, int, State], Any]
@@ -113,6 +113,32 @@ class World:
             sites = self.begin(**loops)
             run_to_end(self.server, sites)
         return sites
+
+    def worker(self, site: str = "a", **options: Any) -> Any:
+        """A site that has joined, for a loop in the test; `options` go to `atoll.join`."""
+        return atoll.join(self.url, site=site, folder=self.workers, **options)
+
+    def diloco(self, *model_and_optimizer: Any, site: str = "a", **options: Any) -> atoll.DiLoCo:
+        """A site's `atoll.DiLoCo` with these options, not started; by default around `build_model()` and SGD."""
+        return diloco(self.server, self.folder, site, *model_and_optimizer, **options)
+
+    def train_steps(self, model: Any, optimizer: Any, step: Callable[[], object]) -> None:
+        """The whole run of DiLoCo with the site a, in this thread; `step` makes a local step."""
+        with self:
+            with self.diloco(model, optimizer) as loop:
+                while not loop.finished:
+                    step()
+            self.server.run()
+
+    def train_rounds(self, model: Any, train: Callable[[Any], object]) -> None:
+        """The whole federated run with the site a, in this thread; `train` gets each round, whose model is loaded."""
+        with self:
+            with self.worker() as worker:
+                for fl_round in worker:
+                    fl_round.load_into(model)
+                    train(fl_round)
+                    fl_round.submit(model)
+            self.server.run()
 
     def join(self, *names: str, **options: Any) -> None:
         """These sites, by default all, join, so that the test can move them; `options` go to `atoll.join`."""

@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from kit import exported
 from kit.corrections import Scaffold, fedprox
-from kit.optimizers import ScheduleFree
-from kit.servers import plain_server
+from kit.optimizers import Flat, InList, InState, Masters, Outside, Padded, ScheduleFree
+from kit.world import World
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-import atoll
 from atoll.algorithms.optimizer_hooks import StepHooks
 from atoll.errors import UsageError
 
@@ -33,54 +31,10 @@ class Two(nn.Module):
         self.w, self.b = (nn.Parameter(torch.full((3,), value, dtype=dtype)) for value in (1.0, 2.0))
 
 
-class InState(Optimizer):
-    """Steps fp32 copies of the weights, made at the first step."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-
-    def copies(self) -> list[Tensor]:
-        values = self.param_groups[0]["params"]
-        return [self.state[value].setdefault("master", value.detach().float().clone()) for value in values]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for value, master in zip(self.param_groups[0]["params"], self.copies(), strict=True):
-            master -= value.grad
-            value.copy_(master)
-
-
-class InList(InState):
-    """Has its copies from the start, outside of its state."""
-
+class FlatFromTheStart(Flat):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self.masters = [value.detach().float().clone() for value in self.param_groups[0]["params"]]
-
-    def copies(self) -> list[Tensor]:
-        return self.masters
-
-
-class Flat(InState):
-    """Has one flat copy of all weights."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters)
-        self.flat = torch.cat([value.detach().float() for value in self.param_groups[0]["params"]])
-
-    def copies(self) -> list[Tensor]:
-        return list(self.flat.split(3))
-
-
-class Padded(InState):
-    """Has one flat copy of all weights, with padding at its end."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        super().__init__(parameters)
-        self.flat = torch.cat([*(value.detach().float() for value in self.param_groups[0]["params"]), torch.zeros(2)])
-
-    def copies(self) -> list[Tensor]:
-        return list(self.flat[:6].split(3))
+        self.copies()
 
 
 class Aligned(Padded):
@@ -88,8 +42,8 @@ class Aligned(Padded):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        one, other = self.flat[:6].split(3)
-        self.state[self.param_groups[0]["params"][0]]["flat"] = torch.cat([one, torch.ones(1), other, torch.ones(1)])
+        one, other = super().copies()
+        self.state[self.weights[0]]["flat"] = torch.cat([one, torch.ones(1), other, torch.ones(1)])
         del self.flat
 
     def copies(self) -> list[Tensor]:
@@ -102,19 +56,19 @@ class Buckets(Padded):
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self.buckets = [torch.cat([each, torch.zeros(1)]) for each in self.flat[:6].split(3)]
+        self.buckets = [torch.cat([each, torch.zeros(1)]) for each in super().copies()]
         del self.flat
 
     def copies(self) -> list[Tensor]:
         return [each[:3] for each in self.buckets]
 
 
-class InOptimizer(InState):
+class InOptimizer(Masters):
     """Has an optimizer of the copies inside, to which it gives the gradients."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
-        self.inner = SGD([nn.Parameter(value.detach().float()) for value in self.param_groups[0]["params"]], lr=1.0)
+        self.inner = SGD([nn.Parameter(value.detach().float()) for value in self.weights], lr=1.0)
 
     def copies(self) -> list[Tensor]:
         masters: list[Tensor] = self.inner.param_groups[0]["params"]
@@ -122,29 +76,10 @@ class InOptimizer(InState):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        values = self.param_groups[0]["params"]
-        for value, master in zip(values, self.copies(), strict=True):
+        for value, master in zip(self.weights, self.copies(), strict=True):
             master.grad = value.grad.float()
         self.inner.step()
-        for value, master in zip(values, self.copies(), strict=True):
-            value.copy_(master)
-
-
-class Outside:
-    """As in Apex: the optimizer has the copies alone, and the wrapper copies gradients and weights."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self.values = list(parameters)
-        self.optimizer = SGD([nn.Parameter(value.detach().float()) for value in self.values], lr=1.0)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        masters = self.optimizer.param_groups[0]["params"]
-        for value, master in zip(self.values, masters, strict=True):
-            assert value.grad is not None
-            master.grad = value.grad.float()
-        self.optimizer.step()
-        for value, master in zip(self.values, masters, strict=True):
+        for value, master in zip(self.weights, self.copies(), strict=True):
             value.copy_(master)
 
 
@@ -204,7 +139,9 @@ def first(tensors: Iterable[Tensor]) -> list[float]:
     return [each[0] for each in values]
 
 
-MASTERS = pytest.mark.parametrize("kind", [InState, InList, InOptimizer, Flat, Padded, Aligned, Buckets])
+MASTERS = pytest.mark.parametrize(
+    "kind", [InState, InList, InOptimizer, Flat, FlatFromTheStart, Padded, Aligned, Buckets]
+)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 
 
@@ -347,11 +284,6 @@ def test_counts_the_steps_of_an_optimizer_that_has_the_copies_alone(tmp_path: An
     """Two rounds of three steps of 1/4, with one optimizer."""
     model = Two()
     optimizer: Any = Outside(model.parameters())
-    with plain_server(tmp_path, Two(), algorithm="fednova", sites=1, rounds=2) as server:
-        with atoll.join(server.url, site="a", folder=tmp_path / "w") as worker:
-            for fl_round in worker:
-                fl_round.load_into(model)
-                train(model, fl_round.correct(model, optimizer), optimizer.step, -0.25)
-                fl_round.submit(model)
-        server.run()
-    assert first(exported(tmp_path)[name] for name in "wb") == [2.5, 3.5]
+    world = World(tmp_path, Two(), "a", algorithm="fednova", rounds=2)
+    world.train_rounds(model, lambda fl_round: train(model, fl_round.correct(model, optimizer), optimizer.step, -0.25))
+    assert first(world.result[name] for name in "wb") == [2.5, 3.5]
