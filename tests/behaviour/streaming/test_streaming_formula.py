@@ -1,4 +1,4 @@
-"""Every parameter of every site after every step, over real sockets and files, against the formula by hand."""
+"""Every parameter of every site after every step, over real sockets and files, against the specification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.processes import Nursery, free_port
-from kit.diloco_by_hand import WEIGHTS, Trace, inner
+from kit.diloco_specified import WEIGHTS, Trace, inner
 from kit.servers import plain_server
 from kit.sites import DiLoCoSites, run_to_end
 from safetensors.torch import load_file, save_file
