@@ -24,6 +24,7 @@ import atoll
 from atoll.protocol.status_messages import Status
 from atoll.testing.run import free_port, wait_until
 from kit.digests import exported
+from kit.folders import copy_folder, put_back
 from kit.manual_site import ManualSite
 from kit.results import Result, saved_model
 from kit.servers import PLAIN, long, new_server
@@ -66,9 +67,13 @@ class World:
 
     # -- do
 
+    def set(self, **changes: Any) -> None:
+        """Let the next servers have other settings."""
+        self._settings |= long(changes)
+
     def start(self, **changes: Any) -> Self:
         """Start a server; with other settings than before, if any are given."""
-        self._settings |= long(changes)
+        self.set(**changes)
         with contextlib.ExitStack() as logged:
             logger, handler = logging.getLogger("atoll"), _Handler(self.log)
             logged.callback(logger.removeHandler, handler)
@@ -91,6 +96,14 @@ class World:
                 self.sites.popitem()[1].close(error)
         finally:
             self.stop()
+
+    def backup(self) -> Path:
+        """A copy of the state directory."""
+        return copy_folder(self.folder / "state", self.folder / "backup")
+
+    def put_back(self, backup: Path) -> None:
+        """Let the next server start on this copy."""
+        put_back(backup, self.folder / "state")
 
     def restart(self, **changes: Any) -> None:
         self.stop()

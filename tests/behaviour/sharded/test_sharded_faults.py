@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 from harness.processes import Nursery, free_port, wait_until
-from kit import ask_journal, flip_bit, serve
+from kit import serve
+from kit.damage import damage_head
 from kit.results import Result
 from sharded_world import SETTINGS, World, build, expected, require_close, require_step, start_site, steps_of, trained
 
@@ -145,8 +146,7 @@ def test_a_server_that_falls_back_gets_every_ranks_share_again(
         wait_until(lambda: server.status().durable_version == 1, "version 1 to be durable")
         (tmp_path / "one").touch()
         held("two")
-    ((slot,),) = ask_journal(tmp_path, "SELECT slot FROM versions ORDER BY version DESC LIMIT 1")
-    flip_bit(tmp_path / "state" / "slots" / f"version-0-{slot}.safetensors", -1)
+    damage_head(tmp_path)
     with serve(tmp_path, build(), **options) as server:
         assert server.status().fragments[0].version == 1
         (tmp_path / "two").touch()
