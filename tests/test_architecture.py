@@ -160,7 +160,7 @@ LINES: dict[str, int] = {
     "worker": 253,
     "worker/exchange": 2311,
     "worker/peer": 927,
-    "worker/session": 875,
+    "worker/session": 876,
     "worker/tasks": 615,
     "worker/training": 2049,
 }
