@@ -128,8 +128,8 @@ class World:
         return sites
 
     def worker(self, site: str = "a", **options: Any) -> Any:
-        """A site that has joined, for a loop in the test; `options` go to `atoll.join`."""
-        return atoll.join(self.url, site=site, folder=self.workers, **options)
+        """A site that has joined, for a loop in the test; `options` go to `atoll.join`, such as another `server`."""
+        return atoll.join(**{"server": self.url, "site": site, "folder": self.workers} | options)
 
     def diloco(self, *model_and_optimizer: Any, site: str = "a", **options: Any) -> atoll.DiLoCo:
         """A site's `atoll.DiLoCo` with these options, not started; by default around `build_model()` and SGD."""
@@ -180,10 +180,11 @@ class World:
             trained = {key: value + change for key, value in state.items()}
         site.submit(trained, **{"weight": self.weights.get(name, 1.0)} | about)
 
-    def move(self, name: str, number: int, change: Change, **about: Any) -> None:
-        """This site's part in the round with this number."""
+    def move(self, name: str, number: int, change: Change, **about: Any) -> State:
+        """This site's part in the round with this number; what it pulled."""
         self.pull(name, number=number)
         self.submit(name, change, **about)
+        return self._pulled[name]
 
     def rounds(self, change: Change, *numbers: int, **about: Any) -> None:
         """Rounds with these numbers: all sites pull its version, and then each submits."""

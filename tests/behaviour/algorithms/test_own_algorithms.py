@@ -22,6 +22,7 @@ import pytest
 import torch
 from harness.processes import Nursery
 from kit import ForkedSite, diloco
+from kit.models import Weights
 from kit.packages import install
 from kit.servers import new_simulation, plain_server
 from safetensors.torch import load_file
@@ -41,17 +42,15 @@ RESULT = 0.3186625
 SETTINGS: dict[str, Any] = {"algorithm.name": "feddyn_local", "algorithm.alpha": 0.5, "rounds.total": 2}
 
 
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(1))
+def one() -> Weights:
+    return Weights(w=torch.zeros(1))
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def two_steps(model: One, optimizer: torch.optim.Optimizer) -> None:
+def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         optimizer.zero_grad()
         ((model.w - 1) ** 2 / 2).sum().backward()
@@ -60,7 +59,7 @@ def two_steps(model: One, optimizer: torch.optim.Optimizer) -> None:
 
 def train(worker: Iterable[atoll.Round]) -> None:
     """Also in the processes of a simulation."""
-    model = One()
+    model = one()
     for fl_round in worker:
         fl_round.load_into(model)
         with fl_round.correct(model, optimizer := sgd(model)):
@@ -78,7 +77,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_server(folder: Path, **settings: Any) -> atoll.Server:
-    return plain_server(folder, One(), sites=1, **SETTINGS | settings)
+    return plain_server(folder, one(), sites=1, **SETTINGS | settings)
 
 
 def by_the_loop(url: str, folder: Path) -> None:
@@ -89,7 +88,7 @@ def by_the_loop(url: str, folder: Path) -> None:
 
 
 def by_functions(url: str, folder: Path) -> None:
-    local = One()
+    local = one()
     functional.init(url, site="a", folder=folder)
     while functional.is_running():
         received = functional.receive(into=local)
@@ -109,7 +108,7 @@ def test_corrects_and_keeps_state_whichever_way_a_site_trains(tmp_path: Path, tr
 
 def test_corrects_and_keeps_state_in_a_simulation(tmp_path: Path) -> None:
     settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS
-    done = new_simulation(One(), script=f"{__file__}:train", sites=1, **settings).run()
+    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
     assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
@@ -117,7 +116,7 @@ def test_trains_plainly_alone() -> None:
     """0.1 = 0 + 0.1·1, 0.19 = 0.1 + 0.1·0.9."""
     with atoll.join() as worker:
         fl_round = next(iter(worker))
-        local = fl_round.load_into(One())
+        local = fl_round.load_into(one())
         with fl_round.correct(local, optimizer := sgd(local)) as steps:
             two_steps(local, optimizer)
         fl_round.submit(local)
@@ -168,7 +167,7 @@ def test_an_algorithm_in_a_file_corrects_in_a_simulation(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path / "packages")])
     own = {"algorithm.name": None, "algorithm.path": f"{EXAMPLE}/feddyn_local.py:feddyn_local"}
     settings = {"disk.state_dir": tmp_path / "state"} | SETTINGS | own
-    done = new_simulation(One(), script=f"{__file__}:train", sites=1, **settings).run()
+    done = new_simulation(one(), script=f"{__file__}:train", sites=1, **settings).run()
     assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
@@ -194,10 +193,10 @@ OWN: dict[str, Any] = {"algorithm.name": None, "algorithm.path": f"{__name__}:dr
 @pytest.mark.parametrize("corrected", [False, True], ids=["plain", "within fl_round.correct"])
 def test_refuses_an_update_without_its_control_difference(tmp_path: Path, corrected: bool) -> None:
     seen = []
-    with plain_server(tmp_path, One(), **OWN) as server:
+    with plain_server(tmp_path, one(), **OWN) as server:
         with atoll.join(server.url, site="a", folder=tmp_path / "workers") as worker:
             for fl_round in worker:
-                model = fl_round.load_into(One())
+                model = fl_round.load_into(one())
                 seen.append(fl_round.global_state("control")["w"].tolist())
                 if corrected:
                     fl_round.correct(model, sgd(model))
@@ -211,13 +210,13 @@ def test_refuses_an_update_without_its_control_difference(tmp_path: Path, correc
 
 
 def test_refuses_a_diloco_loop_without_the_groups_of_the_update(tmp_path: Path) -> None:
-    with plain_server(tmp_path, One(), **OWN) as server:
+    with plain_server(tmp_path, one(), **OWN) as server:
         words = "needs 'control' in each update, besides the model; atoll.DiLoCo does not support this"
         with pytest.raises(UsageError, match=words):
-            diloco(server, tmp_path, "a", One(), sync_every=1).start()
+            diloco(server, tmp_path, "a", one(), sync_every=1).start()
 
 
 def test_refuses_a_diloco_loop_in_a_run_that_corrects_local_steps(tmp_path: Path) -> None:
-    with plain_server(tmp_path, One(), algorithm="fedprox", sites=1, **{"algorithm.mu": 0.1}) as server:
+    with plain_server(tmp_path, one(), algorithm="fedprox", sites=1, **{"algorithm.mu": 0.1}) as server:
         with pytest.raises(UsageError, match=r"'fedprox'.* corrects local steps; atoll.DiLoCo does not"):
-            diloco(server, tmp_path, "a", One()).start()
+            diloco(server, tmp_path, "a", one()).start()

@@ -15,10 +15,10 @@ import torch
 from harness.processes import free_port
 from kit import ask_journal
 from kit.manual_site import ManualSite
+from kit.models import Weights
 from kit.servers import plain_server
 from kit.sites import finish, manual_sites
 from scaffold_world import ETA, STEPS, TARGETS, One, first_round, local_part, one_round, sgd, train
-from torch import nn
 
 import atoll
 from atoll.errors import UsageError
@@ -109,17 +109,14 @@ POINTS = {"a": 1.0, "b": -3.0, "c": 5.0}
 WEIGHTS = {"a": 1.0, "b": 3.0, "c": 8.0}
 
 
-class Point(nn.Module):
+def point(size: int = 1) -> Weights:
     """A model of one vector, in fp64."""
-
-    def __init__(self, size: int = 1) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+    return Weights(x=torch.zeros(size, dtype=torch.float64))
 
 
 def descend(fl_round: Any, curvature: torch.Tensor, target: torch.Tensor, steps: int, lr: float, weight: float) -> None:
     """Local steps on ½·Σ curvature·(x − target)²."""
-    model = fl_round.load_into(Point(len(target)))
+    model = fl_round.load_into(point(len(target)))
     optimizer = sgd(model, lr)
     with fl_round.correct(model, optimizer):
         for _ in range(steps):
@@ -131,7 +128,7 @@ def descend(fl_round: Any, curvature: torch.Tensor, target: torch.Tensor, steps:
 def one_step(client: ManualSite, site: str, weight: float | None = None) -> tuple[float, float, float]:
     """Local part with one step at rate ½ on ½·(x − target)²; x, c and the site's c_i, as the round begins."""
     fl_round, one = client.round, torch.ones(1, dtype=torch.float64)
-    x = fl_round.load_into(Point()).x.item()
+    x = fl_round.load_into(point()).x.item()
     known = x, fl_round.global_state("control")["x"].item(), fl_round.own_state("control")["x"].item()
     descend(fl_round, one, POINTS[site] * one, 1, 0.5, WEIGHTS[site] if weight is None else weight)
     return known
@@ -146,7 +143,7 @@ def test_converges_to_the_optimum_of_the_weighted_objective(tmp_path: Path) -> N
     generator = torch.Generator().manual_seed(3)
     curvatures = {site: 0.5 + torch.rand(6, generator=generator, dtype=torch.float64) for site in weights}
     targets = {site: torch.randn(6, generator=generator, dtype=torch.float64) for site in weights}
-    with plain_server(tmp_path, Point(6), algorithm="scaffold", sites=3, rounds=25) as server:
+    with plain_server(tmp_path, point(6), algorithm="scaffold", sites=3, rounds=25) as server:
         sites = manual_sites(server, tmp_path, weights)
         for _ in range(25):
             for site, client in sites.items():
@@ -168,7 +165,7 @@ def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
     Round 3, all three:  W = 12.  g = −2.5, 1.5, −6.5;  Δ = −0.5, −0.5, −6.5;  x − y = 1/12, 1/12, −35/12.
         x = −1.5 − (1/12 + 3/12 − 8·35/12)/12 = 5/12;   c = 2/3·6/12 + (−0.5 − 3·0.5 − 8·6.5)/12 = −25/6
     """
-    with plain_server(tmp_path, Point(), algorithm="scaffold", sites=2, rounds=4) as server:
+    with plain_server(tmp_path, point(), algorithm="scaffold", sites=2, rounds=4) as server:
         sites = manual_sites(server, tmp_path, "ab")
         for site, client in sites.items():
             client.next_round()
@@ -241,13 +238,13 @@ def test_a_site_without_samples_is_not_in_the_total(tmp_path: Path) -> None:
 def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The numbers are those of two sites with weights 1 and 3; the second server finds the weights in its journal."""
     settings = {"algorithm": "scaffold", "sites": 2, "rounds": 3, "network.port": free_port()}
-    with plain_server(tmp_path, Point(), **settings) as server:
+    with plain_server(tmp_path, point(), **settings) as server:
         sites = manual_sites(server, tmp_path, "ab")
         for site, client in sites.items():
             client.next_round()
             one_step(client, site)
         assert [client.next_round() for client in sites.values()] == [2, 2]
-    with plain_server(tmp_path, Point(), **settings) as server:
+    with plain_server(tmp_path, point(), **settings) as server:
         assert one_step(sites["a"], "a") == (-1.0, 2.0, -1.0)
         assert one_step(sites["b"], "b", 500.0) == (-1.0, 2.0, 3.0)
         assert [client.next_round() for client in sites.values()] == [3, 3]
@@ -262,7 +259,7 @@ def test_keeps_the_first_weight_and_reports_that_it_changed(tmp_path: Path, capl
 
 def test_equal_weights_are_the_papers_to_the_last_bit(tmp_path: Path) -> None:
     """Weight 1: c is Σ Δc_i·(1/N) in the order of the sites' names, one rounding a site. Δc_i = g_i(0) = −target."""
-    with plain_server(tmp_path, Point(), algorithm="scaffold", sites=3, rounds=2) as server:
+    with plain_server(tmp_path, point(), algorithm="scaffold", sites=3, rounds=2) as server:
         sites = manual_sites(server, tmp_path, POINTS)
         for site, client in sites.items():
             client.next_round()

@@ -15,6 +15,7 @@ import torch
 from harness.processes import wait_until
 from harness.proxy import BEFORE_HEADER, Fault, Proxy
 from kit import DiLoCoSites, FederatedSites, Gate, Threads, run_to_end, serve
+from kit.models import Weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -111,12 +112,9 @@ def test_a_site_that_waits_for_another_notices_when_the_network_falls_silent_and
     assert far.loops["a"].finished
 
 
-class Line(nn.Module):
+def line() -> Weights:
     """Two tensors of 64 KiB: three parts of a version, with its head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.x, self.y = (nn.Parameter(torch.zeros(16_384)) for _ in range(2))
+    return Weights(x=torch.zeros(16_384), y=torch.zeros(16_384))
 
 
 def values(tensors: Iterable[torch.Tensor]) -> set[float]:
@@ -131,7 +129,7 @@ def climb(model: nn.Module, optimizer: torch.optim.Optimizer, site: str, step: i
 
 
 CLIMBS: dict[str, Any] = {
-    "build": Line,
+    "build": line,
     "inner": lambda model: torch.optim.SGD(model.parameters(), lr=1.0),
     "step": climb,
     "weight": 1.0,
@@ -160,7 +158,7 @@ def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path:
     began_from: list[set[float]] = []
     outer = {"algorithm.outer_optimizer.lr": 1.0, "algorithm.outer_optimizer.momentum": 0.0}
     settings = SETTINGS | {"H": 2, "rounds": 2} | outer
-    with serve(tmp_path, Line(), **settings) as server, Proxy(server.port) as proxy:
+    with serve(tmp_path, line(), **settings) as server, Proxy(server.port) as proxy:
         proxy.faults.append(Fault("GET .*/versions/1/", "down", at=BEFORE_HEADER, action="stall", wait=stand_still))
         sites = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"], during=during, max_sync_retries=2, **CLIMBS)
         near = DiLoCoSites(server.url, tmp_path, 10**6, ["b"], **CLIMBS)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness.processes import wait_until
+from kit.models import Weights
 from kit.optimizers import Flat, InList, InState, Masters, Outside, Padded, ScheduleFree, fp32
 from kit.servers import PLAIN_DILOCO
 from kit.world import World
@@ -32,13 +33,9 @@ RESULT = {"w": 6.0, "b": 7.0}
 HALF = PLAIN_DILOCO | {"algorithm.outer_optimizer.lr": 0.5}
 
 
-class Two(nn.Module):
-    """Two parameters of one shape, one of them zero."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(4, dtype=dtype))
-        self.b = nn.Parameter(torch.ones(4, dtype=dtype))
+def two(dtype: torch.dtype = torch.float32) -> Weights:
+    """two parameters of one shape, one of them zero."""
+    return Weights(w=torch.zeros(4, dtype=dtype), b=torch.ones(4, dtype=dtype))
 
 
 class InDict(InList):
@@ -84,8 +81,8 @@ def step(model: Any, optimizer: Any, site: str, number: int = 0) -> None:
 
 def run(folder: Path, make: Callable[[Any], Any], *, dtype: Any = torch.float32, **more: Any) -> Any:
     """A run of two sites; what it exports."""
-    world = World(folder, Two(dtype), rounds=ROUNDS, **HALF | {"diloco.sync_every": 2} | more)
-    sites = world.run(steps=30, build=lambda: Two(dtype), inner=lambda model: make(model.parameters()), step=step)
+    world = World(folder, two(dtype), rounds=ROUNDS, **HALF | {"diloco.sync_every": 2} | more)
+    sites = world.run(steps=30, build=lambda: two(dtype), inner=lambda model: make(model.parameters()), step=step)
     for model in sites.models.values():
         assert values(dict(model.named_parameters())) == values(world.result)
     return values(world.result)
@@ -121,7 +118,7 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
     """In the order of the model, such a buffer stands between its parameters; one of them has no master."""
 
     def build() -> nn.Module:
-        model = nn.ModuleList([Two(torch.bfloat16), Two(torch.bfloat16)])
+        model = nn.ModuleList([two(torch.bfloat16), two(torch.bfloat16)])
         model[0].b = nn.Parameter(torch.ones(4))
         model[0].register_buffer("mean", torch.zeros(4, dtype=torch.bfloat16))
         return model
@@ -136,10 +133,10 @@ def test_masters_follow_beside_buffers_of_the_same_shape(tmp_path: Path) -> None
 
 def test_refuses_an_optimizer_of_another_model(tmp_path: Path) -> None:
     """They may have the same values: both models were built alike."""
-    model = Two()
-    with World(tmp_path, Two(), "a", **PLAIN_DILOCO) as world:
+    model = two()
+    with World(tmp_path, two(), "a", **PLAIN_DILOCO) as world:
         with pytest.raises(UsageError, match="holds none of the model's parameters"):
-            world.diloco(model, plain(Two().parameters())).start()
+            world.diloco(model, plain(two().parameters())).start()
 
 
 @pytest.mark.covers("X11")
@@ -160,7 +157,7 @@ def test_masters_follow_merges_and_fragments(tmp_path: Path, settings: dict[str,
 
 def test_another_model_in_the_same_optimizer_is_no_copy(tmp_path: Path) -> None:
     """It begins with the same values, as a copy of the model does, and it goes its own way: 6 steps of 2."""
-    model, other = Two(), Two()
+    model, other = two(), two()
     optimizer = plain([*model.parameters(), *other.parameters()])
 
     def train() -> None:
@@ -168,7 +165,7 @@ def test_another_model_in_the_same_optimizer_is_no_copy(tmp_path: Path) -> None:
             value.grad = torch.full_like(value, -2.0)
         step(model, optimizer, "a")
 
-    World(tmp_path, Two(), "a", rounds=3, H=2, **HALF).train_steps(model, optimizer, train)
+    World(tmp_path, two(), "a", rounds=3, H=2, **HALF).train_steps(model, optimizer, train)
     assert values(dict(model.named_parameters())) == {"w": 3.0, "b": 4.0}
     assert values(dict(other.named_parameters())) == {"w": 12.0, "b": 13.0}
 
@@ -176,7 +173,7 @@ def test_another_model_in_the_same_optimizer_is_no_copy(tmp_path: Path) -> None:
 def test_moments_stay_as_they_are(tmp_path: Path) -> None:
     """A moment that is zero is no copy of weights that are zero."""
     moments: list[Tensor] = []
-    model = Two()
+    model = two()
     model.b.requires_grad_(False)
     optimizer = InState([model.w])
 
@@ -184,7 +181,7 @@ def test_moments_stay_as_they_are(tmp_path: Path) -> None:
         step(model, optimizer, "a")
         moments.extend(each["moment"] for each in optimizer.state.values())
 
-    World(tmp_path, Two(), "a", rounds=3, H=1, **PLAIN_DILOCO).train_steps(model, optimizer, train)
+    World(tmp_path, two(), "a", rounds=3, H=1, **PLAIN_DILOCO).train_steps(model, optimizer, train)
     assert len(moments) == 3
     assert not any(bool(each.any()) for each in moments)
 
@@ -239,9 +236,9 @@ def test_slow_weights_follow_where_they_equal_the_weights(tmp_path: Path) -> Non
 )
 def test_refuses_a_copy_that_differs_from_the_weights(tmp_path: Path, make: Callable[[Any], Any], named: str) -> None:
     """H = 4: the copies have followed the weights before; at the synchronisation they differ. The remedy fits them."""
-    model = Two()
+    model = two()
     optimizer = make(model.parameters())
-    with World(tmp_path, Two(), "a", rounds=2, H=4, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
+    with World(tmp_path, two(), "a", rounds=2, H=4, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
         for _ in range(3):
             step(model, optimizer, "a")
         with pytest.raises(UsageError, match=f"(?s)a copy of the weights, {named}"):
@@ -286,9 +283,9 @@ def test_refuses_a_schedule_free_optimizer_that_has_stepped_before(tmp_path: Pat
 
 def test_leaves_an_average_of_the_weights_as_it_is(tmp_path: Path) -> None:
     """One site: its steps from 0 give 1, 2, 3, 4; the average 1, 1.5, 2.25, 3.125, whatever is loaded in between."""
-    model = Two()
+    model = two()
     optimizer = WithAverage(model.parameters(), lr=1.0)
-    world = World(tmp_path, Two(), "a", rounds=2, H=2, **PLAIN_DILOCO)
+    world = World(tmp_path, two(), "a", rounds=2, H=2, **PLAIN_DILOCO)
     world.train_steps(model, optimizer, lambda: step(model, optimizer, "a"))
     assert optimizer.state[model.w]["ema"].tolist() == [3.125] * 4
 
@@ -336,9 +333,9 @@ def test_reports_a_synchronisation_that_was_undone_at_both_sides(
             wait_until(warned, "the warning")
 
     inner: Any = lambda model: make(model.parameters())  # noqa: E731
-    with World(tmp_path, Two(), rounds=4, H=every, **HALF | {"network.heartbeat_interval_s": 0.2}) as world:
+    with World(tmp_path, two(), rounds=4, H=every, **HALF | {"network.heartbeat_interval_s": 0.2}) as world:
         with contextlib.suppress(UsageError):  # the next synchronisation of Lookahead is refused
-            world.begin(steps=2 * every, build=Two, inner=inner, step=work).join()
+            world.begin(steps=2 * every, build=two, inner=inner, step=work).join()
     lines = {each.name for each in caplog.records if told in each.getMessage()}
     assert "atoll" in lines
     assert any(name.startswith("atoll.server") for name in lines)
@@ -427,7 +424,7 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
 
     The first model to load is another one than that which the optimizer was made for.
     """
-    model = Two()
+    model = two()
     nn.init.constant_(model.w, -5.0)
     nn.init.constant_(model.b, -6.0)
     optimizer = kind(model.parameters())
@@ -437,7 +434,7 @@ def test_masters_follow_the_rounds_of_a_federated_run(tmp_path: Path, kind: Any,
             step(model, optimizer, "a")
             step(model, optimizer, "a")
 
-    world = World(tmp_path, Two(), rounds=3)
+    world = World(tmp_path, two(), rounds=3)
     with_another_site(world, model, train)
     assert values(world.result) == {"w": 18.0, "b": 19.0}
 
@@ -448,7 +445,7 @@ def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Pat
 
     The steps add 2 in a round, and the server keeps half of the change: the model gains 1, three times.
     """
-    model, optimizers = Two(torch.bfloat16), list[Outside]()
+    model, optimizers = two(torch.bfloat16), list[Outside]()
 
     def train(_: Any) -> None:
         optimizers[:] = optimizers or [Outside(model.parameters())]
@@ -456,7 +453,7 @@ def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Pat
         step(model, optimizers[0], "a")
 
     settings = {"algorithm.outer_optimizer.name": "sgd", "algorithm.outer_optimizer.lr": 0.5}
-    world = World(tmp_path, Two(torch.bfloat16), "a", rounds=3, **settings)
+    world = World(tmp_path, two(torch.bfloat16), "a", rounds=3, **settings)
     world.train_rounds(model, train)
     assert values(world.result) == {"w": 3.0, "b": 4.0}
 
@@ -464,9 +461,9 @@ def test_masters_in_a_wrapper_follow_the_rounds_of_a_federated_run(tmp_path: Pat
 @pytest.mark.covers("X11")
 def test_masters_of_two_sites_in_one_process_are_not_confused(tmp_path: Path) -> None:
     """They are of one class. In a round the sites add 2 and 6, so the model gains 4: from 8 and 9, the last begins."""
-    models = {site: Two() for site in GRADIENTS}
+    models = {site: two() for site in GRADIENTS}
     optimizers = {site: InList(model.parameters()) for site, model in models.items()}
-    with World(tmp_path, Two(), GRADIENTS, rounds=3) as world, world.worker("a") as worker, world.worker("b") as other:
+    with World(tmp_path, two(), GRADIENTS, rounds=3) as world, world.worker("a") as worker, world.worker("b") as other:
         for rounds in zip(worker, other, strict=False):
             by_site = dict(zip(GRADIENTS, rounds, strict=True))
             for site, fl_round in by_site.items():
@@ -483,7 +480,7 @@ def test_masters_of_two_sites_in_one_process_are_not_confused(tmp_path: Path) ->
 @pytest.mark.parametrize("kind", [InList, Outside])
 def test_an_optimizer_of_another_model_keeps_its_masters(tmp_path: Path, kind: Any) -> None:
     """A personal model begins as this site's and takes steps of 2, 6 in all; the run's model gains 2 in a round."""
-    model, shared = Two(torch.bfloat16), Two(torch.bfloat16)
+    model, shared = two(torch.bfloat16), two(torch.bfloat16)
     personal = deepcopy(model)
     nn.init.constant_(shared.w, 10.0)
     optimizer, own = plain(model.parameters()), kind(personal.parameters())
@@ -530,7 +527,7 @@ def test_zeros_and_numbers_are_no_copies() -> None:
 @pytest.mark.covers("X11")
 def test_a_load_begins_with_the_step_that_only_the_masters_have_made() -> None:
     """The script copies them into the model later: 5 was loaded, their step adds 1, and 10 is added to that."""
-    model = Two()
+    model = two()
     masters = [nn.Parameter(value.detach().double()) for value in model.parameters()]
     optimizer, copies, tensors = SGD(masters, lr=1.0), WeightCopies(pytest.fail), dict(model.named_parameters())
     copies.watch(optimizer)
@@ -570,7 +567,7 @@ def test_says_nothing_of_masters_of_weights_that_begin_at_zero(
 @pytest.mark.parametrize("passes", ["nothing", "the inner one"])
 def test_slow_weights_of_an_unknown_wrapper_are_not_undone(tmp_path: Path, passes: str) -> None:
     """Lookahead is no torch optimizer. With k = 2, a round of 3 steps ends where its slow weights differ."""
-    model = Two()
+    model = two()
     lookahead = Lookahead(model.parameters(), k=2)
 
     def train(fl_round: Any) -> None:
@@ -581,7 +578,7 @@ def test_slow_weights_of_an_unknown_wrapper_are_not_undone(tmp_path: Path, passe
             step(model, lookahead, "a")
 
     with pytest.raises(UsageError, match=r"(?s)Lookahead\.slow, .* after a multiple of 2 steps"):
-        World(tmp_path, Two(), "a", rounds=3).train_rounds(model, train)
+        World(tmp_path, two(), "a", rounds=3).train_rounds(model, train)
 
 
 class Handwritten:
@@ -626,19 +623,19 @@ def gently_towards_five(model: Any) -> None:
 
 def shifted() -> nn.Module:
     """The weights that the server begins with are other ones than those of the site."""
-    model = Two()
+    model = two()
     nn.init.constant_(model.w, 5.0)
     return model
 
 
 @pytest.mark.covers("X11")
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize("server_model", [two, shifted], ids=["equal", "shifted"])
 @pytest.mark.parametrize(("gradients", "steps"), [(by_hand, 1), (by_hand, 3), (backward, 1), (gently_towards_five, 2)])
 def test_reports_loads_that_a_handwritten_optimizer_undoes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any, late: bool
 ) -> None:
-    model, optimizers = Two(), list[Handwritten]()
+    model, optimizers = two(), list[Handwritten]()
 
     def train(_: Any) -> None:
         optimizers[:] = optimizers or [Handwritten(model, late=late)]
@@ -652,7 +649,7 @@ def test_reports_loads_that_a_handwritten_optimizer_undoes(
 
 
 @pytest.mark.covers("X11")
-@pytest.mark.parametrize("server_model", [Two, shifted], ids=["equal", "shifted"])
+@pytest.mark.parametrize("server_model", [two, shifted], ids=["equal", "shifted"])
 @pytest.mark.parametrize(
     ("gradients", "steps"),
     [(by_hand, 1), (backward, 3), (towards_five, 2), (gently_towards_five, 3)],
@@ -661,7 +658,7 @@ def test_says_nothing_of_a_handwritten_optimizer_without_copies(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, gradients: Any, steps: int, server_model: Any
 ) -> None:
     """A round that ends at the site's own optimum each time has undone nothing."""
-    model = Two()
+    model = two()
 
     def train(_: Any) -> None:
         optimizer = Handwritten(model, copies=False)

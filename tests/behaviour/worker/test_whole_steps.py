@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.corrections import fedprox
+from kit.models import Weights
 from kit.servers import PLAIN_DILOCO
 from kit.world import World
 from torch import nn
@@ -19,10 +20,8 @@ from torch.optim import SGD
 # Each of these optimizers makes the same step: w ← (w − g)/2. With g = −1, w = 0 becomes 1/2, 3/4, 7/8, 15/16.
 
 
-class One(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(3))
+def one() -> Weights:
+    return Weights(w=torch.zeros(3))
 
 
 @torch.no_grad()
@@ -105,10 +104,10 @@ KINDS: dict[str, Callable[[nn.Module], Any]] = {
 
 def trained(folder: Path, make: Callable[[nn.Module], Any], step: Callable[[nn.Module, Any], object]) -> list[float]:
     """Train to the end of 2 rounds of H = 2; the weights that the loop had after each step, and last the result's."""
-    sgd(One())  # from here on torch's hooks are in SGD's own step, too
-    model, weights = One(), list[float]()
+    sgd(one())  # from here on torch's hooks are in SGD's own step, too
+    model, weights = one(), list[float]()
     optimizer = make(model)
-    with World(folder, One(), "a", rounds=2, H=2, **PLAIN_DILOCO) as world:
+    with World(folder, one(), "a", rounds=2, H=2, **PLAIN_DILOCO) as world:
         with world.diloco(model, optimizer) as loop:
             while not loop.finished:
                 step(model, optimizer)
@@ -201,10 +200,10 @@ def test_a_step_that_fails_behind_its_parents_is_none(tmp_path: Path) -> None:
 @pytest.mark.covers("L2")
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
 def test_leaves_the_optimizer_as_it_was(tmp_path: Path, make: Callable[[nn.Module], Any]) -> None:
-    model = One()
+    model = one()
     optimizer = make(model)
     before = dict(vars(optimizer))
-    with World(tmp_path, One(), "a", rounds=2, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
+    with World(tmp_path, one(), "a", rounds=2, **PLAIN_DILOCO) as world, world.diloco(model, optimizer):
         assert vars(optimizer)["step"] != before.get("step")
     assert vars(optimizer) == before
 
@@ -248,7 +247,7 @@ def test_counts_steps_of_an_optimizer_inside_that_other_methods_step(
 
     In one call, the closure's gradient is corrected where it was formed, at one more than w: by μ·1 more.
     """
-    model = One()
+    model = one()
     optimizer = Sharpness(model)
 
     def closure() -> torch.Tensor:
@@ -265,7 +264,7 @@ def test_counts_steps_of_an_optimizer_inside_that_other_methods_step(
         optimizer.second_step()
 
     if kind == "diloco":
-        world = World(tmp_path, One(), "a", rounds=2, H=2, **PLAIN_DILOCO)
+        world = World(tmp_path, one(), "a", rounds=2, H=2, **PLAIN_DILOCO)
         world.train_steps(model, optimizer, step)
         assert world.result["w"].tolist() == [4.0] * 3
         return
