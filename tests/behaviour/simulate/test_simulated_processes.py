@@ -49,10 +49,9 @@ TWO = ("--set", "rounds.sites=4", "--processes", "2")
 
 RUNS: dict[str, dict[str, Any]] = {
     "fedavg": {"algorithm.name": "fedavg"},
-    "fedadam": {"algorithm.name": "fedadam"},
     "scaffold": {"algorithm.name": "scaffold", "network.part_bytes": 65536},  # several parts
-    "int8": {"algorithm.name": "fedavg", "aggregation.upload_codec.name": "int8"},
 }
+"""Others are compared in one process: tests/behaviour/golden."""
 SAMPLED = {"algorithm.name": "scaffold", "rounds.sample_fraction": 0.5, "rounds.sample_min": 2}
 
 
@@ -69,9 +68,7 @@ def trained(nursery: Nursery, folder: Path, **settings: Any) -> bytes:
 
 
 @pytest.mark.covers("V1")
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.long) if each in ("fedadam", "int8") else each for each in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_simulation_ends_with_the_bits_of_real_workers(
     nursery: Nursery, tmp_path: Path, name: str, request: pytest.FixtureRequest
 ) -> None:
