@@ -98,8 +98,8 @@ def start_site(
     ]
 
 
-class World(ForkedServer):
-    """A run, served by `atoll server` in a process of its own that is started again whenever it was killed; and sites.
+class ShardedRun(ForkedServer):
+    """A run, and its sites of ranks; `atoll server` is a process, started again whenever it was killed.
 
     Args:
         lives: failpoints of the server's first start, of its second, …
@@ -112,7 +112,7 @@ class World(ForkedServer):
         super().__init__(nursery, folder, lives, **SETTINGS | {"model.source": "sharded_model:build"} | settings)
         self._started_by = nursery
 
-    def __enter__(self) -> World:
+    def __enter__(self) -> ShardedRun:
         return self
 
     def site(self, site: str, **how: Any) -> list[Process]:
