@@ -251,8 +251,11 @@ def test_refuses_the_control_of_another_site(pair: World) -> None:
 
 
 @pytest.mark.covers("S2")
-def test_refuses_a_copy_from_before_an_update_that_is_in_and_not_counted_yet(pair: World) -> None:
-    """The copy has the control of the last update that counts, and nothing of the one that is going to."""
+def test_refuses_a_copy_older_than_an_accepted_update(pair: World) -> None:
+    """The update is accepted, and does not count yet.
+
+    The copy has the control of the last update that counts, and nothing of the one that is going to.
+    """
     with pair:
         both(pair, 2)
         with ManualSite(pair.url, site="a", folder=pair.workers) as client:

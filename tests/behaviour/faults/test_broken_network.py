@@ -132,7 +132,8 @@ def test_a_lost_acknowledgement_is_asked_for_again_and_counts_once(
 
 
 @pytest.mark.covers("F17", "F18")
-def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_conflict(tmp_path: Path) -> None:
+def test_a_repeated_submission_gets_the_same_receipt(tmp_path: Path) -> None:
+    """Other bytes get a conflict."""
     with serve_wide(tmp_path) as server:
         a, _ = (WireSite(server.url, site) for site in "ab")  # the round waits for b meanwhile
         update = a.train(1.0).push()
@@ -147,7 +148,8 @@ def test_the_same_submission_again_gets_the_same_receipt_and_other_bytes_get_a_c
 
 
 @pytest.mark.covers("F19")
-def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_path: Path) -> None:
+def test_the_newer_process_of_a_site_wins(tmp_path: Path) -> None:
+    """The older one is told."""
     with serve_wide(tmp_path, sites=1, rounds=1) as server:
         older, newer = (ManualSite(server.url, "a", folder=tmp_path / name) for name in ("older", "newer"))
         assert older.next_round() == 1
@@ -163,9 +165,8 @@ def test_the_newer_of_two_processes_of_a_site_wins_and_the_other_is_told(tmp_pat
 
 
 @pytest.mark.covers("F23")
-def test_after_a_partition_a_stale_update_is_refused_and_the_worker_goes_on_with_the_head(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refuses_a_stale_update_after_a_partition(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The worker goes on with the newest version."""
     far, near = Gate(1, "a"), Gate(2, "b")
 
     def during(site: str, number: int) -> None:

@@ -232,9 +232,10 @@ def test_refuses_a_journal_without_its_end_if_the_machine_ran(halfway: Halfway, 
 
 
 @pytest.mark.covers("F41", "F42")
-def test_says_that_a_power_loss_took_the_journals_end_and_goes_on_in_a_later_epoch(
+def test_goes_on_after_a_power_loss_cut_the_journal(
     halfway: Halfway, tmp_path: Path, caplog: pytest.LogCaptureFixture, audited: Audit
 ) -> None:
+    """It says so, and goes on in a later epoch."""
     folder = without_end(halfway, tmp_path / "run")
     rewrite_note(folder / "state" / HEAD, boot="of the start before the power loss", epoch=7)
     with serve(folder, **{"network.port": halfway.port}) as server:

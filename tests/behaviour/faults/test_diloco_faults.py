@@ -128,10 +128,10 @@ def test_after_a_reset_local_progress_is_lost_and_reported(tmp_path: Path, caplo
 
 
 @pytest.mark.covers("L10", "F6")
-def test_diloco_trains_on_without_its_server_and_brings_everything_in_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Steps 1, 2 make round one. The server is away in steps 3 to 6, so two synchronisations are skipped; the one at
+def test_diloco_trains_on_without_its_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All that it trained counts when the server is back.
+
+    Steps 1, 2 make round one. The server is away in steps 3 to 6, so two synchronisations are skipped; the one at
     step 8 brings in all of 3 … 8. With an outer rate of 1 the result is 8 − 2 − 6 = 0: no step is lost, none doubled.
     """
     settings = SETTINGS | {"algorithm.outer_optimizer.lr": 1.0, "network.port": free_port()}
@@ -224,9 +224,8 @@ def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> 
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_an_asynchronous_run_that_ends_without_us_does_not_end_our_loop_where_its_model_cannot_be_pulled(
-    tmp_path: Path, fragments: int
-) -> None:
+def test_a_loop_outlives_a_run_whose_model_it_cannot_pull(tmp_path: Path, fragments: int) -> None:
+    """An asynchronous run ends without this site: its loop goes on."""
     settings = ONE_ROUND | {"sites": 2, "async.enabled": True, "H": 2 * fragments, "K": fragments}
     with serve_wide(tmp_path, **settings) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as a:
@@ -255,10 +254,11 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 
 @pytest.mark.covers("L10", "F8")
-def test_transfers_of_fragments_that_break_resume_at_the_part_and_lost_answers_count_once(
-    tmp_path: Path, server: atoll.Server, streamed: Result
-) -> None:
-    """The connection breaks within the second part of a fragment's update: the first is not sent again."""
+def test_transfers_of_fragments_resume_at_the_part(tmp_path: Path, server: atoll.Server, streamed: Result) -> None:
+    """An update whose answer is lost counts once.
+
+    The connection breaks within the second part of a fragment's update: the first is not sent again.
+    """
     with Proxy(server.port) as proxy:
         proxy.faults.append(Fault("PUT .*/parts/1 ", "up", at=1000, action="reset"))
         proxy.faults.append(Fault("POST .*/complete ", "down", at=BEFORE_HEADER, action="reset"))
@@ -275,14 +275,17 @@ def test_transfers_of_fragments_that_break_resume_at_the_part_and_lost_answers_c
 
 
 @pytest.mark.covers("L10")
-def test_while_the_server_is_away_the_first_turn_is_patient_and_the_others_try_once(
+def test_only_the_first_skipped_turn_retries(
     tmp_path: Path,
     server: atoll.Server,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     streamed: Result,
 ) -> None:
-    """Turns are skipped, and what was trained meanwhile counts afterwards."""
+    """The server is away: the first turn is patient, later ones try once.
+
+    Turns are skipped, and what was trained meanwhile counts afterwards.
+    """
     from atoll.worker.session.session import Session
 
     caplog.set_level("INFO", "atoll")

@@ -361,10 +361,11 @@ def test_a_failed_server_does_not_wait_for_a_silent_site(
 
 
 @pytest.mark.covers("X9")
-def test_the_stored_status_of_a_failed_run_says_why_and_shows_no_site_alive(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Site a is told of the failure, and b is silent; the status is shown with and without the saved one."""
+def test_the_stored_status_says_why_a_run_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows no site as alive.
+
+    Site a is told of the failure, and b is silent; the status is shown with and without the saved one.
+    """
 
     def fails(controller: Any) -> None:
         controller.sites(at_least=2, timeout_s=30)

@@ -65,10 +65,11 @@ def wait_for_skipped(sites: DiLoCoSites, turns: int) -> None:
 
 @pytest.mark.parametrize("server", [{"sites": 1}, {"sites": 1, **STREAMED}], indirect=True)
 @pytest.mark.covers("F22", "L10")
-def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tries_once(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy
-) -> None:
-    """It stands still for one call that times out and one look for the server: at the defaults, less than 30 s."""
+def test_trains_on_in_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
+    """Every later turn tries once.
+
+    It stands still for one call that times out and one look for the server: at the defaults, less than 30 s.
+    """
 
     def during(site: str, step: int) -> None:
         steps_s.append(time.monotonic())
@@ -93,9 +94,7 @@ def test_training_goes_on_when_the_network_falls_silent_and_every_later_turn_tri
 
 @pytest.mark.parametrize("server", [{}, STREAMED], indirect=True)
 @pytest.mark.covers("F22", "L10")
-def test_a_site_that_waits_for_another_notices_when_the_network_falls_silent_and_not_before(
-    tmp_path: Path, server: atoll.Server, proxy: Proxy
-) -> None:
+def test_a_waiting_site_notices_a_silent_network(tmp_path: Path, server: atoll.Server, proxy: Proxy) -> None:
     """Its calls are answered meanwhile, though it waits for longer than one may take."""
     healed = threading.Event()
     far = DiLoCoSites(proxy.url, tmp_path, 10**6, ["a"])
@@ -207,7 +206,7 @@ ONE_CALL = {
     ids=["diloco", "federated"],
 )
 @pytest.mark.covers("F22", "L10")
-def test_a_call_on_a_connection_that_died_in_a_short_cut_does_not_stop_training(
+def test_a_dead_connection_does_not_stop_training(
     tmp_path: Path, kind: Callable[..., Threads], settings: dict[str, Any], cut_at: int, call: str
 ) -> None:
     """The network is back with its old connections dead, as a firewall has forgotten them.

@@ -254,8 +254,11 @@ def test_a_fit_that_failed_lets_go_of_its_optimizer_and_is_begun_anew(
 
 
 @pytest.mark.covers("S1")
-def test_a_fit_of_diloco_that_failed_leaves_and_the_next_begins_at_the_head(tmp_path: Path) -> None:
-    """H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice."""
+def test_a_failed_fit_of_diloco_leaves_the_run(tmp_path: Path) -> None:
+    """The next fit begins at the newest version.
+
+    H = 2: the first round counts, and the error behind it ends in the second: w = 1 − 0.9², twice.
+    """
     with serve(tmp_path, "diloco", H=2) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):

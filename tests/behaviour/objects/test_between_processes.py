@@ -133,7 +133,8 @@ def test_nothing_refers_to_what_was_published() -> None:
 
 
 @pytest.mark.covers("D5", "D6", "D4")
-def test_tensors_fetched_to_disk_have_no_name_there_and_go_with_their_last_user(tmp_path: Path) -> None:
+def test_tensors_on_disk_go_with_their_last_user(tmp_path: Path) -> None:
+    """Their files have no name."""
     state = atoll.objects.fetch(atoll.objects.publish(flat()), to_disk=tmp_path)
     assert list(state) == list(flat())
     lazy = state.ref("across")

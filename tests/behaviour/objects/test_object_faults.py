@@ -99,9 +99,7 @@ def test_a_peer_that_never_answers_is_asked_once() -> None:
 
 
 @pytest.mark.covers("P5")
-def test_a_publisher_that_falls_silent_in_the_middle_is_not_asked_again_and_again(
-    nursery: Nursery, tmp_path: Path
-) -> None:
+def test_asks_a_silent_publisher_only_once(nursery: Nursery, tmp_path: Path) -> None:
     """It is stopped, not killed: connections stay, new ones are taken. Of the two that stand still, the first one may
     be tried again, as the other has moved later; and either may have had the end of a run in its buffer before."""
     publisher, ref = start_publisher(nursery, tmp_path, "large")

@@ -182,7 +182,8 @@ def test_a_folder_that_has_the_run_goes_on_and_another_one_is_refused(
         recipe(min_sites=1).execute(LocalEnv(sites=1, folder="full"))
 
 
-def test_a_folder_in_which_a_run_goes_on_is_refused_and_its_logs_stay() -> None:
+def test_refuses_the_folder_of_a_living_run() -> None:
+    """The logs in it stay."""
     made = recipe()
     state = Settings.read(prepared(made, "here", 2) / "run.toml", environ={}).disk.state_dir
     state.mkdir()

@@ -365,8 +365,8 @@ def test_paths_are_those_of_the_current_folder_and_written_from_the_run_file(tmp
     assert settings.workflow.result_filters[1] == {"path": "drop", "args": {"names": ["a\n"]}}
 
 
-def test_the_commands_in_a_run_file_start_this_file_from_the_folder_of_the_script(tmp_path: Path) -> None:
-    """Another `run.toml` may lie beside the script."""
+def test_commands_in_a_run_file_start_that_file(tmp_path: Path) -> None:
+    """From the folder of the script. Another `run.toml` may lie beside the script."""
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "train.py").touch()
     for script, server in (("train.py", "small/run.toml"), ("code/train.py", "../small/run.toml")):

@@ -75,10 +75,11 @@ def test_what_was_formed_before_all_ranks_died_is_sent_by_their_successors(nurse
 
 
 @pytest.mark.parametrize("sharded", ["rows", pytest.param("", marks=pytest.mark.long)], ids=["sharded", "whole"])
-def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_groups_timeout(
-    nursery: Nursery, tmp_path: Path, sharded: str
-) -> None:
-    """Site b is held up for twice the 2 s after which a rank gives another one up."""
+def test_ranks_wait_for_a_long_round(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
+    """It takes longer than the timeout of the process group.
+
+    Site b is held up for twice the 2 s after which a rank gives another one up.
+    """
     go = tmp_path / "go"
     with ShardedRun(nursery, tmp_path, H=2, rounds=1, sites=2) as served:
         b = served.site("b", ranks=1, sharded="", held={"1": str(go)})
@@ -91,10 +92,11 @@ def test_ranks_have_patience_with_a_round_that_takes_longer_than_the_process_gro
 
 
 @pytest.mark.parametrize("sharded", [pytest.param("rows", marks=pytest.mark.long), ""], ids=["sharded", "whole"])
-def test_ranks_have_patience_with_a_server_that_starts_later_than_the_process_groups_timeout(
-    nursery: Nursery, tmp_path: Path, sharded: str
-) -> None:
-    """The server starts only after three times the 2 s after which a rank gives another one up."""
+def test_ranks_wait_for_a_late_server(nursery: Nursery, tmp_path: Path, sharded: str) -> None:
+    """It comes later than the timeout of the process group.
+
+    The server starts only after three times the 2 s after which a rank gives another one up.
+    """
     port = free_port()
     options = SETTINGS | {"network.port": port, "H": 2, "rounds": 1, "sites": 1}
     ranks = start_site(nursery, tmp_path, f"http://127.0.0.1:{port}", "a", sharded=sharded, patience_to_join_s=2.0)

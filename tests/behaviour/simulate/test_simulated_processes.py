@@ -89,9 +89,10 @@ def test_same_bits_for_every_draw_and_form_of_the_script(nursery: Nursery, tmp_p
 # -- processes
 
 
-def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
+def test_a_sampled_round_has_as_many_sites_as_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, client: str
 ) -> None:
+    """It counts as any other round."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     seen: list[Any] = []
     done = run(tmp_path, client, sites=9, **{"rounds.sample_fraction": 1 / 3}, processes=2, on_round=seen.append)
@@ -106,10 +107,8 @@ def test_a_round_is_of_as_many_as_it_asks_for_and_counts_like_any_other(
 
 
 @pytest.mark.covers("V2", "V3")
-def test_the_command_takes_arguments_of_the_client_prints_json_alone_and_leaves_nothing_running(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    """Whose processes start others of their own, and print."""
+def test_simulate_passes_arguments_and_prints_only_json(nursery: Nursery, tmp_path: Path) -> None:
+    """The client's processes start others of their own, and print; none is left running."""
     more = "    import subprocess, sys\n    print('trains', *sys.argv[1:], flush=True)\n"
     more += "    subprocess.Popen(['sleep', '600'], cwd=HERE)\n    model, number ="
     write(tmp_path, MOVES.replace("    model, number =", more, 1), **{"rounds.total": 2})

@@ -228,7 +228,8 @@ def stopped_after(
 
 
 @pytest.mark.covers("L8", "L11")
-def test_the_split_is_saved_and_a_restart_goes_on_in_the_middle_of_a_cycle(tmp_path: Path) -> None:
+def test_a_restart_goes_on_within_a_cycle_of_fragments(tmp_path: Path) -> None:
+    """The division into fragments is saved."""
     options: dict[str, Any] = {"K": 3, "H": 9, "tau": 1, "alpha": 0.25, "rounds": 2}
     right = expected(["a", "b"], options)
     # after seven steps, fragments 0 and 1 of the first cycle are merged

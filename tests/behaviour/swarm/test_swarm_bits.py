@@ -286,7 +286,7 @@ def test_what_a_worker_has_it_does_not_pull(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("P10")
-def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_again(
+def test_asks_the_next_holder_for_a_dropped_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
     """A worker that holds a version may let go of it, or end, between two questions: no round ends with that."""
@@ -308,10 +308,12 @@ def test_a_version_that_its_holder_has_let_go_of_is_asked_of_the_next_and_then_a
 
 
 @pytest.mark.covers("P10")
-def test_answers_that_were_overtaken_are_not_followed_and_those_of_a_restarted_server_count_from_the_first(
+def test_a_worker_ignores_answers_that_newer_ones_overtook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Result
 ) -> None:
-    """A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again.
+    """The answers of a restarted server count from the first one.
+
+    A worker asks twice at once, as soon as it has news: what it is told of before would have it reduce again.
 
     Its first three answers are those of an earlier server, which had given many.
     """

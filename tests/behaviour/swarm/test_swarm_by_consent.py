@@ -31,10 +31,8 @@ from atoll.tensors.reference import TensorRef
 
 
 @pytest.mark.covers("X8", "P10")
-def test_a_site_takes_part_in_a_swarm_only_if_its_own_side_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others have not even asked what they would do there."""
+def test_a_site_joins_a_swarm_only_by_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an argument or a variable at the site itself. The others have not even asked what they would do there."""
 
     def join(**options: Any) -> None:
         with atoll.join(proxy.url, site="a", folder=tmp_path / "w", **options):
@@ -92,7 +90,7 @@ def test_no_other_way_in_joins_a_swarm_unasked(
 
 
 @pytest.mark.covers("X8", "P10", "X3")
-def test_an_address_that_is_not_the_sites_own_is_told_to_no_other_site(tmp_path: Path) -> None:
+def test_tells_no_site_of_a_false_address(tmp_path: Path) -> None:
     """A site says that it is at the port of another program, of another site, of a cloud's secrets, and nowhere."""
     with (
         serve_swarm(tmp_path) as server,
@@ -201,7 +199,7 @@ def test_a_site_goes_on_whatever_its_server_orders(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.covers("X9", "P10")
-def test_a_server_with_ever_new_orders_at_once_is_not_asked_all_the_time(tmp_path: Path) -> None:
+def test_pauses_where_new_orders_come_at_once(tmp_path: Path) -> None:
     """The stamp of the orders is another one each time, and there is nothing to do."""
     stamps = itertools.count(1)
 

@@ -370,7 +370,8 @@ Loops = partial(DiLoCoSites, steps=1000, build=wide_model, weights=SITES, swarm=
 
 
 @pytest.mark.covers("P10", "D10")
-def test_a_killed_server_of_a_diloco_run_comes_to_the_same_updates_and_bits(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_server_of_diloco_keeps_the_bits(nursery: Nursery, tmp_path: Path) -> None:
+    """The same updates count."""
     found = []
     for lives in ((), ("accept.after=kill@2", "head.before=kill")):
         (folder := tmp_path / str(len(lives))).mkdir()
@@ -385,10 +386,11 @@ def test_a_killed_server_of_a_diloco_run_comes_to_the_same_updates_and_bits(nurs
 
 
 @pytest.mark.covers("P10", "D10", "L4")
-def test_streamed_fragments_come_to_the_same_end_everywhere_though_aggregator_and_server_are_killed(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    """Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew."""
+def test_streamed_fragments_agree_after_kills(nursery: Nursery, tmp_path: Path) -> None:
+    """Of an aggregator and of the server: all sites end with the same model.
+
+    Every fragment has its rounds, and no update counts twice. The killed site trains other steps anew.
+    """
     lives = ("accept.after=kill@2", "head.before=kill")
     with (
         ServerProcess(nursery, tmp_path, lives, **DILOCO | STREAMING | {"swarm.aggregators": ["a"]}) as server,

@@ -69,10 +69,10 @@ def test_an_unreachable_worker_learns_it_before_the_first_round(nursery: Nursery
 
 
 @pytest.mark.covers("P10")
-def test_updates_that_hold_nan_or_are_too_large_are_refused_by_name_and_the_others_go_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The site that collects them looks. In round 1 site a has NaN.
+def test_a_swarm_refuses_bad_updates_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An update has NaN or is too large. The other sites go on.
+
+    The site that collects them looks. In round 1 site a has NaN.
 
     Of so many steps with gradients of norm √83,488: 0.05 · √83,488 · √steps is 14.4 for c, 20.4 for a, 25.0 for b.
     """

@@ -69,7 +69,7 @@ class HalfFrozen(nn.Module):
 
 @pytest.mark.covers("F1", "P8")
 @pytest.mark.parametrize("at", [1000, 60_000], ids=["first part", "second part"])
-def test_a_part_that_is_as_it_was_comes_into_a_model_that_has_not_got_it(tmp_path: Path, at: int) -> None:
+def test_an_unchanged_part_is_loaded_into_a_new_model(tmp_path: Path, at: int) -> None:
     """The base file has it of the version before, so a look at the file would leave it out behind a broken attempt."""
     settings = {"rounds": 2, "part_bytes": 2**16, "network.connections": 1}
     with World(tmp_path, HalfFrozen(1.0), "a", **settings) as world, Proxy(world.server.port) as proxy:
@@ -103,10 +103,10 @@ def test_a_pull_fills_large_small_and_turned_tensors_alike(tmp_path: Path) -> No
     [(1, 1, 0.5, 0, 7.0), (300, 2, 1.0, 1, 4.0)],  # 8 − 0.5·2, and 8 − 2 − 2: the second model has six parts
     ids=["of the result", "in the middle"],
 )
-def test_a_pull_that_ends_with_gone_is_begun_anew_and_no_step_is_lost(
+def test_begins_a_pull_anew_after_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, rounds: int, outer_lr: float, arrived: int, left: float
 ) -> None:
-    """DiLoCo with H = 2: all weights begin at 8, and each inner step takes 1 from them."""
+    """No local step is lost. DiLoCo with H = 2: all weights begin at 8, and each inner step takes 1 from them."""
     pull, broken = HttpTransfer.pull, [True]
 
     def once(self: HttpTransfer, path: str, digests: Any, parts: Any, sinks: Any, **more: Any) -> None:

@@ -173,9 +173,8 @@ def test_another_dtype_or_shape_is_refused_with_both_named(round_of: Any) -> Non
     ],
     ids=str,
 )
-def test_numbers_that_no_update_has_are_named_and_the_round_can_be_submitted_after_all(
-    tmp_path: Path, told: dict[str, Any], words: str
-) -> None:
+def test_refuses_impossible_numbers_beside_an_update(tmp_path: Path, told: dict[str, Any], words: str) -> None:
+    """The round can still be submitted with right numbers."""
     with World(tmp_path, nn.Linear(2, 1), "a", rounds=1) as world:
         world.pull()
         with pytest.raises(UsageError, match=words):
@@ -274,7 +273,8 @@ def test_a_restarted_site_knows_that_the_server_has_its_update(
     assert "that an earlier process left" not in caplog.text
 
 
-def test_loading_the_newest_model_serves_as_the_base_of_a_round_that_starts_from_it(tmp_path: Path) -> None:
+def test_a_round_can_start_from_the_newest_model(tmp_path: Path) -> None:
+    """`worker.load_into` loads the version that the round starts from."""
     model = build_model()
     with World(tmp_path, build_model(), "a", rounds=2) as world:
         with world.worker() as worker:

@@ -207,9 +207,8 @@ with atoll.join() as worker:
 """
 
 
-def test_a_site_joins_again_while_a_child_that_its_killed_script_forked_still_runs(
-    tmp_path: Path, nursery: Nursery
-) -> None:
+def test_joins_again_beside_a_child_of_its_killed_script(tmp_path: Path, nursery: Nursery) -> None:
+    """The child, which the script has forked, still runs."""
     with serve(tmp_path) as server:
         script = ForkedSite(nursery, tmp_path, server.url, "a", FORKS).start()
         child = int(wait_for_words(script, r"child (\d+)")[1])
