@@ -363,7 +363,7 @@ def test_a_pipe_in_place_of_a_file_of_a_site_is_named(tmp_path: Path, name: str)
     ],
 )
 def test_names_a_folder_in_place_of_a_file(tmp_path: Path, images: dict[str, Halfway], run: str, name: str) -> None:
-    """The file is the server's, which does not start, or site a's, which does not join. Without the folder both go on."""
+    """The file is the server's, which does not start, or site a's, which does not join. Without it they go on."""
     image, folder = images[run], tmp_path / "run"
     copy_folder(image.later, folder)
     path = next(folder.glob(name), folder / name)

@@ -255,7 +255,7 @@ def server(tmp_path: Path) -> Iterator[atoll.Server]:
 
 @pytest.mark.covers("L10", "F8")
 def test_transfers_of_fragments_resume_at_the_part(tmp_path: Path, server: atoll.Server, streamed: Result) -> None:
-    """An update whose answer is lost counts once.
+    """An update counts once though its answer is lost.
 
     The connection breaks within the second part of a fragment's update: the first is not sent again.
     """
