@@ -224,8 +224,8 @@ def test_a_fragment_without_its_last_version_is_not_finished(tmp_path: Path) -> 
 
 @pytest.mark.covers("L7")
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_loop_outlives_a_run_whose_model_it_cannot_pull(tmp_path: Path, fragments: int) -> None:
-    """An asynchronous run ends without this site: its loop goes on."""
+def test_a_loop_outlives_the_end_of_its_run(tmp_path: Path, fragments: int) -> None:
+    """An asynchronous run ends without this site, which cannot pull the model: its loop goes on."""
     settings = ONE_ROUND | {"sites": 2, "async.enabled": True, "H": 2 * fragments, "K": fragments}
     with serve_wide(tmp_path, **settings) as server, Proxy(server.port) as proxy:
         with diloco(proxy.url, tmp_path, "a", wide_model(), max_sync_retries=0) as a:
