@@ -302,7 +302,7 @@ def test_another_optimizer_may_take_the_place_of_one_with_a_failed_step() -> Non
 
 
 @pytest.mark.covers("S8")
-def test_a_step_is_none_if_its_closure_fails_before_it_gives_a_gradient() -> None:
+def test_a_step_with_a_failed_closure_is_none() -> None:
     """As at the end of the data: no weight has moved."""
     model = One()
     optimizer = sgd(model)

@@ -171,7 +171,8 @@ def test_an_algorithm_in_a_file_corrects_in_a_simulation(tmp_path: Path, monkeyp
     assert load_file(done.model)["w"].item() == pytest.approx(RESULT, rel=1e-6)
 
 
-def test_its_file_is_the_page_on_own_algorithms_and_at_most_60_lines() -> None:
+def test_the_example_is_on_its_page_and_short() -> None:
+    """At most 60 lines."""
     code = (EXAMPLE / "feddyn_local.py").read_text()
     page = (EXAMPLE.parents[1] / "docs" / "algorithms" / "own.md").read_text()
     assert f"```python\n{code}```" in page

@@ -173,7 +173,7 @@ def test_rounds_with_unequal_weights_by_hand(tmp_path: Path) -> None:
         assert one_step(world, "a")[:2] == pytest.approx((5 / 12, -25 / 6), abs=1e-15)
 
 
-def test_a_site_that_sits_out_a_round_keeps_its_weight_in_the_total(tmp_path: Path) -> None:
+def test_sitting_out_keeps_the_weight_in_the_total(tmp_path: Path) -> None:
     """Weights 1, 2 and 4, Σ = 7. Round 2 is without c: W stays (1 + 2 + 4)·3/3, whatever a and b say anew; not 3·3/2.
 
     A site d joins later and is never heard: from round 3 on, N is 4, and W = 7·4/3.

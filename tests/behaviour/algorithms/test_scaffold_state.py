@@ -179,7 +179,8 @@ def test_its_folder_may_move_to_another_machine(world: World) -> None:
 
 
 @pytest.mark.covers("S2")
-def test_a_site_that_comes_late_or_has_no_counted_update_begins_at_zero(world: World) -> None:
+def test_a_late_site_begins_with_controls_of_zero(world: World) -> None:
+    """So does one without a counted update."""
     with ManualSite(world.url, site="a", folder=world.workers) as client:
         client.next_round()
         client.pull()
@@ -269,7 +270,7 @@ def test_refuses_a_copy_older_than_an_accepted_update(pair: World) -> None:
 
 @pytest.mark.covers("S2")
 @pytest.mark.parametrize("knows", [False, True], ids=["pending", "counted"])
-def test_a_server_restored_to_before_the_last_round_finds_the_control_before_it(pair: World, knows: bool) -> None:
+def test_a_restored_server_finds_the_earlier_control(pair: World, knows: bool) -> None:
     """A site keeps the control that it had before its last update, whether it knows already that this one counted."""
     restore_to(pair, 2, after=3, knows=knows)
     with pair:

@@ -66,9 +66,9 @@ KEY = {"object": "0" * 32, "secret": "0" * 32, "digest": "0" * 64, "expires_at":
     ],
     ids=["the module that others' go into", "more", "shape", "less", "no reference", "no object"],
 )
-def test_a_model_that_cannot_be_evaluated_leaves_its_row_empty_and_says_why(
-    tmp_path: Path, register: Callable[[Any], None], words: str
-) -> None:
+def test_a_model_that_cannot_be_evaluated_says_why(tmp_path: Path, register: Callable[[Any], None], words: str) -> None:
+    """Its row is empty."""
+
     def both(worker: Any) -> None:
         worker.evaluates(measure, model=NET)
         register(worker)

@@ -182,7 +182,7 @@ def test_a_killed_server_repeats_the_evaluation_alone(nursery: Nursery, tmp_path
 
 
 @pytest.mark.covers("P9")
-def test_a_site_that_is_started_again_still_has_the_model_that_it_submitted(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_restarted_site_still_has_its_submitted_model(nursery: Nursery, tmp_path: Path) -> None:
     """It is killed while it evaluates, before it could have given its model anew; the run has no round for it."""
 
     def during(server: atoll.Server, sites: list[Process]) -> None:

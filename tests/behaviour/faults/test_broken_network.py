@@ -77,9 +77,10 @@ def proxy(server: atoll.Server) -> Iterator[Proxy]:
     ],
 )
 @pytest.mark.covers("F14", "F16", "L10")
-def test_an_upload_that_breaks_or_is_damaged_is_sent_again_from_that_part(
+def test_sends_a_broken_upload_again_from_that_part(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
+    """So it is with a damaged one."""
     proxy.faults.append(Fault("PUT .*/parts/2 ", "up", at=at, action=action))
     up, _ = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -100,9 +101,10 @@ def test_an_upload_that_breaks_or_is_damaged_is_sent_again_from_that_part(
     ],
 )
 @pytest.mark.covers("F15", "F16", "L10")
-def test_a_download_that_breaks_or_is_damaged_is_fetched_again_from_that_part(
+def test_fetches_a_broken_download_again_from_that_part(
     tmp_path: Path, server: atoll.Server, proxy: Proxy, alone: Result, at: int, action: Any
 ) -> None:
+    """So it is with a damaged one."""
     proxy.faults.append(Fault(DATA, "down", at=at, action=action))
     _, down = one_round(tmp_path, server, proxy.url)
     assert proxy.faults == []
@@ -197,7 +199,8 @@ TIMEOUT_S = 2.0
 
 
 @pytest.mark.covers("F21", "L9")
-def test_parallel_parts_make_up_for_a_slow_connection_and_no_site_is_lost(tmp_path: Path) -> None:
+def test_parallel_parts_make_up_for_a_slow_connection(tmp_path: Path) -> None:
+    """No site is lost."""
     model = nn.Linear(1024, 416)  # 1.7 MB in 27 parts: 2.4 s each way over eight connections, 19 over one
     network = {"connections": 8, "heartbeat_timeout_s": TIMEOUT_S, "idle_timeout_s": 30.0}
     settings = ONE | {f"network.{name}": value for name, value in network.items()}

@@ -306,7 +306,7 @@ def test_when_every_version_is_damaged_the_server_refuses_to_start(nursery: Nurs
     assert "Restore the whole directory from a backup" in last
 
 
-def test_the_command_ends_with_the_code_of_a_store_that_cannot_be_used(nursery: Nursery, tmp_path: Path) -> None:
+def test_a_damaged_store_has_its_exit_code(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "state" / "audit.head").mkdir(parents=True)
     write_run_file(tmp_path, **{"network.port": 0})
     process = nursery.start("atoll", "server", "run.toml", cwd=tmp_path, log=tmp_path / "log")

@@ -303,9 +303,10 @@ def test_refuses_an_audit_head_of_another_run(halfway: Halfway, powered: Halfway
         (lambda path: path.write_bytes(b""), "damaged"),
     ],
 )
-def test_says_that_the_audit_head_is_missing_or_damaged_and_makes_it_anew(
+def test_makes_a_lost_audit_head_anew(
     halfway: Halfway, later: Path, damage: Callable[[Path], None], word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It says that the head is missing or damaged."""
     damage(later / "state" / HEAD)
     with serve(later):
         pass

@@ -205,7 +205,8 @@ def fails_at_once(controller: Any) -> None:
     raise KeyError("no such column")
 
 
-def test_a_site_that_waits_for_tasks_ends_with_the_error_of_the_workflow(tmp_path: Path) -> None:
+def test_a_failed_workflow_ends_waiting_sites(tmp_path: Path) -> None:
+    """With its error."""
     with workflow_server(tmp_path, fails_at_once) as server:
         error = outcome(AnsweringSites(server.url, "a", {"echo": lambda payload: payload}).join)
         with pytest.raises(RunFailed) as raised:

@@ -303,10 +303,13 @@ def test_a_journal_that_fails_while_parts_arrive_ends_the_server(
 
 
 @pytest.mark.covers("F25")
-def test_less_space_than_min_free_bytes_is_507_before_a_byte_is_taken(
+def test_answers_507_below_min_free_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, undisturbed: Result
 ) -> None:
-    """The site says so, and so do the status and the log of the server: once, and once when there is space again."""
+    """Before a byte is taken.
+
+    The site says so, and so do the status and the log of the server: once, and once when there is space again.
+    """
     told = (
         "The server has 0 MB of disk left, but must keep 1 MB free. Free some space: the run then continues "
         "by itself, and nothing is lost."

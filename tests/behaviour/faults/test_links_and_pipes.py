@@ -303,9 +303,10 @@ def certificate(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("plant", [run_file, model, folder_of_models, token, key, certificate])
-def test_a_server_names_a_pipe_in_place_of_a_file_that_it_reads(
+def test_a_server_names_a_pipe_in_place_of_a_file(
     nursery: Nursery, tmp_path: Path, plant: Callable[[Path], dict[str, Any]]
 ) -> None:
+    """Of a file that it reads."""
     write_run_file(tmp_path, **{"network.port": 0} | plant(tmp_path))
     name = "other.toml" if plant is run_file else "run.toml"
     outcome = command(nursery, tmp_path, "server", name)
@@ -316,9 +317,8 @@ def test_a_server_names_a_pipe_in_place_of_a_file_that_it_reads(
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("variable", ["ATOLL_TOKEN_FILE", "ATOLL_TLS_CA"])
-def test_a_command_names_a_pipe_in_place_of_a_file_of_its_variables(
-    nursery: Nursery, tmp_path: Path, variable: str
-) -> None:
+def test_a_command_names_a_pipe_in_its_variables(nursery: Nursery, tmp_path: Path, variable: str) -> None:
+    """It is in place of a file that a variable names."""
     pipe(tmp_path / "file")
     (tmp_path / "file").chmod(0o600)
     outcome: Outcome = command(

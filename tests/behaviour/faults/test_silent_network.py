@@ -136,7 +136,7 @@ CLIMBS: dict[str, Any] = {
 
 
 @pytest.mark.covers("F22", "L10")
-def test_training_goes_on_from_a_model_that_is_the_new_version_in_part(tmp_path: Path) -> None:
+def test_trains_on_from_a_partly_loaded_version(tmp_path: Path) -> None:
     """Two steps are a round, and the outer step takes the mean over: version 1 is (2·1 + 2·3) / 2 = 4.
 
     A part of it is in the model of site a when the network falls silent, the rest is what it trained: 2. It trains n

@@ -235,10 +235,11 @@ def test_a_step_without_the_end_of_its_batch_is_an_error(tmp_path: Path, algorit
 @pytest.mark.parametrize(
     ("algorithm", "settings"), [("scaffold", {}), ("fedprox", {"algorithm.mu": 0.0})], ids=["scaffold", "fedprox"]
 )
-def test_a_fit_that_failed_lets_go_of_its_optimizer_and_is_begun_anew(
-    tmp_path: Path, algorithm: str, settings: dict[str, Any]
-) -> None:
-    """The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD."""
+def test_a_failed_fit_is_begun_anew(tmp_path: Path, algorithm: str, settings: dict[str, Any]) -> None:
+    """It has let go of its optimizer.
+
+    The site's script caught the error: same round, same global model, hooks only once. With μ = 0 as SCAFFOLD.
+    """
     with serve(tmp_path, algorithm, rounds=1, **settings) as server:
         trainer, module = patched(server, tmp_path), Fails()
         with pytest.raises(RuntimeError, match="the data are broken"):

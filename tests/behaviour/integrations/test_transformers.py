@@ -320,8 +320,11 @@ def test_smaller_batches_begin_the_round_anew(
     assert [row.workers for row in server.status().history] == [["a"]]
 
 
-def test_from_a_checkpoint_come_momentum_and_schedule_and_from_the_run_the_weights(serve: Any, tmp_path: Path) -> None:
-    """Four steps, the last one in round 2, and a checkpoint; another process begins round 2 anew with step 5's rate."""
+def test_a_checkpoint_gives_momentum_and_schedule(serve: Any, tmp_path: Path) -> None:
+    """The run gives the weights.
+
+    Four steps, the last one in round 2, and a checkpoint; another process begins round 2 anew with step 5's rate.
+    """
     server = serve(rounds=2)
     for most, checkpoint in ((4, None), (1000, str(tmp_path / "out" / "checkpoint-4"))):
         keeps = {"save_strategy": "steps", "save_steps": 4, "max_steps": most}

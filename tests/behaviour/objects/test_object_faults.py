@@ -317,7 +317,8 @@ def test_a_hostile_head_is_refused_by_name_before_memory_is_taken(case: str, mon
 
 @pytest.mark.covers("D3")
 @pytest.mark.parametrize(("head_bytes", "more"), [(64, 64), (0, 1)], ids=["head", "tensors"])
-def test_a_head_that_is_not_as_long_as_its_manifest_says_is_refused(head_bytes: int, more: int) -> None:
+def test_refuses_a_head_of_another_length(head_bytes: int, more: int) -> None:
+    """Than its manifest says."""
     data = DATA_OF_ONE + bytes(more)
     manifest = make_manifest(len(HEAD) + head_bytes, data)
     with pytest.raises(BadRequest, match=OBJECT[:8]):

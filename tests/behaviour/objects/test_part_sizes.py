@@ -186,9 +186,10 @@ def test_a_size_that_cannot_be_is_refused_by_its_source(
 
 
 @pytest.mark.covers("P13", "X3")
-def test_the_idle_timeout_comes_from_the_environment_and_a_wrong_one_is_refused(
+def test_the_idle_timeout_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A wrong one is refused."""
     ref = atoll.objects.publish({})
     for wrong in (0, -1.0, float("nan"), "5", True):
         with pytest.raises(UsageError, match="idle_timeout_s is"):

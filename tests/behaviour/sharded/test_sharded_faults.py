@@ -117,7 +117,8 @@ def waits(url: str) -> float:
 
 
 @pytest.mark.covers("F5")
-def test_ranks_that_stood_still_past_their_lease_go_on_under_the_new_one(nursery: Nursery, tmp_path: Path) -> None:
+def test_ranks_go_on_under_a_new_lease(nursery: Nursery, tmp_path: Path) -> None:
+    """They were stopped until the old one had ended."""
     go, ways = tmp_path / "go", {"network.heartbeat_interval_s": 0.2, "network.heartbeat_timeout_s": 1.0}
     with ShardedRun(nursery, tmp_path, H=2, rounds=2, sites=1, **ways) as served:
         ranks = served.site("a", held={"1": str(go)})
@@ -197,7 +198,7 @@ def test_a_refusal_of_one_ranks_part_is_everybodys(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.covers("L25")
-def test_local_steps_are_carried_over_to_the_version_that_others_moved_on_to(nursery: Nursery, tmp_path: Path) -> None:
+def test_carries_local_steps_over_to_a_missed_version(nursery: Nursery, tmp_path: Path) -> None:
     """Site b is held up for a round; the outer step is plain, so b's update moves the head by what b has trained.
 
     θ0 → a's update → θ1, which b never trained from. b: w = θ1 + (w − θ0), update θ1 − w, so θ2 = θ1 + (w − θ0).

@@ -50,8 +50,11 @@ def test_sharded_workers_train_as_one_that_is_whole(nursery: Nursery, tmp_path: 
 
 
 @pytest.mark.covers("D4", "P4")
-def test_each_run_may_have_other_ranks_and_keeps_no_files_of_earlier_ones(nursery: Nursery, tmp_path: Path) -> None:
-    """Of three ranks the second has the border of two tiles, and the last no row of two tensors; one has the whole."""
+def test_each_run_may_have_other_ranks(nursery: Nursery, tmp_path: Path) -> None:
+    """No files of earlier ranks stay.
+
+    Of three ranks the second has the border of two tiles, and the last no row of two tensors; one has the whole.
+    """
     assert [rows(build().last.weight, rank, 3).numel() for rank in range(3)] == [7, 0, 0]
     home, right = tmp_path / "workers" / "a", expected("a", sync_every=2, rounds=1)
     for ranks in (1, 3, 2):

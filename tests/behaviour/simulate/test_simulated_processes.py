@@ -238,9 +238,8 @@ def test_a_client_that_forks_and_returns_twice_answers_once(nursery: Nursery, tm
 
 
 @pytest.mark.covers("V2")
-def test_a_process_that_is_killed_is_replaced_and_its_simulated_site_trained_again(
-    nursery: Nursery, tmp_path: Path, undisturbed: bytes
-) -> None:
+def test_replaces_a_killed_process_of_a_simulation(nursery: Nursery, tmp_path: Path, undisturbed: bytes) -> None:
+    """Its simulated site is trained again."""
     said = simulate(nursery, write(tmp_path, doing(KILLS, times=2), **RULES), *TWO, "--json")
     assert said.count("ended with signal SIGKILL while it trained site-0001") == 2
     assert told(said)["failed"] == {}

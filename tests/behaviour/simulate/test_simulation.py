@@ -232,9 +232,10 @@ def test_names_every_site_that_fails_and_prints_three_tracebacks(
 
 
 @pytest.mark.covers("V2", "X3")
-def test_a_round_that_cannot_close_ends_with_9_and_goes_on_once_mended(
+def test_a_round_that_cannot_close_ends_with_9(
     tmp_path: Path, undisturbed: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The simulation goes on once the cause is mended."""
     rules = {"rounds.min_sites": 3} | RULES
     client = raising("worker.site < 'site-0002' and fl_round.number == 2")
     lacks = r"waits for another site: only 2 of 3 updates accepted or expected \(rounds.min_sites\)"
@@ -288,7 +289,7 @@ def ahead_of_journal(folder: Path, rules: dict[str, Any], by: int) -> None:
 
 
 @pytest.mark.covers("S2", "V2")
-def test_a_simulation_with_sites_a_round_ahead_goes_on_with_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
+def test_a_restored_simulation_comes_to_the_same_bits(tmp_path: Path, undisturbed: bytes) -> None:
     """The run was restored, the folder of its sites was not: each has a pending update that the run has lost."""
     ahead_of_journal(tmp_path, RULES, by=1)
     assert result_of(tmp_path, **RULES) == undisturbed

@@ -126,7 +126,7 @@ def two() -> Weights:
         (0.5, 1, 0.7, 0.9, 2 * 7 / 4 * 0.75),
     ],
 )
-def test_the_model_moves_by_as_much_in_each_round_as_the_guide_says(
+def test_the_model_moves_as_the_guide_says(
     tmp_path: Path, alpha: float, tau: int, outer_lr: float, outer_momentum: float, speed: float
 ) -> None:
     """docs/low-communication.md; after 30 rounds, what is left of how it began is less than 0.73²⁹ of it."""

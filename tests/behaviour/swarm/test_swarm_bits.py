@@ -27,10 +27,13 @@ from atoll import TensorRef
     [((("abc", 2), ("abcd", 4)), 1.0, [3, 3, 4, 4], [3, 3, 4, 4]), ((("abcd", 3),), 0.5, [4] * 3, [2] * 3)],
     ids=["grown", "sampled"],
 )
-def test_the_same_bits_as_a_server_makes_where_more_have_joined_than_trained(
+def test_a_swarm_counts_sites_that_have_only_joined(
     tmp_path: Path, starts: Any, sample: float, populations: list[int], workers: list[int]
 ) -> None:
-    """SCAFFOLD's controls are the mean over all that have joined: a fourth leaves them three quarters."""
+    """The bits are those of a server.
+
+    SCAFFOLD's controls are the mean over all that have joined: a fourth leaves them three quarters.
+    """
     found = []
     for place in ("swarm", "server"):
         common = PLAIN | {"algorithm.name": "scaffold", "rounds.sample_fraction": sample}
@@ -116,9 +119,8 @@ def test_fragments_of_an_asynchronous_run_come_to_their_end(tmp_path: Path) -> N
     ],
     ids=["weighed-by-staleness", "delayed-nesterov"],
 )
-def test_an_asynchronous_run_with_updates_in_the_same_order_has_a_servers_bits(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_an_asynchronous_swarm_has_a_servers_bits(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """The updates come in the same order."""
     run = {"kind": InTurn, "async.sync_rounds_first": 1, "rounds.total": 1 + len(ORDER)} | settings
     ours, sites = left_by_steps(tmp_path / "swarm", **run)
     theirs, _ = left_by_steps(tmp_path / "server", **run, **{"swarm.enabled": False})

@@ -162,10 +162,13 @@ def files_of(folder: Path, site: str, what: str) -> list[Path]:
 
 @pytest.mark.covers("P10")
 @pytest.mark.parametrize("stopped", ["aggregator", "checker"])
-def test_a_stopped_worker_is_replaced_and_does_no_harm_when_it_goes_on(
+def test_replaces_a_stopped_worker_of_a_swarm(
     nursery: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: str
 ) -> None:
-    """While a reduces, it is stopped, or b, which would check what it makes. The aggregator loses its lease, too."""
+    """It does no harm when it goes on.
+
+    While a reduces, it is stopped, or b, which would check what it makes. The aggregator loses its lease, too.
+    """
     caplog.set_level("INFO", "atoll.server")
     paused, lives = tmp_path / "reduces", {"a": [f"pass.chunk=pause:{tmp_path / 'reduces'}"], "b": [""]}
     lease_s = 4.0 if stopped == "aggregator" else 60.0

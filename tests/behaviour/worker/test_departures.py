@@ -225,7 +225,8 @@ def test_a_process_behind_the_command_leaves_by_itself(tmp_path: Path) -> None:
     ["os.unlink(os.environ['ATOLL_TOKEN_FILE'])", "import shutil; shutil.rmtree(os.environ['ATOLL_LEASES'])"],
     ids=["token", "folder"],
 )
-def test_atoll_worker_ends_with_the_scripts_code_when_it_cannot_leave_for_it(tmp_path: Path, loses: str) -> None:
+def test_atoll_worker_ends_with_the_scripts_code(tmp_path: Path, loses: str) -> None:
+    """Also where it cannot leave the run in the script's place."""
     token = tmp_path / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     token.chmod(0o600)

@@ -141,7 +141,7 @@ def test_refuses_a_second_loop_over_what_an_active_one_trains(tmp_path: Path, sa
             assert alive(server) == {"b"}
 
 
-def test_loops_over_different_models_with_a_frozen_part_in_common_run_at_once(tmp_path: Path) -> None:
+def test_loops_with_a_common_frozen_part_run_at_once(tmp_path: Path) -> None:
     shared = nn.Linear(4, 4).requires_grad_(False)
 
     def loop(site: str) -> atoll.DiLoCo:
@@ -288,9 +288,7 @@ def test_an_update_that_does_not_arrive_has_no_rate(tmp_path: Path, caplog: pyte
 
 @pytest.mark.covers("X3")
 @pytest.mark.parametrize("join", [atoll.join, atoll.functional.init], ids=["join", "functions"])
-def test_a_script_that_trains_round_by_round_is_refused_in_a_diloco_run(
-    tmp_path: Path, join: Callable[..., Any]
-) -> None:
+def test_refuses_scripts_of_rounds_in_a_diloco_run(tmp_path: Path, join: Callable[..., Any]) -> None:
     """Its weight would be a number of samples, that of the other workers 1."""
     with plain_server(tmp_path, nn.Linear(2, 1), algorithm="diloco", H=5, rounds=0) as server:
         with pytest.raises(

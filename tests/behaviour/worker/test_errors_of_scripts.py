@@ -190,7 +190,7 @@ def test_an_error_in_an_optimizer_hook_names_the_scripts_line(
     ],
     ids=["exit stack", "thread pool"],
 )
-def test_an_error_below_a_function_of_python_names_the_line_of_the_script(
+def test_an_error_below_pythons_code_names_the_scripts_line(
     tmp_path: Path,
     enter: Callable[[ExitStack, atoll.DiLoCo], object],
     monkeypatch: pytest.MonkeyPatch,
@@ -283,7 +283,8 @@ def test_commands_name_an_address_without_a_server(nursery: Nursery, tmp_path: P
 
 @pytest.mark.covers("L10")
 @pytest.mark.parametrize("way", ["diloco", "streaming", "federated"])
-def test_a_worker_does_not_go_on_in_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
+def test_refuses_another_run_at_the_same_address(tmp_path: Path, way: str) -> None:
+    """The worker does not go on there."""
     settings: dict[str, Any] = {"sites": 1, "rounds": 1000, "codec": "none"}
     settings |= {"network.port": free_port(), "network.heartbeat_interval_s": 0.1}
     if way in ("diloco", "streaming"):

@@ -379,7 +379,8 @@ def test_a_model_that_was_not_loaded_is_refused_alone_too() -> None:
 
 
 @pytest.mark.covers("L14")
-def test_alone_a_model_that_did_not_change_is_told_as_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_alone_warns_of_an_unchanged_model(caplog: pytest.LogCaptureFixture) -> None:
+    """As in a run."""
     with atoll.join() as worker:
         for fl_round in worker:
             fl_round.submit(fl_round.load_into(ones()), steps=3)

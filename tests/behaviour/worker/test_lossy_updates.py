@@ -136,7 +136,7 @@ def moved_by(model: dict[str, Tensor], change: dict[str, Tensor]) -> dict[str, T
 
 
 @pytest.mark.covers("L14")
-def test_a_change_too_small_for_its_codec_is_told_at_once_and_once(tmp_path: Path, warned: Warned) -> None:
+def test_warns_once_of_a_change_too_small_for_its_codec(tmp_path: Path, warned: Warned) -> None:
     start = {"big": torch.zeros(9000), "still": torch.zeros(3)}
     change = {"big": torch.full((9000,), 1e-4), "still": torch.zeros(3)}
     shown = rounds_of(tmp_path, Thousandths, start, [change] * 3)

@@ -298,14 +298,14 @@ def test_a_status_without_fragments_ends_a_site_by_its_patience(lying: LyingServ
     assert lying.count("/v1/status") < MOST_REQUESTS
 
 
-def test_a_server_that_says_wait_at_once_is_not_asked_all_the_time(lying: LyingServer, tmp_path: Path) -> None:
+def test_pauses_where_a_server_says_wait_at_once(lying: LyingServer, tmp_path: Path) -> None:
     lying.lie = changed("/v1/tickets", status="wait", ticket=None)
     with atoll.join(lying.url, site="a", folder=tmp_path / "site") as worker:
         assert worker.next_round(wait_s=2.0) is None
     assert 2 <= lying.count("/v1/tickets") < 12
 
 
-def test_a_task_that_comes_again_and_again_is_not_answered_all_the_time(lying: LyingServer) -> None:
+def test_pauses_where_a_task_comes_again(lying: LyingServer) -> None:
     """The server takes each answer, and sends the same task again."""
     body = {"plain": "null", "object": None}
     sizes = {"streamed": False, "tensor_chunk_bytes": 0, "np_chunk_bytes": 0}

@@ -52,7 +52,7 @@ def one_run(folder: Path, name: str, **settings: Any) -> Path:
         ("local.safetensors", {"workflow.steps": [{"kind": "train"}, {"kind": "cross_site_evaluation"}]}),
     ],
 )
-def test_the_files_of_a_finished_run_go_when_the_next_one_is_joined(
+def test_joining_a_run_removes_files_of_a_finished_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kept: str, settings: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.INFO, "atoll")

@@ -143,7 +143,8 @@ def test_sends_the_change_of_the_whole_step(
 
 
 @pytest.mark.covers("X11")
-def test_sends_the_change_of_a_step_that_another_program_calls_by_a_reference(tmp_path: Path) -> None:
+def test_follows_a_step_called_by_a_reference(tmp_path: Path) -> None:
+    """Another program has kept the bound method."""
     kept: list[Any] = []
 
     def make(model: nn.Module) -> Any:
